@@ -1,0 +1,205 @@
+"""Token files and batches: a memory-mapped array of token IDs in, input and target sequences out.
+
+A token file is a plain .npy array of uint16 (uint32 where the vocabulary needs it) with a JSON sidecar beside it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFileInfo:
+    """The sidecar of a token file. `tokenizer_sha256` is empty where the tokens came from no tokenizer."""
+
+    count: int
+    vocab_size: int
+    sha256: str
+    tokenizer_sha256: str
+    source: str
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sidecar_path(path: str | os.PathLike[str]) -> Path:
+    """Where the JSON sidecar of a token file lies: train.npy -> train.json."""
+    return Path(path).with_suffix(".json")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned type of a token file that holds every ID below vocab_size."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_tokens(
+    path: str | os.PathLike[str],
+    chunks: Iterable[npt.ArrayLike],
+    vocab_size: int,
+    *,
+    tokenizer_sha256: str = "",
+    source: str,
+) -> TokenFileInfo:
+    """Write a stream of lists of token IDs as a token file with its sidecar, without holding it in memory.
+
+    Both files appear complete or not at all; the sidecar is written last.
+    """
+    path, dtype = Path(path), token_dtype(vocab_size)
+    beside = path.with_suffix(".npy.tmp")
+    count = 0
+    with beside.open("wb") as file:
+        # NumPy leaves room in the header for the count to grow, so it can be written again at the end.
+        _write_header(file, 0, dtype)
+        for chunk in chunks:
+            ids = np.asarray(chunk, dtype=dtype)
+            file.write(ids.data)
+            count += len(ids)
+        file.seek(0)
+        _write_header(file, count, dtype)
+    info = TokenFileInfo(
+        count=count,
+        vocab_size=vocab_size,
+        sha256=sha256_of_file(beside),
+        tokenizer_sha256=tokenizer_sha256,
+        source=source,
+    )
+    sidecar = sidecar_path(path)
+    sidecar.unlink(missing_ok=True)  # never an old sidecar beside a new array
+    os.replace(beside, path)
+    sidecar_beside = sidecar.with_suffix(".json.tmp")
+    sidecar_beside.write_text(json.dumps(asdict(info), indent=2) + "\n")
+    os.replace(sidecar_beside, sidecar)
+    return info
+
+
+def _write_header(file: "object", count: int, dtype: np.dtype) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[arg-type]
+
+
+def read_info(path: str | os.PathLike[str]) -> TokenFileInfo:
+    """Read the sidecar of a token file. Raises FileNotFoundError or ValueError naming the file."""
+    sidecar = sidecar_path(path)
+    if not sidecar.is_file():
+        raise FileNotFoundError(f"token file {path} has no sidecar {sidecar}")
+    try:
+        return TokenFileInfo(**json.loads(sidecar.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"token sidecar {sidecar} cannot be read: {error}") from error
+
+
+def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 1) -> npt.NDArray[np.unsignedinteger]:
+    """Memory-map a token file and check it whole: dtype, count, and that every ID is below vocab_size.
+
+    Works without a sidecar too (an array from elsewhere). Raises FileNotFoundError or ValueError naming the file and,
+    for an ID that is too large, its offset.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"token file {path} does not exist")
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"token file {path} is truncated or not a .npy array: {error}") from error
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
+        raise ValueError(
+            f"token file {path} holds {tokens.dtype} of shape {tokens.shape}: it must be a one-dimensional array of "
+            "uint16 or uint32"
+        )
+    if sidecar_path(path).exists() and (expected := read_info(path).count) != len(tokens):
+        raise ValueError(f"token file {path} holds {len(tokens)} tokens but its sidecar says {expected}")
+    if len(tokens) < min_count:
+        raise ValueError(f"token file {path} holds {len(tokens)} tokens: at least {min_count} are needed")
+    for start in range(0, len(tokens), 1 << 24):
+        block = tokens[start : start + (1 << 24)]
+        if block.max() >= vocab_size:
+            offset = start + int((block >= vocab_size).argmax())
+            raise ValueError(
+                f"token file {path} has ID {tokens[offset]} at offset {offset}: IDs must be below the vocabulary size "
+                f"of {vocab_size}"
+            )
+    return tokens
+
+
+def get_batch(
+    tokens: npt.NDArray[np.integer],
+    batch_size: int,
+    context_length: int,
+    device: str | torch.device = "cpu",
+    rng: np.random.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """batch_size sequences from random places: inputs and the targets one token on, both (B, T) int64 on `device`."""
+    rng = rng or np.random.default_rng()
+    starts = rng.integers(0, count_starts(tokens, context_length), size=batch_size)
+    inputs, targets = gather_sequences(tokens, starts, context_length)
+    return inputs.to(device), targets.to(device)
+
+
+def count_starts(tokens: npt.NDArray[np.integer], context_length: int) -> int:
+    """In how many places a sequence with its targets can start. Raises ValueError where there is none."""
+    count = len(tokens) - context_length
+    if count < 1:
+        raise ValueError(
+            f"{len(tokens)} tokens are too few for context_length {context_length}: at least {context_length + 1} "
+            "are needed"
+        )
+    return count
+
+
+def gather_sequences(
+    tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.integer], context_length: int
+) -> tuple[Tensor, Tensor]:
+    """The sequences at `starts` and their targets, both (B, T) int64 views of one array on the CPU."""
+    windows = np.stack([tokens[s : s + context_length + 1] for s in starts.tolist()]).astype(np.int64)
+    both = torch.from_numpy(windows)
+    return both[:, :-1], both[:, 1:]
+
+
+def sequence_starts(seed: int, first: int, count: int, num_starts: int) -> npt.NDArray[np.int64]:
+    """Where sequences first .. first+count-1 of a run start: a pure function of (seed, k), uniform below num_starts.
+
+    So the position in the data is one integer, no sampler state has to be saved, and any division of a batch over
+    processes gives the same sequences. The function is SplitMix64 (Steele, Lea & Flood 2014): its k-th output is a
+    mix of seed' + k * gamma, which needs no outputs before it.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is wanted
+        k = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
+        # The seed is mixed first, so that the sequences of seeds s and s+1 are not each other's neighbours.
+        state = _mix64(np.array([seed], dtype=np.int64).astype(np.uint64)) + k * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix64(state) % np.uint64(num_starts)).astype(np.int64)
+
+
+def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def entropy_baselines(tokens: npt.NDArray[np.integer], max_tokens: int = 10_000_000) -> tuple[float, float]:
+    """Unigram and bigram entropy of a text in nats a token: H(x_t) and H(x_t | x_{t-1}).
+
+    Both are plug-in estimates from the text's own counts (its first max_tokens), so they are at or below what any
+    unigram or bigram model, trained elsewhere, can reach on it: a model with a lower loss uses more than one token
+    of context.
+    """
+    ids = np.asarray(tokens[:max_tokens], dtype=np.int64)
+
+    def entropy(symbols: npt.NDArray[np.int64]) -> float:
+        counts = np.unique(symbols, return_counts=True)[1]
+        p = counts / counts.sum()
+        return float(-(p * np.log(p)).sum())
+
+    if len(ids) < 2:
+        return 0.0, 0.0
+    pairs = ids[:-1] * (ids.max() + 1) + ids[1:]
+    return entropy(ids), entropy(pairs) - entropy(ids[:-1])

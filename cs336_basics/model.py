@@ -1,0 +1,228 @@
+"""The Transformer language model: pre-norm blocks, RMSNorm, rotary positions and SwiGLU, no biases, untied head.
+
+Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that keeps the contract of
+`scaled_dot_product_attention` below can take its place without the model knowing.
+
+Shapes: B batch, T positions in this call, S positions in the cache, H heads, D size of a head.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def scaled_dot_product_attention(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "... queries d"]:
+    """softmax(q k^T / sqrt(d)) v, computed as it is written (Vaswani et al. 2017, equation 1).
+
+    Causal means that query i sees key j when j <= i, counted from the first query and the first key (top-left aligned).
+    Scores and softmax are float32 whatever the inputs are; float64 stays float64. Holds all queries x keys scores.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
+
+
+def _truncated_normal(shape: tuple[int, ...], std: float) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=std, a=-3 * std, b=3 * std))
+
+
+class Linear(nn.Module):
+    """y = W x without bias. W is (d_out, d_in), drawn with std sqrt(2 / (d_in + d_out)) and cut at 3 std."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = _truncated_normal((d_out, d_in), std=math.sqrt(2 / (d_in + d_out)))
+
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        return nn.functional.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """One learned row of size d_model per token ID, drawn with std 1 and cut at 3 std."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = _truncated_normal((vocab_size, d_model), std=1.0)
+
+    def forward(self, token_ids: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
+        return nn.functional.embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019). Computes in float32 and returns x's dtype."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * inverse_rms * self.weight).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding on interleaved pairs (Su et al. 2021, RoFormer, equations 14 and 34).
+
+    The pair (x[2i], x[2i+1]) at position p turns by the angle p * theta^(-2i/dim). The angles are tabulated once for
+    `context_length` positions; the table is not part of the state dict.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, context_length: int, dim: int, theta: float = 10000.0) -> None:
+        if dim % 2:
+            raise ValueError(f"dim is {dim}: rotary embedding turns pairs, so it must be even")
+        super().__init__()
+        frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        # float64 until the end: a float32 product is off by up to 1e-3 rad at position 16,384.
+        angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency)
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+
+    def forward(self, x: Float[Tensor, "... positions dim"], start: int = 0) -> Float[Tensor, "... positions dim"]:
+        """Turn x, whose first position is `start`. Computes in float32 and returns x's dtype."""
+        end = start + x.shape[-2]
+        if end > self.cos.shape[0]:
+            raise ValueError(f"position {end - 1} is beyond the context_length of {self.cos.shape[0]}")
+        cos, sin = self.cos[start:end], self.sin[start:end]
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(dim=-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return turned.flatten(-2).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * w3 x) (Shazeer 2020, GLU Variants Improve Transformer, equation 6)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff)
+        self.w2 = Linear(d_ff, d_model)
+        self.w3 = Linear(d_model, d_ff)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class LayerCache:
+    """The keys and values one attention layer has seen, in room allocated once for `context_length` positions."""
+
+    def __init__(self, context_length: int) -> None:
+        self._context_length = context_length
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self.length = 0
+
+    def append(self, k: Float[Tensor, "B H T D"], v: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor]:
+        """Store k and v behind what is there; return all keys and all values so far, each (B, H, length, D)."""
+        if self._keys is None or self._values is None:
+            batch, heads, _, dim = k.shape
+            self._keys, self._values = (t.new_empty(batch, heads, self._context_length, dim) for t in (k, v))
+        end = self.length + k.shape[-2]
+        self._keys[:, :, self.length : end] = k
+        self._values[:, :, self.length : end] = v
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+class CausalMultiHeadSelfAttention(nn.Module):
+    """Multi-head causal self-attention with rotary positions on queries and keys."""
+
+    def __init__(self, d_model: int, num_heads: int, rope: RotaryEmbedding, attention: Attention) -> None:
+        if d_model % num_heads:
+            raise ValueError(f"d_model is {d_model}: it must be divisible by num_heads, which is {num_heads}")
+        super().__init__()
+        self.num_heads = num_heads
+        self.rope = rope
+        self.attention = attention
+        self.q_proj = Linear(d_model, d_model)
+        self.k_proj = Linear(d_model, d_model)
+        self.v_proj = Linear(d_model, d_model)
+        self.output_proj = Linear(d_model, d_model)
+
+    def forward(self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None) -> Float[Tensor, "B T d_model"]:
+        def split_heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+        q, k, v = (split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        start = 0 if cache is None else cache.length
+        q, k = self.rope(q, start), self.rope(k, start)
+        if cache is not None:
+            # Causal is top-left aligned, which is only right for a first chunk; a later one is a single position,
+            # which sees everything that is in the cache.
+            if start and x.shape[1] > 1:
+                raise ValueError(f"{x.shape[1]} positions on a cache of {start}: after the first chunk, one at a time")
+            k, v = cache.append(k, v)
+        o = self.attention(q, k, v, start == 0)
+        return self.output_proj(o.transpose(1, 2).flatten(-2))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)) (pre-norm, Xiong et al. 2020)."""
+
+    def __init__(self, d_model: int, num_heads: int, d_ff: int, rope: RotaryEmbedding, attention: Attention) -> None:
+        super().__init__()
+        self.ln1 = RMSNorm(d_model)
+        self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention)
+        self.ln2 = RMSNorm(d_model)
+        self.ffn = SwiGLU(d_model, d_ff)
+
+    def forward(self, x: Float[Tensor, "B T d_model"], cache: LayerCache | None = None) -> Float[Tensor, "B T d_model"]:
+        x = x + self.attn(self.ln1(x), cache)
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Token IDs in, logits of the next token out.
+
+    `attention` follows the contract of `scaled_dot_product_attention` and may be any faster function that does.
+    Raises ValueError where d_model does not divide into num_heads heads of even size.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context_length: int,
+        d_model: int,
+        num_layers: int,
+        num_heads: int,
+        d_ff: int,
+        rope_theta: float = 10000.0,
+        attention: Attention = scaled_dot_product_attention,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.token_embeddings = Embedding(vocab_size, d_model)
+        rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta)
+        self.layers = nn.ModuleList(
+            TransformerBlock(d_model, num_heads, d_ff, rope, attention) for _ in range(num_layers)
+        )
+        self.ln_final = RMSNorm(d_model)
+        self.lm_head = Linear(d_model, vocab_size)
+
+    def forward(self, token_ids: Int[Tensor, "B T"], cache: list[LayerCache] | None = None) -> Float[Tensor, "B T V"]:
+        """Logits for each position. With a cache, token_ids continue what the cache holds."""
+        x = self.token_embeddings(token_ids)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, None if cache is None else cache[i])
+        return self.lm_head(self.ln_final(x))
+
+    def new_cache(self) -> list[LayerCache]:
+        """An empty key-value cache, one entry a layer; the first call that uses it decides the batch size."""
+        return [LayerCache(self.context_length) for _ in self.layers]

@@ -1,0 +1,46 @@
+"""Softmax, cross-entropy and gradient clipping, written out."""
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def softmax(x: Float[Tensor, "..."], dim: int = -1) -> Float[Tensor, "..."]:
+    """exp(x) normalised to sum 1 along `dim`. The largest entry is subtracted first, so that exp cannot overflow."""
+    exponential = (x - x.amax(dim=dim, keepdim=True)).exp()
+    return exponential / exponential.sum(dim=dim, keepdim=True)
+
+
+def cross_entropy(
+    logits: Float[Tensor, "... vocab"], targets: Int[Tensor, "..."], reduction: str = "mean"
+) -> Float[Tensor, "..."]:
+    """-log softmax(logits)[target] in nats, over any leading dimensions, computed in float32 (float64 stays).
+
+    reduction: "mean" or "sum" over all targets, or "none" for one value a target.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}: it must be 'mean', 'sum' or 'none'")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    loss = logits.logsumexp(dim=-1) - chosen
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
+    """Scale all gradients in place so that their common 2-norm is at most max_norm (Pascanu et al. 2013).
+
+    Returns the norm before clipping, as a tensor on the gradients' device: reading it waits for the device, so that is
+    left to the caller. max_norm = inf only measures.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if max_norm != float("inf"):
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_: no division by a norm of zero.
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -1,0 +1,76 @@
+"""AdamW and its learning-rate schedule, written to be read; `torch.optim.AdamW` is the fast twin."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2, with schedule multiplier 1).
+
+    Per parameter, at step t:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+    p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr weight_decay p.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        for name, value, low, high in (
+            ("lr", lr, 0.0, math.inf),
+            ("betas[0]", betas[0], 0.0, 1.0),
+            ("betas[1]", betas[1], 0.0, 1.0),
+            ("eps", eps, 0.0, math.inf),
+            ("weight_decay", weight_decay, 0.0, math.inf),
+        ):
+            if not low <= value < high:
+                raise ValueError(f"{name} is {value}: it must be at least {low:g} and below {high:g}")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient. Returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            # The same names and kinds as torch.optim.AdamW's, so that one checkpoint serves both.
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        state["step"] += 1
+        t, (beta1, beta2), lr = state["step"].item(), group["betas"], group["lr"]
+        m, v, g = state["exp_avg"], state["exp_avg_sq"], p.grad
+        assert g is not None
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        p.mul_(1 - lr * group["weight_decay"])
+        denominator = (v.sqrt() / math.sqrt(1 - beta2**t)).add_(group["eps"])
+        p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
+
+
+def get_cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
+    """Learning rate at `step` (from 0): linear to max_lr over warmup_steps, a half cosine down to min_lr at
+    total_steps, and min_lr after (Loshchilov & Hutter 2017, SGDR, equation 5, one cycle, with warm-up)."""
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    if step >= total_steps:
+        return min_lr
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    return min_lr + 0.5 * (max_lr - min_lr) * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,173 @@
+"""A byte-level BPE tokenizer: trained and run by the `tokenizers` library, fed from files that may not fit in memory.
+
+The pre-tokenisation is GPT-2's, the only special token is `<|endoftext|>`, and every UTF-8 text decodes back exactly.
+"""
+
+import codecs
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
+
+# What is read at a time, and the most that is handed to the library as one piece (in characters, roughly bytes).
+_READ_BYTES = 1 << 20
+_PIECE_CHARS = 1 << 16
+_BATCH_CHARS = 1 << 22
+_CUT = re.compile(r"(?<=\S)[ \n]")  # Python's \s holds all of Unicode's White_Space, so \S is safely visible text
+
+
+def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[str]:
+    """Yield the text of bytes start to end of a file (end None: to its end), in pieces of about a megabyte.
+
+    Raises FileNotFoundError or ValueError with the path: not a file, not readable, empty, or not UTF-8 (with the byte
+    offset of the first byte that is wrong).
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"text file {path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"text file {path} is not a regular file")
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"text file {path} is empty")
+    end = size if end is None else min(end, size)
+    try:
+        file = path.open("rb")
+    except PermissionError as error:
+        raise ValueError(f"text file {path} cannot be read: {error.strerror}") from error
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with file:
+        file.seek(start)
+        position = start
+        while position < end:
+            pending = len(decoder.getstate()[0])  # bytes of an unfinished character, kept from the read before
+            block = file.read(min(_READ_BYTES, end - position))
+            if not block:
+                raise ValueError(f"text file {path} became shorter while it was read")
+            try:
+                text = decoder.decode(block, final=position + len(block) == end)
+            except UnicodeDecodeError as error:
+                offset = position - pending + error.start
+                raise ValueError(f"text file {path} is not UTF-8: {error.reason} at byte {offset}") from error
+            position += len(block)
+            if text:
+                yield text
+
+
+def split_pieces(blocks: Iterable[str], piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
+    """Cut a stream of text into pieces of about piece_chars that tokenize separately to the same IDs as together.
+
+    A cut is made only where visible text is followed by a space or a newline: GPT-2's pre-tokenizer always ends a word
+    there, none of its patterns looks further back, and its only look-ahead concerns the end of a run of white space.
+    Text without such a place stays whole, however long it is.
+    """
+    held: list[str] = []
+    held_chars = 0
+    for block in blocks:
+        held.append(block)
+        held_chars += len(block)
+        if held_chars < piece_chars or not _CUT.search(block):
+            continue
+        text = "".join(held)
+        start = 0
+        while cut := _CUT.search(text, start + piece_chars):
+            yield text[start : cut.start()]
+            start = cut.start()
+        held, held_chars = [text[start:]], len(text) - start
+    if held_chars:
+        yield "".join(held)
+
+
+class Tokenizer:
+    """Text to token IDs and back. `train` or `load` makes one; `save` writes the library's own tokenizer.json."""
+
+    def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = library_tokenizer
+        end = library_tokenizer.token_to_id(END_OF_TEXT)
+        if end is None:
+            raise ValueError(f"the tokenizer has no token {END_OF_TEXT}")
+        self.end_of_text_id: int = end
+
+    @classmethod
+    def train(cls, blocks: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Train on a stream of text until the vocabulary has vocab_size tokens (fewer if the text has no more pairs).
+
+        Raises ValueError for a vocabulary too small for the 256 bytes and the special token.
+        """
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size is {vocab_size}: it must be at least {MIN_VOCAB_SIZE}, for 256 bytes and {END_OF_TEXT}"
+            )
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        # The trainer does not take special tokens out of the text, so that is done here.
+        documents = (part for piece in split_pieces(blocks) for part in piece.split(END_OF_TEXT) if part)
+        tokenizer.train_from_iterator(documents, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
+        """Read a tokenizer.json. Raises FileNotFoundError or ValueError naming the file."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"tokenizer file {path} does not exist")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"tokenizer file {path} cannot be loaded: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json; a reader never sees half of it."""
+        beside = Path(f"{path}.tmp")
+        self._tokenizer.save(str(beside))
+        os.replace(beside, path)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token IDs, the special token included."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the tokenizer's JSON form: equal for tokenizers that give equal IDs."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The token IDs of a text; `<|endoftext|>` in it becomes its own ID."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_stream(self, blocks: Iterable[str]) -> Iterator[list[int]]:
+        """Yield the IDs of a stream of text, in lists of one piece each; joined they are `encode` of the whole text.
+
+        Pieces go to the library in batches, which it spreads over the cores.
+        """
+        batch: list[str] = []
+        batch_chars = 0
+        for piece in split_pieces(blocks):
+            batch.append(piece)
+            batch_chars += len(piece)
+            if batch_chars >= _BATCH_CHARS:
+                yield from self._encode_batch(batch)
+                batch, batch_chars = [], 0
+        yield from self._encode_batch(batch)
+
+    def _encode_batch(self, batch: list[str]) -> Iterator[list[int]]:
+        for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield encoding.ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of token IDs, special tokens included. Bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

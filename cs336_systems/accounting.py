@@ -1,0 +1,45 @@
+"""Counting a model: parameters and floating-point operations. Pure functions, the formula in each docstring.
+
+One multiply and one add count as two operations, as in the handout and in the papers cited.
+"""
+
+from .config import ModelShape
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """All parameters: 2 V d (embedding and untied head) + L (4 d^2 + 3 d d_ff + 2 d) + d.
+
+    Four attention projections, three feed-forward matrices and two norms a block, and the last norm.
+    """
+    d = shape.d_model
+    block = 4 * d * d + 3 * d * shape.d_ff + 2 * d
+    return 2 * shape.vocab_size * d + shape.num_layers * block + d
+
+
+def matmul_parameters(shape: ModelShape) -> int:
+    """Parameters that a token is multiplied with: all but the embedding, which is looked up, and the norms.
+
+    V d + L (4 d^2 + 3 d d_ff).
+    """
+    d = shape.d_model
+    return shape.vocab_size * d + shape.num_layers * (4 * d * d + 3 * d * shape.d_ff)
+
+
+def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
+    """Matrix-product operations of one forward pass over num_sequences sequences of `length` tokens.
+
+    2 N T for the weights (N from `matmul_parameters`, T tokens), and per layer 4 length^2 d / 2 a sequence for causal
+    attention: scores and values take 2 length^2 d each (Kaplan et al. 2020, table 1), of which the mask leaves half.
+    """
+    weights = 2 * matmul_parameters(shape) * num_sequences * length
+    attention = shape.num_layers * num_sequences * 2 * length * length * shape.d_model
+    return weights + attention
+
+
+def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
+    """Matrix-product operations of a forward and a backward pass: 3 times the forward's.
+
+    Each product has two gradients of the same cost. What a kernel or checkpointing recomputes is not counted, so that
+    the MFU made from this counts useful work only (Chowdhery et al. 2022, PaLM, appendix B).
+    """
+    return 3 * forward_flops(shape, num_sequences, length)

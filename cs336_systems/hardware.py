@@ -1,0 +1,122 @@
+"""What the machine is and what it could do at best: device choice, peak rates by GPU name, the environment stamp."""
+
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense matrix rates in TFLOP/s from the vendors' datasheets, without sparsity; fp32 is that of the plain cores.
+# The first name found in the device's own name counts, so longer names stand before shorter ones.
+_PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("GB200", dict(bf16=2500, fp16=2500, tf32=1250, fp32=80)),
+    ("B200", dict(bf16=2250, fp16=2250, tf32=1100, fp32=75)),
+    ("H200", dict(bf16=989, fp16=989, tf32=494, fp32=67)),
+    ("H100 PCIe", dict(bf16=756, fp16=756, tf32=378, fp32=51)),
+    ("H100 NVL", dict(bf16=835, fp16=835, tf32=417, fp32=60)),
+    ("H100", dict(bf16=989, fp16=989, tf32=494, fp32=67)),
+    ("A100", dict(bf16=312, fp16=312, tf32=156, fp32=19.5)),
+    ("L40S", dict(bf16=362, fp16=362, tf32=183, fp32=91.6)),
+    ("L4", dict(bf16=121, fp16=121, tf32=60, fp32=30.3)),
+    ("A10G", dict(bf16=70, fp16=70, tf32=35, fp32=31)),
+    ("RTX 4090", dict(bf16=165, fp16=165, tf32=82.6, fp32=82.6)),
+    ("RTX 3090", dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6)),
+    ("T4", dict(fp16=65, fp32=8.1)),
+    ("V100", dict(fp16=125, fp32=15.7)),
+)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Datasheet peak of one GPU in FLOP/s for matrix products in a precision ("fp32", "tf32", "bf16" or "fp16").
+
+    None where the device or its rate in this precision is not known.
+    """
+    for name, rates in _PEAK_TFLOPS:
+        if re.search(rf"\b{re.escape(name)}\b", device_name):
+            rate = rates.get(precision)
+            return None if rate is None else rate * 1e12
+    return None
+
+
+def device_peak_flops(device: torch.device, precision: str) -> float | None:
+    """`peak_flops` of a torch device; fp32 counts as tf32 where float32 matrix products are allowed to use it."""
+    if device.type != "cuda":
+        return None
+    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def select_device(name: str) -> torch.device:
+    """The torch device of `train.device`: auto, cpu, cuda or cuda:N. Raises ValueError for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise ValueError(f"train.device is {name!r}: it must be auto, cpu, cuda or cuda:N")
+    if name != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(match[1] or 0) >= count:
+            there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+            raise ValueError(
+                f"train.device is {name!r}: PyTorch {torch.__version__} sees {there} here (cpu always works)"
+            )
+    return torch.device(name)
+
+
+def check_precision(device: torch.device, precision: str) -> None:
+    """Raise ValueError where the device does not compute in `train.precision` itself."""
+    if device.type == "cuda" and precision == "bf16":
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise ValueError(
+                    f"train.precision is 'bf16': {torch.cuda.get_device_name(device)} has no bfloat16 arithmetic; "
+                    "it must be fp16 or fp32 here"
+                )
+
+
+def environment() -> dict[str, Any]:
+    """What a measurement was made with: GPU name and count, versions, commit. Plain JSON types."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "gpu": torch.cuda.get_device_name() if gpus else None,
+        "gpu_count": gpus,
+        "cpu_threads": torch.get_num_threads(),
+        "platform": platform.machine(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "driver": _driver_version() if gpus else None,
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _driver_version() -> str | None:
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def _commit() -> str | None:
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    if commit and _output("git", "status", "--porcelain", "--untracked-files=no"):
+        return f"{commit}+changes"
+    return commit

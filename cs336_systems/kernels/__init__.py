@@ -1,0 +1,1 @@
+"""Kernels. They know nothing of parallelism or training."""

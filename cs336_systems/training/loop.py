@@ -1,0 +1,268 @@
+"""The training loop: forward, backward, synchronise, step; and what has to be right around it.
+
+It knows the model only as a function from tokens to logits and the strategy only by its contract, so that kernels and
+parallelism are chosen elsewhere.
+"""
+
+import contextlib
+import logging
+import math
+import signal
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cs336_basics.data import count_starts, gather_sequences, sequence_starts
+from cs336_basics.model import TransformerLM
+from cs336_basics.nn_utils import clip_gradient, cross_entropy
+from cs336_basics.optimizer import AdamW, get_cosine_lr
+
+from ..accounting import training_flops
+from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..hardware import device_peak_flops
+from ..parallel import STRATEGIES
+
+logger = logging.getLogger(__name__)
+
+Tokens = npt.NDArray[np.unsignedinteger]
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SMALLEST_LOSS_SCALE = 2.0**-10
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient was not finite; the weights are those of the step before."""
+
+
+class StopRequest:
+    """While active, the first SIGINT or SIGTERM asks the loop to stop after its step; a second SIGINT interrupts."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+        logger.warning("%s: stopping after this step, which is then saved", self.signal)
+
+
+class BatchLoader:
+    """Batches of a run by their first sequence; the next one is prepared in the background."""
+
+    def __init__(self, tokens: Tokens, context_length: int, seed: int, device: torch.device) -> None:
+        self._tokens, self._context_length, self._seed, self._device = tokens, context_length, seed, device
+        self._num_starts = count_starts(tokens, context_length)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._next: tuple[tuple[int, int], Future[tuple[Tensor, Tensor]]] | None = None
+
+    def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Where in the token file sequences first .. first+count-1 of the run begin."""
+        return sequence_starts(self._seed, first, count, self._num_starts)
+
+    def _prepare(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
+        if self._device.type == "cuda":  # pinned memory lets the copy run beside the GPU's work
+            return inputs.pin_memory(), targets.pin_memory()
+        return inputs, targets
+
+    def get(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (count, T) of sequences first .. first+count-1 on the device; begins the batch after."""
+        if self._next is None or self._next[0] != (first, count):
+            self._next = (first, count), self._pool.submit(self._prepare, first, count)
+        inputs, targets = self._next[1].result()
+        after = first + count, count
+        self._next = after, self._pool.submit(self._prepare, *after)
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW with decay on matrices and none on vectors (norm weights)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
+    if config.implementation == "own":
+        return AdamW(groups, **common)
+    fused, foreach = config.implementation == "torch_fused", config.implementation == "torch_foreach"
+    return torch.optim.AdamW(groups, **common, fused=fused, foreach=foreach)
+
+
+def compile_model(model: TransformerLM) -> None:
+    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them."""
+    for layer in model.layers:
+        layer.compile()
+    model.ln_final.compile()
+
+
+@dataclass
+class Position:
+    """Where a run is: steps done, sequences consumed, steps skipped."""
+
+    step: int = 0
+    sequences: int = 0
+    skipped_steps: int = 0
+
+
+class Trainer:
+    """One model in training: `train_step` moves it by one optimizer step, `evaluate` measures it.
+
+    All losses are means over tokens, in nats.
+    """
+
+    def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
+        self.config, self.model, self.device = config, model, device
+        self.context_length = config.model.shape.context_length
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.position = Position()
+        self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
+        if config.train.compile:
+            compile_model(model)
+        self._loss = torch.compile(cross_entropy) if config.train.compile else cross_entropy
+        self.strategy = STRATEGIES["none"](model)
+        self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
+        self._peak = device_peak_flops(device, config.train.precision)
+        self._clock = time.perf_counter()
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        dtype = _AUTOCAST.get(self.config.train.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of step 1, 2, ... max_steps; the last step has min_lr."""
+        c = self.config.optimizer
+        assert c.min_lr is not None
+        return get_cosine_lr(step, c.lr, c.min_lr, c.warmup_steps, self.config.train.max_steps)
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step. Returns its metrics; raises NonFiniteError before the update would be made."""
+        train, position = self.config.train, self.position
+        step = position.step + 1
+        lr = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        waiting = time.perf_counter()
+        inputs, targets = self.loader.get(position.sequences, train.batch_size)
+        data_wait = time.perf_counter() - waiting
+
+        loss = self._forward_backward(inputs, targets, train)
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_gradient(self.model.parameters(), train.max_grad_norm)
+        # The one place a step waits for the device: whether to update has to be known before the update.
+        loss_value, norm_value = torch.stack((loss, norm.to(loss))).tolist()
+        now = time.perf_counter()
+        elapsed, self._clock = now - self._clock, now
+
+        updated = self._update(step, loss_value, norm_value)
+        self.optimizer.zero_grad(set_to_none=True)
+        position.step = step
+        position.sequences += train.batch_size
+        position.skipped_steps += not updated
+        return {
+            "step": step,
+            "loss": loss_value,
+            "lr": lr,
+            "grad_norm": norm_value,
+            "step_ms": elapsed * 1e3,
+            "data_wait_ms": data_wait * 1e3,
+            "tokens_per_s": targets.numel() / elapsed,
+            "mfu": None if self._peak is None else self._flops / elapsed / self._peak,
+            "memory_bytes": self.memory_bytes(),
+            "skipped_steps": position.skipped_steps,
+        }
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, train: TrainConfig) -> Tensor:
+        """Accumulate the gradient of the mean loss over all micro-batches; return that loss, on the device."""
+        micro_batch = train.batch_size // train.gradient_accumulation_steps
+        total = torch.zeros((), device=self.device)
+        pieces = list(zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True))
+        for i, (x, y) in enumerate(pieces):
+            last = i == len(pieces) - 1
+            with contextlib.nullcontext() if last else self.strategy.no_sync():
+                with self._autocast():
+                    logits = self.strategy(x)
+                    loss = self._loss(logits, y, reduction="sum") / targets.numel()
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.strategy.finish_gradient_synchronization()
+        return total
+
+    def _update(self, step: int, loss: float, norm: float) -> bool:
+        """Step the optimizer if loss and gradients are finite; otherwise skip or raise. Returns whether it stepped."""
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self.scaler.step(self.optimizer)
+        else:
+            self._skip_or_raise(step, loss, norm)
+        self.scaler.update()  # after an overflow: halves the loss scale
+        return finite
+
+    def _skip_or_raise(self, step: int, loss: float, norm: float) -> None:
+        # Infinite gradients of a finite loss are how fp16 says that the loss scale is too large.
+        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() > _SMALLEST_LOSS_SCALE
+        if overflow or self.config.train.skip_nonfinite:
+            logger.warning("step %d skipped: loss %s, gradient norm %s", step, loss, norm)
+            return
+        first, count = self.position.sequences, self.config.train.batch_size
+        raise NonFiniteError(
+            f"step {step}: loss {loss}, gradient norm {norm}, before the update. The batch is sequences {first} to "
+            f"{first + count - 1} of the run, at tokens {self.loader.starts(first, count).tolist()} of "
+            f"{self.config.data.train_tokens} (--train.skip_nonfinite true skips such steps)"
+        )
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tokens) -> float:
+        """Mean loss over validation_sequences consecutive sequences from the start of `tokens`.
+
+        Whole micro-batches only, where there is one, so that a compiled model sees one shape.
+        """
+        train, length = self.config.train, self.context_length
+        count = min(train.validation_sequences, (len(tokens) - 1) // length)
+        micro_batch = min(count, train.batch_size // train.gradient_accumulation_steps)
+        count -= count % micro_batch
+        total = torch.zeros((), device=self.device)
+        for starts in (np.arange(count) * length).reshape(-1, micro_batch):
+            x, y = (t.to(self.device) for t in gather_sequences(tokens, starts, length))
+            with self._autocast():
+                total += self._loss(self.strategy(x), y, reduction="sum") / (count * length)
+        return total.item()
+
+    def reset_clock(self) -> None:
+        """Time the next step from here: what was done since the last one is no part of it."""
+        self._clock = time.perf_counter()
+
+    def close(self) -> None:
+        """Stop the background thread."""
+        self.loader.close()
+
+    def memory_bytes(self) -> int:
+        """Peak memory: of the GPU's allocator, or of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

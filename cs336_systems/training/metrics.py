@@ -1,0 +1,190 @@
+"""What a run tells: metrics.jsonl always, a progress line for a person, TensorBoard and Weights & Biases when asked."""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import rich
+from rich.live import Live
+from rich.text import Text
+
+from ..config import RunConfig
+
+Row = dict[str, Any]
+METRICS_FILE = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    """Something that takes a row of metrics for a step."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a line, appended as it comes. Rows after `last_step` are cut off at the start."""
+
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
+        beside = path.with_suffix(".jsonl.tmp")
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(beside, path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """TensorBoard event files in the run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "log.tensorboard is true, but tensorboard is not installed: pip install tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, row: Row) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run, kept in the run folder; mode "offline" sends nothing."""
+
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"log.wandb is {config.log.wandb!r}, but wandb is not installed: pip install wandb"
+            ) from error
+        self._run = wandb.init(
+            project=config.log.wandb_project,
+            name=run_dir.name,
+            dir=str(run_dir),
+            mode=config.log.wandb,  # type: ignore[arg-type]
+            config=config.to_dict(),
+        )
+
+    def write(self, row: Row) -> None:
+        self._run.log(_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
+
+
+def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
+    """All sinks that the configuration asks for. Raises ValueError for one whose package is not installed."""
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(run_dir))
+    if config.log.wandb != "off":
+        sinks.append(WeightsAndBiases(run_dir, config))
+    return [JsonLines(run_dir / METRICS_FILE, last_step), *sinks]
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a metrics.jsonl. A last line that was cut short by a crash is left out."""
+    lines = Path(path).read_text().splitlines()
+    rows = []
+    for i, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if i < len(lines) - 1:
+                raise ValueError(f"{path}, line {i + 1}: {error}") from error
+    return rows
+
+
+class Progress:
+    """One line that says how the run goes: live on a terminal, now and then a plain line elsewhere."""
+
+    PLAIN_INTERVAL_S = 10.0
+
+    def __init__(self, first_step: int, max_steps: int) -> None:
+        self._first_step, self._max_steps = first_step, max_steps
+        self._console = rich.get_console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._start = self._last_plain = time.perf_counter()
+        self._valid = ""
+
+    def __enter__(self) -> "Progress":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, row: Row) -> None:
+        """Show a row of the loop: one with a loss after each step, one with a valid_loss after a validation."""
+        now = time.perf_counter()
+        if "valid_loss" in row:
+            self._valid = f"  valid {row['valid_loss']:.4f}"
+            if not self._live:
+                self._print(f"step {row['step']:,}/{self._max_steps:,} {self._valid.strip()}")
+            return
+        line = self.format(row, now)
+        if self._live:
+            self._live.update(Text(line + self._valid), refresh=True)
+        elif now - self._last_plain >= self.PLAIN_INTERVAL_S:
+            self._last_plain = now
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def format(self, row: Row, now: float) -> str:
+        """The progress line of a step's row at a time."""
+        steps_done = row["step"] - self._first_step
+        left = (now - self._start) / max(steps_done, 1) * (self._max_steps - row["step"])
+        mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        return (
+            f"step {row['step']:,}/{self._max_steps:,}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+            f"{row['tokens_per_s']:,.0f} tok/s  mfu {mfu}  mem {row['memory_bytes'] / 2**30:.2f} GiB  "
+            f"left {int(left // 60)}:{int(left % 60):02d}"
+        )
+
+
+def plot_loss_curves(
+    runs: Mapping[str, Sequence[Row]], path: str | os.PathLike[str], baselines: Mapping[str, float] | None = None
+) -> None:
+    """Draw training and validation loss over steps of one or more runs (name -> rows) into a PNG.
+
+    baselines are drawn as labelled horizontal lines (name -> nats a token).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy (nats a token)")
+    for i, (name, rows) in enumerate(runs.items()):
+        train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+        prefix = f"{name}: " if len(runs) > 1 else ""
+        axes.plot(*zip(*train, strict=True), color=f"C{i}", alpha=0.35, linewidth=0.8, label=f"{prefix}training")
+        if valid:
+            axes.plot(*zip(*valid, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{prefix}validation")
+    for i, (name, value) in enumerate((baselines or {}).items()):
+        axes.axhline(value, color="0.4", linestyle=(":", "--")[i % 2], linewidth=1, label=f"{name} ({value:.2f})")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

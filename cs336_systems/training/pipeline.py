@@ -1,0 +1,316 @@
+"""The main job: get the text, train the tokenizer, tokenize, train the model, sample from it."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cs336_basics.data import entropy_baselines
+from cs336_basics.generate import generate
+from cs336_basics.model import TransformerLM
+from cs336_basics.tokenizer import Tokenizer
+
+from ..accounting import num_parameters
+from ..config import RunConfig, SampleConfig
+from ..hardware import check_precision, environment, select_device
+from ..kernels.attention import get_attention
+from .checkpoint import (
+    Manifest,
+    check_identity,
+    checkpoint_name,
+    collect_state,
+    newest_whole_checkpoint,
+    prune_checkpoints,
+    restore_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from .loop import Position, StopRequest, Trainer
+from .metrics import METRICS_FILE, Progress, Row, open_sinks, plot_loss_curves, read_metrics
+from .prepare import PreparedData, prepare_data
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to. Losses and entropies in nats a token; written as result.json."""
+
+    run_dir: str
+    checkpoint: str
+    loss_curve: str
+    step: int
+    interrupted: str | None
+    """Name of the signal that stopped the run before its last step, or None."""
+    train_loss: float | None
+    valid_loss: float | None
+    unigram_entropy: float
+    bigram_entropy: float
+    sample: str | None
+    skipped_steps: int
+    startup_s: float | None
+    """From building the model to the end of the first step, compilation included."""
+    step_ms: dict[str, float]
+    """p20, p50, p80, mean and std over the steps of this process, without its first five."""
+    data_wait_ms: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_memory_bytes: int
+    env: dict[str, Any]
+
+
+def train(config: RunConfig) -> RunResult:
+    """Run everything that the configuration describes and return what it came to.
+
+    Raises ValueError or FileNotFoundError for what the user can mend, NonFiniteError for a loss that is no number, and
+    CheckpointError where a checkpoint cannot be written.
+    """
+    device = select_device(config.train.device)
+    check_precision(device, config.train.precision)
+    attention = get_attention(config.model.attention)
+    if config.train.deterministic:
+        _make_deterministic()
+    run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
+    with _locked(run_dir):
+        resumed = _find_resume(config, run_dir)
+        data = prepare_data(config)
+        _write_json(run_dir / "config.json", config.to_dict())
+        if data.tokenizer is not None:
+            data.tokenizer.save(run_dir / "tokenizer.json")
+        started = time.perf_counter()
+        torch.manual_seed(config.train.seed)
+        with device:  # drawing the weights where they stay: 2.7 billion of them take a minute on a CPU
+            model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=attention)
+        with contextlib.closing(Trainer(config, model, data.train, device)) as trainer:
+            identity = _identity(config, data)
+            if resumed is not None:
+                _restore(trainer, *resumed, identity)
+            result = _Run(config, run_dir, trainer, data, identity, started).run()
+    _write_json(run_dir / "result.json", dataclasses.asdict(result))
+    return result
+
+
+def _make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it; read at its first use
+    torch.use_deterministic_algorithms(True)
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Keep a second process out of the run folder; the lock goes with the process, however it ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"run_dir {run_dir} is in use by another process") from error
+        yield
+
+
+def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | None:
+    checkpoints = run_dir / "checkpoints"
+    if config.resume == "auto":
+        found = newest_whole_checkpoint(checkpoints)
+        if found is None:
+            logger.info("resume: no whole checkpoint in %s, starting from the beginning", checkpoints)
+        return found
+    if config.resume != "none":
+        return Path(config.resume), verify_checkpoint(Path(config.resume))
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ValueError(
+            f"run_dir {run_dir} holds a run already: give --resume auto to go on with it, or another run_dir"
+        )
+    return None
+
+
+def _identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+    return {
+        **{f"model.{name}": value for name, value in dataclasses.asdict(config.model.shape).items()},
+        "train.seed": config.train.seed,
+        "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
+        "training tokens": data.train_sha256,
+    }
+
+
+def _restore(trainer: Trainer, path: Path, manifest: Manifest, identity: dict[str, Any]) -> None:
+    check_identity(path, manifest, identity)
+    restore_state(path, trainer.model, trainer.optimizer, trainer.device)
+    trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
+    if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
+        trainer.scaler.load_state_dict(manifest.trainer["scaler"])
+    logger.info("resume: from %s, step %d", path, manifest.step)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(beside, path)
+
+
+class _Run:
+    """One pass through the steps of a run, with its validations, checkpoints and reports."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        trainer: Trainer,
+        data: PreparedData,
+        identity: dict[str, Any],
+        started: float,
+    ) -> None:
+        self.config, self.run_dir, self.trainer, self.data, self.identity = config, run_dir, trainer, data, identity
+        self.started = started
+        self.startup_s: float | None = None
+        self.env = environment()
+        self.rows: list[Row] = []
+        self.validated: tuple[int, float] | None = None
+        self.checkpoints = run_dir / "checkpoints"
+        self.sinks = open_sinks(run_dir, config, trainer.position.step)
+
+    def run(self) -> RunResult:
+        """Train to the last step or to a signal, save, plot and sample."""
+        position, max_steps = self.trainer.position, self.config.train.max_steps
+        self._describe()
+        try:
+            with StopRequest() as stop, Progress(position.step, max_steps) as progress:
+                self.trainer.reset_clock()
+                while position.step < max_steps and stop.signal is None:
+                    self._step(progress)
+                interrupted = stop.signal if position.step < max_steps else None
+                if interrupted is None and (self.validated is None or self.validated[0] != position.step):
+                    self._validate(progress)
+                checkpoint = self.checkpoints / checkpoint_name(position.step)
+                if not checkpoint.exists():
+                    self._save()
+        finally:
+            for sink in self.sinks:
+                sink.close()
+        return self._report(checkpoint, interrupted)
+
+    def _describe(self) -> None:
+        shape, train, trainer = self.config.model.shape, self.config.train, self.trainer
+        logger.info(
+            "model: %s parameters, %d layers, on %s in %s%s",
+            f"{num_parameters(shape):,}",
+            shape.num_layers,
+            self.env["gpu"] if trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads",
+            train.precision,
+            ", compiled" if train.compile else "",
+        )
+        logger.info(
+            "training: steps %d to %d of %d sequences of %d tokens, from %s tokens",
+            trainer.position.step + 1,
+            train.max_steps,
+            train.batch_size,
+            shape.context_length,
+            f"{len(self.data.train):,}",
+        )
+
+    def _write(self, row: Row, progress: Progress) -> None:
+        for sink in self.sinks:
+            sink.write(row)
+        progress.update(row)
+
+    def _step(self, progress: Progress) -> None:
+        row = self.trainer.train_step()
+        if self.startup_s is None:
+            self.startup_s = time.perf_counter() - self.started
+        self.rows.append(row)
+        self._write(row, progress)
+        step, train = row["step"], self.config.train
+        if step == train.max_steps or (train.validation_interval and step % train.validation_interval == 0):
+            self._validate(progress)
+        interval = self.config.checkpoint.checkpointing_interval
+        if interval > 0 and step % interval == 0:
+            self._save()
+
+    def _validate(self, progress: Progress) -> None:
+        step = self.trainer.position.step
+        self.validated = step, self.trainer.evaluate(self.data.valid)
+        self._write({"step": step, "valid_loss": self.validated[1]}, progress)
+        self.trainer.reset_clock()
+
+    def _save(self) -> None:
+        position, trainer = self.trainer.position, self.trainer
+        save_checkpoint(
+            self.checkpoints,
+            collect_state(trainer.model, trainer.optimizer, trainer.device),
+            step=position.step,
+            sequences=position.sequences,
+            identity=self.identity,
+            trainer={"skipped_steps": position.skipped_steps, "scaler": trainer.scaler.state_dict()},
+            config=self.config.to_dict(),
+            versions=self.env,
+        )
+        prune_checkpoints(self.checkpoints, self.config.checkpoint.keep_last)
+        trainer.reset_clock()
+
+    def _report(self, checkpoint: Path, interrupted: str | None) -> RunResult:
+        unigram, bigram = entropy_baselines(self.data.valid)
+        loss_curve = self.run_dir / "loss_curve.png"
+        baselines = {"unigram entropy": unigram, "bigram entropy": bigram}
+        plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
+        sample = None
+        if interrupted is None and self.data.tokenizer is not None:
+            sample = sample_text(self.trainer.model, self.data.tokenizer, self.config.sample)
+            (self.run_dir / "sample.txt").write_text(sample)
+        timed = self.rows[5:]
+        step_ms = summarise([row["step_ms"] for row in timed])
+        tokens = self.config.train.batch_size * self.config.model.shape.context_length
+        return RunResult(
+            run_dir=str(self.run_dir),
+            checkpoint=str(checkpoint),
+            loss_curve=str(loss_curve),
+            step=self.trainer.position.step,
+            interrupted=interrupted,
+            train_loss=self.rows[-1]["loss"] if self.rows else None,
+            valid_loss=self.validated[1] if self.validated else None,
+            unigram_entropy=unigram,
+            bigram_entropy=bigram,
+            sample=sample,
+            skipped_steps=self.trainer.position.skipped_steps,
+            startup_s=self.startup_s,
+            step_ms=step_ms,
+            data_wait_ms=float(np.mean([row["data_wait_ms"] for row in timed])) if timed else None,
+            tokens_per_s=tokens / step_ms["p50"] * 1e3 if timed else None,
+            mfu=float(np.median([row["mfu"] for row in timed])) if timed and timed[0]["mfu"] is not None else None,
+            peak_memory_bytes=self.trainer.memory_bytes(),
+            env=self.env,
+        )
+
+
+def summarise(times_ms: list[float]) -> dict[str, float]:
+    """p20, p50, p80, mean and standard deviation of some times; empty for none."""
+    if not times_ms:
+        return {}
+    p20, p50, p80 = np.percentile(times_ms, (20, 50, 80)).tolist()
+    return {"p20": p20, "p50": p50, "p80": p80, "mean": float(np.mean(times_ms)), "std": float(np.std(times_ms))}
+
+
+def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig) -> str:
+    """The prompt and what the model makes of it; an empty prompt starts a new document."""
+    prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text_id]
+    with torch.compiler.set_stance("force_eager"):  # every length would be compiled by itself
+        (new,) = generate(
+            model,
+            [prompt],
+            config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop_token=tokenizer.end_of_text_id,
+            seed=config.seed,
+        )
+    return config.prompt + tokenizer.decode(new)

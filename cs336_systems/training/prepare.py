@@ -1,0 +1,245 @@
+"""Text -> tokenizer -> token files: the stages before training, each skipped when its inputs have not changed.
+
+Beside every output lies a stamp with the hashes of what it was made from and of what came out, so that a stage whose
+output was damaged is done again, too.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cs336_basics.data import load_tokens, sha256_of_file, write_tokens
+from cs336_basics.stories import stories
+from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8
+
+from ..config import RunConfig
+from .loop import Tokens
+
+logger = logging.getLogger(__name__)
+
+# roneneldan/TinyStories, the GPT-4 version (Eldan & Li 2023), at a fixed revision.
+TINYSTORIES_REPOSITORY = "roneneldan/TinyStories"
+TINYSTORIES_REVISION = "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
+TINYSTORIES_SHA256 = {
+    "TinyStoriesV2-GPT4-train.txt": "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443",
+    "TinyStoriesV2-GPT4-valid.txt": "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d",
+}
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """Bytes start to end of a text file (end None: all of it), known by the hash of the whole file."""
+
+    path: Path
+    sha256: str
+    start: int = 0
+    end: int | None = None
+
+    def blocks(self) -> Iterator[str]:
+        """The text, in pieces of about a megabyte."""
+        return read_utf8(self.path, self.start, self.end)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the text."""
+        return {"sha256": self.sha256, "start": self.start, "end": self.end}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Tokens to train and validate on, and the tokenizer, where there is one."""
+
+    train: Tokens
+    valid: Tokens
+    tokenizer: Tokenizer | None
+    train_sha256: str
+
+
+def prepare_data(config: RunConfig) -> PreparedData:
+    """Do the stages that are missing or stale, then load and check everything.
+
+    Raises FileNotFoundError or ValueError naming the file or field.
+    """
+    data = config.data
+    tokenizer_path, train_path, valid_path = (
+        Path(str(p)) for p in (data.tokenizer, data.train_tokens, data.valid_tokens)
+    )
+    if config.skip_data:
+        for name, path in (("train_tokens", train_path), ("valid_tokens", valid_path)):
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"data.{name} {path} does not exist, and --skip_data was given: leave it out to make the file"
+                )
+        logger.info("data: as it is (--skip_data)")
+    else:
+        tokenizer_path.parent.mkdir(parents=True, exist_ok=True)
+        make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
+        make(config, tokenizer_path, train_path, valid_path)
+
+    shape = config.model.shape
+    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() and data.source != "random" else None
+    if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {shape.vocab_size}: it must be at least {tokenizer.vocab_size}, the size of the "
+            f"tokenizer {tokenizer_path}"
+        )
+    train, valid = (load_tokens(path, shape.vocab_size, shape.context_length + 1) for path in (train_path, valid_path))
+    return PreparedData(train, valid, tokenizer, sha256_of_file(train_path))
+
+
+def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], None]) -> None:
+    """Make `output` unless it is there as its stamp describes it, made from the same inputs."""
+    stamp = output.with_name(f"{output.name}.stamp.json")
+    if output.is_file() and stamp.is_file():
+        try:
+            known = json.loads(stamp.read_text())
+        except ValueError:
+            known = {}
+        if known.get("inputs") == inputs and known.get("sha256") == sha256_of_file(output):
+            logger.info("%s: %s is up to date, skipped", name, output)
+            return
+    logger.info("%s: making %s", name, output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    make()
+    beside = stamp.with_name(f"{stamp.name}.tmp")
+    beside.write_text(json.dumps({"inputs": inputs, "sha256": sha256_of_file(output)}, indent=2) + "\n")
+    os.replace(beside, stamp)
+
+
+def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
+    data, vocab_size = config.data, config.model.shape.vocab_size
+    for i, path in enumerate((train_path, valid_path)):
+        # A tenth is enough to validate on, but never less than two sequences.
+        count = max(data.random_tokens // (10 if i else 1), 2 * config.model.shape.context_length + 2)
+        inputs = {"random_tokens": count, "seed": data.seed, "split": i, "vocab_size": vocab_size}
+
+        def make(path: Path = path, count: int = count, seed: tuple[int, int] = (data.seed, i)) -> None:
+            rng = np.random.default_rng(seed)
+            chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
+            write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
+
+        _stage("tokens", path, inputs, make)
+
+
+def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
+    train_text, valid_text = find_texts(config)
+    vocab_size = config.model.shape.vocab_size
+    inputs = {"text": train_text.fingerprint, "vocab_size": vocab_size, "algorithm": "byte-level BPE, GPT-2 words"}
+
+    def train_tokenizer() -> None:
+        tokenizer = Tokenizer.train(train_text.blocks(), vocab_size)
+        tokenizer.save(tokenizer_path)
+        if tokenizer.vocab_size < vocab_size:
+            logger.warning(
+                "the text has words for a vocabulary of %d, not %d: the rest of the model's vocabulary stays unused",
+                tokenizer.vocab_size,
+                vocab_size,
+            )
+
+    _stage("tokenizer", tokenizer_path, inputs, train_tokenizer)
+    tokenizer = Tokenizer.load(tokenizer_path)
+    for text, path in ((train_text, train_path), (valid_text, valid_path)):
+        inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+
+        def encode(text: TextSpan = text, path: Path = path) -> None:
+            info = write_tokens(
+                path,
+                tokenizer.encode_stream(text.blocks()),
+                tokenizer.vocab_size,
+                tokenizer_sha256=tokenizer.sha256,
+                source=str(text.path),
+            )
+            logger.info("tokens: %s has %s tokens", path, f"{info.count:,}")
+
+        _stage("tokens", path, inputs, encode)
+
+
+def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
+    """The texts to train and to validate on, made or fetched where they have to be."""
+    data = config.data
+    folder = Path(str(data.data_dir))
+    if data.source == "tinystories":
+        train, valid = (fetch_tinystories(name, folder) for name in TINYSTORIES_SHA256)
+        return train, valid
+    if data.source == "stories":
+        text_path = folder / "stories.txt"
+        inputs = {"story_chars": data.story_chars, "seed": data.seed, "generator": _code_version()}
+        _stage("text", text_path, inputs, lambda: _write_stories(text_path, data.seed, data.story_chars))
+    else:
+        text_path = Path(str(data.train_text))
+    whole = _whole_text(text_path)
+    if data.valid_text is not None:
+        return whole, _whole_text(Path(data.valid_text))
+    cut = find_split(text_path, data.valid_fraction)
+    return TextSpan(text_path, whole.sha256, 0, cut), TextSpan(text_path, whole.sha256, cut)
+
+
+def _whole_text(path: Path) -> TextSpan:
+    next(read_utf8(path))  # tells at once of a file that is missing, empty or no text
+    return TextSpan(path, sha256_of_file(path))
+
+
+def _code_version() -> str:
+    from cs336_basics import stories as module
+
+    return sha256_of_file(module.__file__)
+
+
+def _write_stories(path: Path, seed: int, chars: int) -> None:
+    beside = path.with_suffix(".tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(stories(seed, chars))
+    os.replace(beside, path)
+
+
+def find_split(path: Path, valid_fraction: float) -> int:
+    """The byte where the last valid_fraction of a text begins: after an `<|endoftext|>` line, or else after a line,
+    or else at a character, whichever is found first in that order within the megabyte from there on."""
+    size = path.stat().st_size
+    wanted = max(1, int(size * (1 - valid_fraction)))
+    with path.open("rb") as file:
+        file.seek(wanted)
+        following = file.read(1 << 20)
+    for mark in (f"{END_OF_TEXT}\n".encode(), b"\n"):
+        found = following.find(mark)
+        if 0 <= found < len(following) - len(mark):
+            return wanted + found + len(mark)
+    # Bytes 10xxxxxx continue a character.
+    return wanted + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), 0)
+
+
+def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> TextSpan:
+    """Download one file of TinyStories at the pinned revision, unless it is there; resumes a broken download.
+
+    Raises ValueError where the content has another hash than it should; such a file is removed.
+    """
+    from huggingface_hub import hf_hub_download
+
+    path = folder / name
+    if not path.is_file():
+        logger.info("text: fetching %s of %s", name, TINYSTORIES_REPOSITORY)
+        try:
+            hf_hub_download(
+                TINYSTORIES_REPOSITORY,
+                name,
+                repo_type="dataset",
+                revision=TINYSTORIES_REVISION,
+                local_dir=folder,
+                endpoint=endpoint,
+            )
+        except Exception as error:  # the library's network errors have no common base
+            raise ConnectionError(
+                f"{name} of {TINYSTORIES_REPOSITORY} could not be fetched: {error} (a file at {path} is used instead)"
+            ) from error
+    found, expected = sha256_of_file(path), TINYSTORIES_SHA256[name]
+    if found != expected:
+        path.unlink()
+        raise ValueError(f"{path} has SHA-256 {found}, not {expected}: it was removed, run again to fetch it anew")
+    return TextSpan(path, found)
