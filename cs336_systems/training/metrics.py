@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import rich
 from rich.live import Live
 from rich.text import Text
@@ -112,6 +113,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
             if i < len(lines) - 1:
                 raise ValueError(f"{path}, line {i + 1}: {error}") from error
     return rows
+
+
+def summarise(times_ms: Sequence[float]) -> dict[str, float]:
+    """p20, p50, p80, mean and standard deviation of some times; empty for none."""
+    if not times_ms:
+        return {}
+    p20, p50, p80 = np.percentile(times_ms, (20, 50, 80)).tolist()
+    return {"p20": p20, "p50": p50, "p80": p80, "mean": float(np.mean(times_ms)), "std": float(np.std(times_ms))}
 
 
 class Progress:

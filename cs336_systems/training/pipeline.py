@@ -37,7 +37,7 @@ from .checkpoint import (
     verify_checkpoint,
 )
 from .loop import Position, StopRequest, Trainer
-from .metrics import METRICS_FILE, Progress, Row, open_sinks, plot_loss_curves, read_metrics
+from .metrics import METRICS_FILE, Progress, Row, open_sinks, plot_loss_curves, read_metrics, summarise
 from .prepare import PreparedData, prepare_data
 
 logger = logging.getLogger(__name__)
@@ -289,14 +289,6 @@ class _Run:
             peak_memory_bytes=self.trainer.memory_bytes(),
             env=self.env,
         )
-
-
-def summarise(times_ms: list[float]) -> dict[str, float]:
-    """p20, p50, p80, mean and standard deviation of some times; empty for none."""
-    if not times_ms:
-        return {}
-    p20, p50, p80 = np.percentile(times_ms, (20, 50, 80)).tolist()
-    return {"p20": p20, "p50": p50, "p80": p80, "mean": float(np.mean(times_ms)), "std": float(np.std(times_ms))}
 
 
 def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig) -> str:
