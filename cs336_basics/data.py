@@ -185,12 +185,12 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def entropy_baselines(tokens: npt.NDArray[np.integer], max_tokens: int = 10_000_000) -> tuple[float, float]:
+def unigram_bigram_entropy(tokens: npt.NDArray[np.integer], max_tokens: int = 10_000_000) -> tuple[float, float]:
     """Unigram and bigram entropy of a text in nats a token: H(x_t) and H(x_t | x_{t-1}).
 
-    Both are plug-in estimates from the text's own counts (its first max_tokens), so they are at or below what any
-    unigram or bigram model, trained elsewhere, can reach on it: a model with a lower loss uses more than one token
-    of context.
+    Both are plug-in estimates from the text's own counts (its first max_tokens). No unigram or bigram model can score
+    lower on this very text; on a short text with a large vocabulary the bigram one is far lower than any model could
+    know beforehand (`bigram_model_loss` is what one does know).
     """
     ids = np.asarray(tokens[:max_tokens], dtype=np.int64)
 
@@ -203,3 +203,26 @@ def entropy_baselines(tokens: npt.NDArray[np.integer], max_tokens: int = 10_000_
         return 0.0, 0.0
     pairs = ids[:-1] * (ids.max() + 1) + ids[1:]
     return entropy(ids), entropy(pairs) - entropy(ids[:-1])
+
+
+def bigram_model_loss(
+    train: npt.NDArray[np.integer], valid: npt.NDArray[np.integer], vocab_size: int, max_tokens: int = 10_000_000
+) -> float:
+    """What a table of pair counts, made from the training text, scores on the validation text, in nats a token.
+
+    Witten-Bell smoothing (1991, method C): p(b | a) = (c(a b) + T(a) p(b)) / (c(a) + T(a)), where T(a) is how many
+    different tokens followed a, and p(b) = (c(b) + 1) / (N + V). Uses the first max_tokens of each text.
+    """
+    seen = np.asarray(train[:max_tokens], dtype=np.int64)
+    pairs, pair_counts = np.unique(seen[:-1] * vocab_size + seen[1:], return_counts=True)
+    followers = np.bincount(pairs // vocab_size, minlength=vocab_size)
+    before = np.bincount(seen[:-1], minlength=vocab_size)
+    unigram = (np.bincount(seen, minlength=vocab_size) + 1) / (len(seen) + vocab_size)
+
+    text = np.asarray(valid[:max_tokens], dtype=np.int64)
+    a, b = text[:-1], text[1:]
+    index = np.searchsorted(pairs, a * vocab_size + b).clip(max=len(pairs) - 1)
+    count = np.where(pairs[index] == a * vocab_size + b, pair_counts[index], 0)
+    known = before[a] + followers[a]
+    p = np.where(known > 0, (count + followers[a] * unigram[b]) / np.maximum(known, 1), unigram[b])
+    return float(-np.log(p).mean())

@@ -132,8 +132,9 @@ def _summary(result: Any) -> list[str]:
     lines = [
         "",
         f"validation loss  {result.valid_loss:.4f} nats a token",
-        f"unigram entropy  {result.unigram_entropy:.4f} of the same text (knowing how frequent each token is)",
-        f"bigram entropy   {result.bigram_entropy:.4f} of the same text (knowing the token before, too)",
+        f"unigram entropy  {result.unigram_entropy:.4f} of the same text: how frequent each token is in it",
+        f"bigram entropy   {result.bigram_entropy:.4f} of the same text: how frequent each token is after another",
+        f"bigram model     {result.bigram_model_loss:.4f} on the same text, from the pairs of the training text",
     ]
     if result.sample is not None:
         lines += ["", "sample:", *(f"    {line}" for line in result.sample.splitlines())]

@@ -211,6 +211,8 @@ class TrainConfig:
     """Autocast type. Weights stay float32; fp16 scales the loss."""
     compile: bool = False
     """torch.compile, block by block."""
+    cuda_graph: bool = False
+    """Record forward and backward as a CUDA graph and replay it: no launch overhead, which decides for small models."""
     deterministic: bool = False
     """Deterministic algorithms on the GPU too (slower), for runs that must repeat bit for bit."""
     validation_interval: int = 100
@@ -227,6 +229,12 @@ class TrainConfig:
             self, "train", 1, "max_steps", "batch_size", "gradient_accumulation_steps", "validation_sequences"
         )
         _require_at_least(self, "train", 0, "validation_interval")
+        _require(
+            not (self.cuda_graph and self.precision == "fp16"),
+            "train.cuda_graph",
+            self.cuda_graph,
+            "false with train.precision 'fp16', whose loss scaling decides on the host",
+        )
         _require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "above 0 (inf: do not clip)")
         _require(
             self.batch_size % self.gradient_accumulation_steps == 0,

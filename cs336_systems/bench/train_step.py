@@ -30,16 +30,16 @@ from ..training.metrics import summarise
 from .case import Row, append_row
 
 CASE = "train-step"
-VARIANTS = ("cs336", "hf_llama")
+VARIANTS = ("cs336", "cs336_graph", "hf_llama")
 
 
-def step_config(size: ModelConfig, *, batch_size: int, compile: bool, precision: str, device: str) -> RunConfig:
-    """The run whose step is measured."""
+def step_config(model: ModelConfig, **train: Any) -> RunConfig:
+    """The run whose step is measured; `train` are fields of TrainConfig."""
     return RunConfig(
-        model=size,
+        model=model,
         data=DataConfig(source="random"),
         optimizer=OptimizerConfig(implementation="torch_fused"),
-        train=TrainConfig(batch_size=batch_size, compile=compile, precision=precision, device=device),  # type: ignore[arg-type]
+        train=TrainConfig(**train),
     )
 
 
@@ -79,7 +79,7 @@ def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, An
     started = time.perf_counter()
     with device:
         model: Any = LlamaForCausalLM(
-            LlamaConfig(
+            LlamaConfig(  # type: ignore[call-arg]
                 vocab_size=shape.vocab_size,
                 hidden_size=shape.d_model,
                 intermediate_size=shape.d_ff,
@@ -124,7 +124,7 @@ def _wait(device: torch.device) -> None:
 
 def measure(config: RunConfig, variant: str, warmup: int = 5, steps: int = 20) -> Row:
     """One row of a variant: step time, tokens/s, MFU, start-up with compilation, peak memory."""
-    metrics = {"cs336": measure_cs336, "hf_llama": measure_hf_llama}[variant](config, warmup, steps)
+    metrics = (measure_hf_llama if variant == "hf_llama" else measure_cs336)(config, warmup, steps)
     shape, train = config.model.shape, config.train
     seconds = metrics["step_ms"]["mean"] / 1e3
     peak = device_peak_flops(select_device(train.device), train.precision)
@@ -138,7 +138,7 @@ def main() -> None:
     """Measure each size and variant in a process of its own, with an empty compiler cache, and append the rows."""
     parser = argparse.ArgumentParser(
         prog="python -m cs336_systems.bench.train_step", description=__doc__.split("\n")[0]
-    )  # type: ignore[union-attr]
+    )
     parser.add_argument("--sizes", nargs="+", default=["small", "xl", "2.7B"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--context_length", type=int, default=1024)
@@ -158,6 +158,7 @@ def main() -> None:
             compile=not arguments.eager,
             precision=arguments.precision,
             device=arguments.device,
+            cuda_graph=variant == "cs336_graph",
         )
         append_row(arguments.out, measure(config, variant))
         return

@@ -10,6 +10,7 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
@@ -26,9 +27,10 @@ from cs336_basics.nn_utils import clip_gradient, cross_entropy
 from cs336_basics.optimizer import AdamW, get_cosine_lr
 
 from ..accounting import training_flops
-from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..config import OptimizerConfig, RunConfig
 from ..hardware import device_peak_flops
 from ..parallel import STRATEGIES
+from .graph import RecordedStep
 
 logger = logging.getLogger(__name__)
 
@@ -80,18 +82,19 @@ class BatchLoader:
 
     def _prepare(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         inputs, targets = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
-        if self._device.type == "cuda":  # pinned memory lets the copy run beside the GPU's work
-            return inputs.pin_memory(), targets.pin_memory()
-        return inputs, targets
+        if self._device.type == "cuda":
+            # From pinned memory the copy waits in the GPU's queue, and this thread for nothing.
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
     def get(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets (count, T) of sequences first .. first+count-1 on the device; begins the batch after."""
         if self._next is None or self._next[0] != (first, count):
             self._next = (first, count), self._pool.submit(self._prepare, first, count)
-        inputs, targets = self._next[1].result()
+        batch = self._next[1].result()
         after = first + count, count
         self._next = after, self._pool.submit(self._prepare, *after)
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+        return batch
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -144,6 +147,13 @@ class Trainer:
             compile_model(model)
         self._loss = torch.compile(cross_entropy) if config.train.compile else cross_entropy
         self.strategy = STRATEGIES["none"](model)
+        self._compute_gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
+        if config.train.cuda_graph:
+            if device.type != "cuda":
+                raise ValueError(
+                    f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}"
+                )
+            self._compute_gradients = RecordedStep(self._gradients, self.optimizer.zero_grad)
         self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
@@ -169,16 +179,15 @@ class Trainer:
         inputs, targets = self.loader.get(position.sequences, train.batch_size)
         data_wait = time.perf_counter() - waiting
 
-        loss = self._forward_backward(inputs, targets, train)
-        self.scaler.unscale_(self.optimizer)
-        norm = clip_gradient(self.model.parameters(), train.max_grad_norm)
+        loss_and_norm = self._compute_gradients(inputs, targets)
         # The one place a step waits for the device: whether to update has to be known before the update.
-        loss_value, norm_value = torch.stack((loss, norm.to(loss))).tolist()
+        loss_value, norm_value = loss_and_norm.tolist()
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
 
         updated = self._update(step, loss_value, norm_value)
-        self.optimizer.zero_grad(set_to_none=True)
+        if not train.cuda_graph:
+            self.optimizer.zero_grad(set_to_none=True)
         position.step = step
         position.sequences += train.batch_size
         position.skipped_steps += not updated
@@ -195,8 +204,16 @@ class Trainer:
             "skipped_steps": position.skipped_steps,
         }
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor, train: TrainConfig) -> Tensor:
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Leave the clipped gradient of the mean loss in `.grad`; return loss and norm, (2,) on the device."""
+        loss = self._forward_backward(inputs, targets)
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_gradient(self.model.parameters(), self.config.train.max_grad_norm)
+        return torch.stack((loss, norm.to(loss)))
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate the gradient of the mean loss over all micro-batches; return that loss, on the device."""
+        train = self.config.train
         micro_batch = train.batch_size // train.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
         pieces = list(zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True))

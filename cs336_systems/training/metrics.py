@@ -193,7 +193,7 @@ def plot_loss_curves(
         if valid:
             axes.plot(*zip(*valid, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{prefix}validation")
     for i, (name, value) in enumerate((baselines or {}).items()):
-        axes.axhline(value, color="0.4", linestyle=(":", "--")[i % 2], linewidth=1, label=f"{name} ({value:.2f})")
+        axes.axhline(value, color="0.4", linestyle=(":", "--", "-.")[i % 3], linewidth=1, label=f"{name} ({value:.2f})")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cs336_basics.data import entropy_baselines
+from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
 from cs336_basics.generate import generate
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
@@ -57,6 +57,8 @@ class RunResult:
     valid_loss: float | None
     unigram_entropy: float
     bigram_entropy: float
+    bigram_model_loss: float
+    """What a smoothed table of the training text's pair counts scores on the validation text."""
     sample: str | None
     skipped_steps: int
     startup_s: float | None
@@ -258,9 +260,10 @@ class _Run:
         trainer.reset_clock()
 
     def _report(self, checkpoint: Path, interrupted: str | None) -> RunResult:
-        unigram, bigram = entropy_baselines(self.data.valid)
+        unigram, bigram = unigram_bigram_entropy(self.data.valid)
+        bigram_loss = bigram_model_loss(self.data.train, self.data.valid, self.config.model.shape.vocab_size)
         loss_curve = self.run_dir / "loss_curve.png"
-        baselines = {"unigram entropy": unigram, "bigram entropy": bigram}
+        baselines = {"unigram entropy": unigram, "bigram model": bigram_loss, "bigram entropy": bigram}
         plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
         sample = None
         if interrupted is None and self.data.tokenizer is not None:
@@ -279,6 +282,7 @@ class _Run:
             valid_loss=self.validated[1] if self.validated else None,
             unigram_entropy=unigram,
             bigram_entropy=bigram,
+            bigram_model_loss=bigram_loss,
             sample=sample,
             skipped_steps=self.trainer.position.skipped_steps,
             startup_s=self.startup_s,

@@ -1,0 +1,48 @@
+"""A training step's forward and backward, recorded once as a CUDA graph and replayed.
+
+A step of a small model is hundreds of kernels of a few microseconds, and launching them one by one from Python takes
+the host longer than the GPU needs to run them. A replay is one launch. What is recorded is fixed: shapes, addresses and
+the kernels; so inputs are copied to where the recording reads them, and gradients stay where it writes them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class RecordedStep:
+    """`compute(inputs, targets)`, which leaves gradients in `.grad`, replayed from its third call on.
+
+    The first two calls run as they are, since compilation and the libraries' own set-up must not be recorded. Gradients
+    are overwritten by each replay, not added to, so nothing has to be zeroed and nothing may set them to None.
+    """
+
+    WARMUP_CALLS = 2
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], clear_gradients: Callable[[], None]) -> None:
+        self._compute, self._clear_gradients = compute, clear_gradients
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self._graph is None:
+            self._clear_gradients()
+            if self._calls < self.WARMUP_CALLS:
+                self._calls += 1
+                return self._compute(inputs, targets)
+            self._record(inputs, targets)
+        assert self._graph is not None
+        self._inputs.copy_(inputs)
+        self._targets.copy_(targets)
+        self._graph.replay()
+        return self._output
+
+    def _record(self, inputs: Tensor, targets: Tensor) -> None:
+        self._inputs, self._targets = inputs.clone(), targets.clone()
+        torch.cuda.empty_cache()  # the recording has its own memory; give it what the first calls used
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the loader's thread goes on copying batches meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._output = self._compute(self._inputs, self._targets)
+        self._graph = graph
