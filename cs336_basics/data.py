@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,13 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Write a JSON file that a reader sees either as it was or as it is now."""
+    beside = Path(f"{path}.tmp")
+    beside.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(beside, path)
 
 
 def sidecar_path(path: str | os.PathLike[str]) -> Path:
@@ -77,15 +85,13 @@ def write_tokens(
     sidecar = sidecar_path(path)
     sidecar.unlink(missing_ok=True)  # never an old sidecar beside a new array
     os.replace(beside, path)
-    sidecar_beside = sidecar.with_suffix(".json.tmp")
-    sidecar_beside.write_text(json.dumps(asdict(info), indent=2) + "\n")
-    os.replace(sidecar_beside, sidecar)
+    write_json(sidecar, asdict(info))
     return info
 
 
-def _write_header(file: "object", count: int, dtype: np.dtype) -> None:
+def _write_header(file: BinaryIO, count: int, dtype: np.dtype) -> None:
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[arg-type]
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def read_info(path: str | os.PathLike[str]) -> TokenFileInfo:

@@ -3,7 +3,7 @@
 One multiply and one add count as two operations, as in the handout and in the papers cited.
 """
 
-from .config import ModelShape
+from cs336_basics.shape import ModelShape
 
 
 def num_parameters(shape: ModelShape) -> int:

@@ -42,14 +42,7 @@ EXIT_SIGTERM = 143
 
 def train_parser() -> ArgumentParser:
     """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
-    # The docstring under each field becomes its help.
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
-        prog="cs336 train",
-        description="Text in, trained language model out.",
-        exit_on_error=False,
-        print_config=None,
-    )
+    parser = _parser("train", "Text in, trained language model out.")
     parser.add_argument("--config", action="config", help="JSON file with any of the fields below.")
     parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration and stop.")
     parser.add_class_arguments(RunConfig, skip={"skip_data", *_GROUPS})
@@ -71,13 +64,8 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
-    parser = train_parser()
-    try:
-        namespace = parser.parse_args(list(arguments))
-    except ArgumentError as error:
-        raise ValueError(_one_line(str(error), parser)) from error
-    built = parser.instantiate(namespace)
-    fields = {name: built[name] for name in ("run_dir", "resume", "skip_data", *_GROUPS)}
+    built = _parse(train_parser(), arguments)
+    fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *_GROUPS)}
     return RunConfig(**fields), built.print_config
 
 
@@ -147,11 +135,90 @@ def _summary(result: Any) -> list[str]:
     ]
 
 
-_COMMANDS = {"train": _train}
+def _parser(command: str, description: str) -> ArgumentParser:
+    # The docstring under each field of a dataclass becomes its help.
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    return ArgumentParser(prog=f"cs336 {command}", description=description, exit_on_error=False, print_config=None)
+
+
+def _parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
+    try:
+        return parser.instantiate(parser.parse_args(list(arguments)))
+    except ArgumentError as error:
+        raise ValueError(_one_line(str(error), parser)) from error
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    parser = _parser("generate", "Sample from a trained model.")
+    parser.add_argument("run", type=str, help="Run folder or checkpoint.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+    parser.add_class_arguments(SampleConfig)
+    options = vars(_parse(parser, arguments))
+    from .hardware import select_device
+    from .training.load import load_model
+    from .training.pipeline import sample_text
+
+    device = select_device(options.pop("device"))
+    loaded = load_model(options.pop("run"))
+    if loaded.tokenizer is None:
+        raise ValueError(f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text")
+    print(sample_text(loaded.build(device), loaded.tokenizer, SampleConfig(**options)))
+    return 0
+
+
+def _export(arguments: Sequence[str]) -> int:
+    parser = _parser("export", "Write a trained model in another format.")
+    parser.add_argument("run", type=str, help="Run folder or checkpoint.")
+    parser.add_argument(
+        "--format", choices=["hf"], default="hf", help="hf: what LlamaForCausalLM.from_pretrained loads."
+    )
+    parser.add_argument("--out", type=str, default=None, help="Folder to write (default: RUN/hf).")
+    options = _parse(parser, arguments)
+    from .training.load import export_run
+
+    out = options.out or f"{options.run}/{options.format}"
+    print(f"{export_run(options.run, out)} -> {out}")
+    return 0
+
+
+def _import_hf(arguments: Sequence[str]) -> int:
+    parser = _parser("import-hf", "Make a run folder out of a Hugging Face Llama of our kind.")
+    parser.add_argument("folder", type=str, help="Folder with config.json and model.safetensors.")
+    parser.add_argument("--out", type=str, required=True, help="Run folder to make; --init_from takes it for training.")
+    options = _parse(parser, arguments)
+    from .training.load import import_run
+
+    print(f"{options.folder} -> {import_run(options.folder, options.out)}")
+    return 0
+
+
+def _report(arguments: Sequence[str]) -> int:
+    parser = _parser("report", "Tables and plots out of what runs and measurements have written.")
+    parser.add_argument("what", choices=["runs", "rows"], help="runs: run folders; rows: .jsonl files of measurements.")
+    parser.add_argument("paths", nargs="+", type=str, help="Run folders or row files.")
+    parser.add_argument("--plot", type=str, default=None, help="With runs: also draw their loss curves into this PNG.")
+    options = _parse(parser, arguments)
+    from .report.tables import plot_runs, rows_table, runs_table
+
+    paths = [Path(path) for path in options.paths]
+    print(runs_table(paths) if options.what == "runs" else rows_table(paths))
+    if options.plot and options.what == "runs":
+        plot_runs(paths, Path(options.plot))
+    return 0
+
+
+_COMMANDS = {
+    "train": (_train, "text in, trained language model out"),
+    "generate": (_generate, "sample from a trained model"),
+    "export": (_export, "write a trained model as a Hugging Face folder"),
+    "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
+    "report": (_report, "tables and plots of runs and measurements"),
+}
 
 
 def _usage() -> str:
-    return "usage: cs336 {train} ...\n\n  train     text in, trained language model out\n\nEach has its own --help."
+    commands = "\n".join(f"  {name:<11}{what}" for name, (_, what) in _COMMANDS.items())
+    return f"usage: cs336 COMMAND ...\n\n{commands}\n\ncs336 COMMAND --help tells more of each."
 
 
 class _ConsoleHandler(logging.Handler):
@@ -173,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_usage(), file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
     try:
-        sys.exit(_COMMANDS[arguments[0]](arguments[1:]))
+        sys.exit(_COMMANDS[arguments[0]][0](arguments[1:]))
+    except KeyboardInterrupt:
+        _fail(RuntimeError("interrupted"), 130)
     except (ValueError, FileNotFoundError) as error:
         _fail(error, 2)
     except (RuntimeError, OSError) as error:

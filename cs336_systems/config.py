@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cs336_basics.shape import ModelShape
+
 DEFAULT_VOCAB_SIZE = 10_000
 DEFAULT_CONTEXT_LENGTH = 256
 
@@ -95,23 +97,10 @@ class ModelConfig:
             )
 
     @property
-    def shape(self) -> "ModelShape":
+    def shape(self) -> ModelShape:
         """The resolved architecture, nothing of it None."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelShape)}
         return ModelShape(**values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """What decides the parameters of a model and what they mean. Two runs share checkpoints when these are equal."""
-
-    vocab_size: int
-    context_length: int
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    rope_theta: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +290,8 @@ class RunConfig:
     """Folder of the run (default: runs/SOURCE-DATE-TIME)."""
     resume: str = "none"
     """none; auto: the newest whole checkpoint in run_dir, if there is one; or the path of a checkpoint."""
+    init_from: str | None = None
+    """Run or checkpoint to take the first weights from, and nothing else (default: draw them)."""
     skip_data: bool = False
     """Use the token files as they are; make nothing."""
     data: DataConfig = field(default_factory=DataConfig)

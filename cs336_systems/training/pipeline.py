@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import json
 import logging
 import os
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
+from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy, write_json
 from cs336_basics.generate import generate
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
@@ -36,6 +35,7 @@ from .checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from .load import CHECKPOINTS, TOKENIZER, LoadedModel, load_model
 from .loop import Position, StopRequest, Trainer
 from .metrics import METRICS_FILE, Progress, Row, open_sinks, plot_loss_curves, read_metrics, summarise
 from .prepare import PreparedData, prepare_data
@@ -81,31 +81,45 @@ def train(config: RunConfig) -> RunResult:
     device = select_device(config.train.device)
     check_precision(device, config.train.precision)
     attention = get_attention(config.model.attention)
-    if config.train.deterministic:
-        _make_deterministic()
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
-    with _locked(run_dir):
-        resumed = _find_resume(config, run_dir)
-        data = prepare_data(config)
-        _write_json(run_dir / "config.json", config.to_dict())
+    resumed = _find_resume(config, run_dir)
+    first_weights = load_model(config.init_from) if config.init_from is not None and resumed is None else None
+    data = prepare_data(config)
+    identity = _identity(config, data)
+    if resumed is not None:
+        check_identity(*resumed, identity)
+    if first_weights is not None:
+        _check_first_weights(first_weights, identity)
+    with _locked(run_dir), _determinism(config.train.deterministic):
+        write_json(run_dir / "config.json", config.to_dict())
         if data.tokenizer is not None:
-            data.tokenizer.save(run_dir / "tokenizer.json")
+            data.tokenizer.save(run_dir / TOKENIZER)
         started = time.perf_counter()
         torch.manual_seed(config.train.seed)
         with device:  # drawing the weights where they stay: 2.7 billion of them take a minute on a CPU
             model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=attention)
+        if first_weights is not None:
+            model.load_state_dict(first_weights.state_dict)
+            logger.info("weights: from %s", first_weights.checkpoint)
         with contextlib.closing(Trainer(config, model, data.train, device)) as trainer:
-            identity = _identity(config, data)
             if resumed is not None:
-                _restore(trainer, *resumed, identity)
-            result = _Run(config, run_dir, trainer, data, identity, started).run()
-    _write_json(run_dir / "result.json", dataclasses.asdict(result))
+                _restore(trainer, *resumed)
+            result = _Run(config, run_dir, trainer, data, identity, started, resumed).run()
+        write_json(run_dir / "result.json", dataclasses.asdict(result))
     return result
 
 
-def _make_deterministic() -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it; read at its first use
-    torch.use_deterministic_algorithms(True)
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic algorithms, if wanted, for the time of a run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it; read at its first use
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @contextlib.contextmanager
@@ -121,7 +135,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 
 def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | None:
-    checkpoints = run_dir / "checkpoints"
+    checkpoints = run_dir / CHECKPOINTS
     if config.resume == "auto":
         found = newest_whole_checkpoint(checkpoints)
         if found is None:
@@ -145,19 +159,19 @@ def _identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
     }
 
 
-def _restore(trainer: Trainer, path: Path, manifest: Manifest, identity: dict[str, Any]) -> None:
-    check_identity(path, manifest, identity)
+def _check_first_weights(weights: LoadedModel, identity: dict[str, Any]) -> None:
+    """Refuse weights of another architecture or tokenizer. Seed and data may differ: that is what this is for."""
+    wanted = {name: value for name, value in identity.items() if name.startswith("model.") or name == "tokenizer"}
+    known = {name: value for name, value in weights.manifest.identity.items() if name in wanted}
+    check_identity(weights.checkpoint, dataclasses.replace(weights.manifest, identity=known), wanted)
+
+
+def _restore(trainer: Trainer, path: Path, manifest: Manifest) -> None:
     restore_state(path, trainer.model, trainer.optimizer, trainer.device)
     trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
     if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
         trainer.scaler.load_state_dict(manifest.trainer["scaler"])
     logger.info("resume: from %s, step %d", path, manifest.step)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(beside, path)
 
 
 class _Run:
@@ -171,6 +185,7 @@ class _Run:
         data: PreparedData,
         identity: dict[str, Any],
         started: float,
+        resumed: tuple[Path, Manifest] | None,
     ) -> None:
         self.config, self.run_dir, self.trainer, self.data, self.identity = config, run_dir, trainer, data, identity
         self.started = started
@@ -178,7 +193,9 @@ class _Run:
         self.env = environment()
         self.rows: list[Row] = []
         self.validated: tuple[int, float] | None = None
-        self.checkpoints = run_dir / "checkpoints"
+        self.checkpoints = run_dir / CHECKPOINTS
+        own = resumed is not None and resumed[0].resolve().parent == self.checkpoints.resolve()
+        self.saved_step = trainer.position.step if own else None
         self.sinks = open_sinks(run_dir, config, trainer.position.step)
 
     def run(self) -> RunResult:
@@ -193,13 +210,12 @@ class _Run:
                 interrupted = stop.signal if position.step < max_steps else None
                 if interrupted is None and (self.validated is None or self.validated[0] != position.step):
                     self._validate(progress)
-                checkpoint = self.checkpoints / checkpoint_name(position.step)
-                if not checkpoint.exists():
+                if self.saved_step != position.step:
                     self._save()
         finally:
             for sink in self.sinks:
                 sink.close()
-        return self._report(checkpoint, interrupted)
+        return self._report(interrupted)
 
     def _describe(self) -> None:
         shape, train, trainer = self.config.model.shape, self.config.train, self.trainer
@@ -256,10 +272,11 @@ class _Run:
             config=self.config.to_dict(),
             versions=self.env,
         )
+        self.saved_step = position.step
         prune_checkpoints(self.checkpoints, self.config.checkpoint.keep_last)
         trainer.reset_clock()
 
-    def _report(self, checkpoint: Path, interrupted: str | None) -> RunResult:
+    def _report(self, interrupted: str | None) -> RunResult:
         unigram, bigram = unigram_bigram_entropy(self.data.valid)
         bigram_loss = bigram_model_loss(self.data.train, self.data.valid, self.config.model.shape.vocab_size)
         loss_curve = self.run_dir / "loss_curve.png"
@@ -274,7 +291,7 @@ class _Run:
         tokens = self.config.train.batch_size * self.config.model.shape.context_length
         return RunResult(
             run_dir=str(self.run_dir),
-            checkpoint=str(checkpoint),
+            checkpoint=str(self.checkpoints / checkpoint_name(self.trainer.position.step)),
             loss_curve=str(loss_curve),
             step=self.trainer.position.step,
             interrupted=interrupted,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_basics.data import load_tokens, sha256_of_file, write_tokens
+from cs336_basics.data import load_tokens, sha256_of_file, write_json, write_tokens
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8
 
@@ -94,23 +94,32 @@ def prepare_data(config: RunConfig) -> PreparedData:
 
 
 def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], None]) -> None:
-    """Make `output` unless it is there as its stamp describes it, made from the same inputs."""
+    """Make `output` unless it is there as its stamp describes it, made from the same inputs.
+
+    A file without a stamp was not made here: it is used as it is, and never written over.
+    """
     stamp = output.with_name(f"{output.name}.stamp.json")
-    if output.is_file() and stamp.is_file():
-        try:
-            known = json.loads(stamp.read_text())
-        except ValueError:
-            known = {}
+    if output.is_file():
+        if not stamp.is_file():
+            logger.info("%s: %s was not made here, used as it is", name, output)
+            return
+        known = _read_stamp(stamp)
         if known.get("inputs") == inputs and known.get("sha256") == sha256_of_file(output):
             logger.info("%s: %s is up to date, skipped", name, output)
             return
     logger.info("%s: making %s", name, output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
+    write_json(stamp, {"inputs": None, "sha256": None})  # being made: if that is cut short, it is made again
     make()
-    beside = stamp.with_name(f"{stamp.name}.tmp")
-    beside.write_text(json.dumps({"inputs": inputs, "sha256": sha256_of_file(output)}, indent=2) + "\n")
-    os.replace(beside, stamp)
+    write_json(stamp, {"inputs": inputs, "sha256": sha256_of_file(output)})
+
+
+def _read_stamp(path: Path) -> dict[str, Any]:
+    try:
+        stamp = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
 
 
 def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""To and from Hugging Face's Llama: the same model under other names.
+
+`config.json`, `model.safetensors` and the tokenizer's files make a folder that `LlamaForCausalLM.from_pretrained`
+loads. Only the rotary embedding differs: ours turns the interleaved pairs (2i, 2i+1) of a head, Llama's the pairs
+(i, i + D/2), so the rows of the query and key projections are put in that order. Scores are sums over a head and do not
+change.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from .data import write_json
+from .model import TransformerLM
+from .shape import ModelShape
+from .tokenizer import END_OF_TEXT, Tokenizer
+
+_NORM_EPS = 1e-5  # of cs336_basics.model.RMSNorm
+
+_TOP_NAMES = {
+    "token_embeddings.weight": "model.embed_tokens.weight",
+    "ln_final.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_BLOCK_NAMES = {
+    "attn.q_proj.weight": "self_attn.q_proj.weight",
+    "attn.k_proj.weight": "self_attn.k_proj.weight",
+    "attn.v_proj.weight": "self_attn.v_proj.weight",
+    "attn.output_proj.weight": "self_attn.o_proj.weight",
+    "ln1.weight": "input_layernorm.weight",
+    "ln2.weight": "post_attention_layernorm.weight",
+    "ffn.w1.weight": "mlp.gate_proj.weight",
+    "ffn.w2.weight": "mlp.down_proj.weight",
+    "ffn.w3.weight": "mlp.up_proj.weight",
+}
+_TURNED = ("attn.q_proj.weight", "attn.k_proj.weight")
+
+
+def _names(num_layers: int) -> dict[str, str]:
+    """Our name -> Llama's name, of every weight."""
+    blocks = {
+        f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}"
+        for i in range(num_layers)
+        for ours, theirs in _BLOCK_NAMES.items()
+    }
+    return {**_TOP_NAMES, **blocks}
+
+
+def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from interleaved pairs to two halves."""
+    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _to_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of each head from two halves to interleaved pairs: the inverse of `_to_halves`."""
+    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def export_hf(
+    state_dict: dict[str, Tensor], shape: ModelShape, tokenizer: Tokenizer | None, folder: str | os.PathLike[str]
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files, each complete or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {}
+    for ours, theirs in _names(shape.num_layers).items():
+        weight = state_dict[ours].detach().cpu()
+        weights[theirs] = _to_halves(weight, shape.num_heads) if ours.endswith(_TURNED) else weight.contiguous()
+    beside = folder / "model.safetensors.tmp"
+    safetensors.torch.save_file(weights, beside, metadata={"format": "pt"})
+    os.replace(beside, folder / "model.safetensors")
+
+    end = None if tokenizer is None else tokenizer.end_of_text_id
+    write_json(folder / "config.json", _llama_config(shape, end))
+    if tokenizer is not None:
+        tokenizer.save(folder / "tokenizer.json")
+        write_json(
+            folder / "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": END_OF_TEXT,
+                "eos_token": END_OF_TEXT,
+                "model_max_length": shape.context_length,
+                "clean_up_tokenization_spaces": False,
+            },
+        )
+
+
+def _llama_config(shape: ModelShape, end_of_text_id: int | None) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.context_length,
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.d_ff,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "head_dim": shape.d_model // shape.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": _NORM_EPS,
+        # transformers 5 reads rope_parameters, 4 read rope_theta.
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": end_of_text_id,
+        "eos_token_id": end_of_text_id,
+        "torch_dtype": "float32",
+    }
+
+
+def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Tensor], Tokenizer | None]:
+    """Read a folder with a Llama model of our kind: shape, state dict in float32 and the tokenizer, if any.
+
+    Raises FileNotFoundError or ValueError naming the file and the field for one that is something else: grouped
+    queries, tied embeddings, biases, scaled rotary frequencies, another norm epsilon, missing or misshapen weights.
+    """
+    folder = Path(folder)
+    shape = _read_config(folder / "config.json")
+    names = _names(shape.num_layers)
+    weights = _read_weights(folder)
+    if missing := sorted(set(names.values()) - set(weights)):
+        raise ValueError(f"{folder} has no weight {missing[0]} ({len(missing)} of {len(names)} are missing)")
+    if extra := sorted(set(weights) - set(names.values())):
+        raise ValueError(f"{folder} has a weight {extra[0]} that this model has no place for")
+    state = {}
+    for ours, theirs in names.items():
+        weight = weights[theirs].float()
+        state[ours] = _to_pairs(weight, shape.num_heads) if ours.endswith(_TURNED) else weight
+    _check_shapes(folder, shape, state)
+    tokenizer_path = folder / "tokenizer.json"
+    return shape, state, Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() else None
+
+
+def _read_config(path: Path) -> ModelShape:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a folder with config.json and model.safetensors is needed")
+    try:
+        config = json.loads(path.read_text())
+        heads = config["num_attention_heads"]
+        rope = config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling") or {}
+        shape = ModelShape(
+            vocab_size=config["vocab_size"],
+            context_length=config["max_position_embeddings"],
+            d_model=config["hidden_size"],
+            d_ff=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        )
+        # Each with the value that LlamaConfig takes where the field is absent.
+        required = {
+            "model_type": ("llama", config.get("model_type")),
+            "num_key_value_heads": (heads, config.get("num_key_value_heads") or heads),
+            "head_dim": (shape.d_model // heads, config.get("head_dim") or shape.d_model // heads),
+            "hidden_act": ("silu", config.get("hidden_act", "silu")),
+            "rms_norm_eps": (_NORM_EPS, config.get("rms_norm_eps", 1e-6)),
+            "attention_bias": (False, config.get("attention_bias", False)),
+            "mlp_bias": (False, config.get("mlp_bias", False)),
+            "tie_word_embeddings": (False, config.get("tie_word_embeddings", False)),
+            "rope type": ("default", scaling.get("rope_type", rope.get("rope_type", "default"))),
+        }
+    except (ValueError, KeyError, AttributeError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} cannot be read as a Llama configuration: {type(error).__name__} {error}") from error
+    for name, (accepted, found) in required.items():
+        if found != accepted:
+            raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")
+    return shape
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no .safetensors file")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            weights.update(safetensors.torch.load_file(file))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+    return weights
+
+
+def _check_shapes(folder: Path, shape: ModelShape, state: dict[str, Tensor]) -> None:
+    with torch.device("meta"):
+        model = TransformerLM(**asdict(shape))
+    for name, expected in model.state_dict().items():
+        if state[name].shape != expected.shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(state[name].shape)}, config.json means {tuple(expected.shape)}"
+            )

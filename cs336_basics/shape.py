@@ -1,0 +1,19 @@
+"""The architecture of a model as data. Imports nothing, so that a command line can use it before PyTorch is loaded."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What decides the parameters of a `TransformerLM` and what they mean: its arguments, the attention left out.
+
+    Two runs can share weights when these are equal.
+    """
+
+    vocab_size: int
+    context_length: int
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    rope_theta: float

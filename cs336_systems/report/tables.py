@@ -1,0 +1,89 @@
+"""Markdown tables: of runs, from their result.json, and of measured rows."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..accounting import num_parameters
+from ..bench.case import Row, read_rows
+from ..config import ModelConfig
+from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table: text left, everything after the first column right."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a folder of a finished run is needed")
+    return json.loads(path.read_text())
+
+
+def runs_table(run_dirs: Sequence[Path]) -> str:
+    """One line a run: model, machine, losses beside the baselines, speed."""
+    lines = []
+    for run_dir in run_dirs:
+        config, result = _read_json(run_dir / "config.json"), _read_json(run_dir / "result.json")
+        shape = ModelConfig(**config["model"]).shape
+        env = result["env"]
+        lines.append(
+            (
+                run_dir.name,
+                f"{num_parameters(shape) / 1e6:.1f} M",
+                f"{env['gpu'] or str(env['cpu_threads']) + ' CPU threads'}, {config['train']['precision']}",
+                f"{result['step']:,}",
+                _number(result["train_loss"], ".3f"),
+                _number(result["valid_loss"], ".3f"),
+                _number(result["unigram_entropy"], ".3f"),
+                _number(result["bigram_model_loss"], ".3f"),
+                _number(result["tokens_per_s"], ",.0f"),
+                _number(result["mfu"], ".1%"),
+            )
+        )
+    header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
+    return markdown_table(header.split(","), lines)
+
+
+def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
+    """The loss curves of some runs in one picture."""
+    plot_loss_curves({run_dir.name: read_metrics(run_dir / METRICS_FILE) for run_dir in run_dirs}, path)
+
+
+def rows_table(paths: Sequence[Path]) -> str:
+    """Measured rows, one table a case."""
+    rows = [row for path in paths for row in read_rows(path)]
+    tables = []
+    for case in dict.fromkeys(row.case for row in rows):
+        if case not in _CASES:
+            raise ValueError(f"case {case!r} of {', '.join(map(str, paths))}: it must be one of {', '.join(_CASES)}")
+        tables.append(_CASES[case]([row for row in rows if row.case == case]))
+    return "\n\n".join(tables)
+
+
+def _train_step_table(rows: Sequence[Row]) -> str:
+    def line(row: Row) -> tuple[str, ...]:
+        metrics, model, train = row.metrics, row.config["model"], row.config["train"]
+        return (
+            f"{model['size']}, {train['batch_size']} x {model['context_length']}",
+            row.variant,
+            _number(metrics["step_ms"]["mean"], ".1f"),
+            _number(metrics["tokens_per_s"], ",.0f"),
+            _number(metrics["mfu"], ".1%"),
+            _number(metrics["peak_memory_bytes"] and metrics["peak_memory_bytes"] / 2**30, ".1f"),
+            _number(metrics["startup_s"], ".1f"),
+            _number(metrics.get("data_wait_ms"), ".3f"),
+        )
+
+    header = "size,variant,step (ms),tokens/s,MFU,peak memory (GiB),start-up (s),waiting for data (ms)"
+    return markdown_table(header.split(","), map(line, rows))
+
+
+_CASES = {"train-step": _train_step_table}

@@ -1,0 +1,109 @@
+"""A trained model back from its run folder or checkpoint, out to Hugging Face's format, and in from there."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_basics.data import write_json
+from cs336_basics.huggingface import export_hf, import_hf
+from cs336_basics.model import TransformerLM
+from cs336_basics.shape import ModelShape
+from cs336_basics.tokenizer import Tokenizer
+
+from ..hardware import environment
+from ..kernels.attention import get_attention
+from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
+
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights with what is needed to use them."""
+
+    checkpoint: Path
+    manifest: Manifest
+    shape: ModelShape
+    state_dict: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+
+    def build(self, device: torch.device, attention: str = "auto") -> TransformerLM:
+        """The model itself, on a device."""
+        with device:
+            model = TransformerLM(**asdict(self.shape), attention=get_attention(attention))
+        model.load_state_dict(self.state_dict)
+        return model
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """The newest whole checkpoint of a run folder, or the checkpoint that the path itself is.
+
+    Raises ValueError or FileNotFoundError naming the path.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: a run folder or a checkpoint is needed")
+    if (path / MANIFEST).exists():
+        return path, verify_checkpoint(path)
+    found = newest_whole_checkpoint(path / CHECKPOINTS)
+    if found is None:
+        raise ValueError(f"{path} is no checkpoint and has no whole one in {path / CHECKPOINTS}")
+    return found
+
+
+def load_model(path: str | Path) -> LoadedModel:
+    """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
+
+    Raises ValueError where the run's tokenizer is not the one that the checkpoint was made with.
+    """
+    checkpoint, manifest = find_checkpoint(Path(path))
+    shape = ModelShape(**{f.name: manifest.identity[f"model.{f.name}"] for f in fields(ModelShape)})
+    with torch.device("meta"):
+        names = TransformerLM(**asdict(shape)).state_dict()
+    tensors = {f"model.{name}": torch.empty(meta.shape, dtype=meta.dtype) for name, meta in names.items()}
+    read_tensors(checkpoint, tensors)
+    tokenizer = None
+    if (expected := manifest.identity.get("tokenizer")) is not None:
+        tokenizer_path = checkpoint.parent.parent / TOKENIZER
+        tokenizer = Tokenizer.load(tokenizer_path)
+        if tokenizer.sha256 != expected:
+            raise ValueError(f"{tokenizer_path} is not the tokenizer that {checkpoint} was made with")
+    state_dict = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return LoadedModel(checkpoint, manifest, shape, state_dict, tokenizer)
+
+
+def export_run(path: str | Path, out: str | Path) -> Path:
+    """Write a run's newest model as a Hugging Face folder; returns the checkpoint that it is from."""
+    loaded = load_model(path)
+    export_hf(loaded.state_dict, loaded.shape, loaded.tokenizer, out)
+    return loaded.checkpoint
+
+
+def import_run(folder: str | Path, run_dir: str | Path) -> Path:
+    """Make a run folder, at step 0, out of a Hugging Face Llama of our kind; returns its checkpoint.
+
+    Raises ValueError where run_dir holds a run already or the folder is something else.
+    """
+    run_dir = Path(run_dir)
+    if (run_dir / CHECKPOINTS).exists():
+        raise ValueError(f"{run_dir} holds a run already: give another folder")
+    shape, state_dict, tokenizer = import_hf(folder)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {"model": asdict(shape)}
+    write_json(run_dir / "config.json", config)
+    if tokenizer is not None:
+        tokenizer.save(run_dir / TOKENIZER)
+    identity = {f"model.{name}": value for name, value in asdict(shape).items()}
+    return save_checkpoint(
+        run_dir / CHECKPOINTS,
+        {f"model.{name}": tensor for name, tensor in state_dict.items()},
+        step=0,
+        sequences=0,
+        identity={**identity, "tokenizer": tokenizer.sha256 if tokenizer else None},
+        trainer={},
+        config=config,
+        versions=environment(),
+    )

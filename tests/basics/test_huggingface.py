@@ -1,0 +1,147 @@
+"""Export and import against the real transformers."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cs336_basics.generate import generate
+from cs336_basics.huggingface import export_hf, import_hf
+from cs336_basics.model import TransformerLM
+from cs336_basics.shape import ModelShape
+from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
+
+SHAPE = ModelShape(
+    vocab_size=300, context_length=48, d_model=64, d_ff=160, num_layers=3, num_heads=4, rope_theta=5000.0
+)
+
+
+def build(shape: ModelShape = SHAPE, seed: int = 0) -> TransformerLM:
+    torch.manual_seed(seed)
+    model = TransformerLM(**dataclasses.asdict(shape))
+    with torch.no_grad():  # norms that are all 1 would hide a norm in the wrong place
+        for name, parameter in model.named_parameters():
+            if "ln" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["the cat sat on the mat. " * 50], 290)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_transformers_gives_the_same_logits(tmp_path: Path, heads: int, tokenizer: Tokenizer) -> None:
+    shape = dataclasses.replace(SHAPE, num_heads=heads)
+    model = build(shape)
+    export_hf(model.state_dict(), shape, tokenizer, tmp_path)
+    llama, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokens = torch.randint(0, shape.vocab_size, (2, shape.context_length))
+    with torch.no_grad():
+        torch.testing.assert_close(llama(tokens).logits, model(tokens), atol=1e-4, rtol=0)
+
+
+def test_transformers_generates_the_same_greedy_continuation(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = build()
+    export_hf(model.state_dict(), SHAPE, tokenizer, tmp_path)
+    llama = LlamaForCausalLM.from_pretrained(tmp_path)
+    prompt = [5, 17, 200, 3]
+    theirs = llama.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert generate(model, [prompt], 20, temperature=0)[0] == theirs[0, len(prompt) :].tolist()
+
+
+def test_transformers_tokenizes_the_same(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    export_hf(build().state_dict(), SHAPE, tokenizer, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = f"the cat  sat\non a héllo 🎉{END_OF_TEXT} mat , .  "
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert theirs.eos_token_id == tokenizer.end_of_text_id
+
+
+def test_export_and_import_are_inverse_to_the_bit(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = build()
+    export_hf(model.state_dict(), SHAPE, tokenizer, tmp_path)
+    shape, state, again = import_hf(tmp_path)
+    assert shape == SHAPE
+    assert again is not None
+    assert again.sha256 == tokenizer.sha256
+    assert state.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300,
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=48,
+            rms_norm_eps=1e-5,
+        )
+    )
+    llama.save_pretrained(tmp_path, max_shard_size="200KB")  # several files
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    shape, state, tokenizer = import_hf(tmp_path)
+    assert tokenizer is None
+    model = TransformerLM(**dataclasses.asdict(shape))
+    model.load_state_dict(state)
+    tokens = torch.randint(0, 300, (2, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), llama(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_key_value_heads", 2, "num_key_value_heads is 2"),
+        ("tie_word_embeddings", True, "tie_word_embeddings is True"),
+        ("attention_bias", True, "attention_bias is True"),
+        ("mlp_bias", True, "mlp_bias is True"),
+        ("rms_norm_eps", 1e-6, "rms_norm_eps is 1e-06"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'"),
+        ("model_type", "gpt2", "model_type is 'gpt2'"),
+        ("head_dim", 32, "head_dim is 32"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}, "rope type is 'llama3'"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2}, "rope type is 'linear'"),
+        ("intermediate_size", 96, r"w1.weight has shape \(160, 64\)"),
+        ("num_hidden_layers", 4, "has no weight model.layers.3"),
+        ("num_hidden_layers", 2, "has a weight model.layers.2"),
+        ("hidden_size", None, "cannot be read as a Llama configuration"),
+        ("num_attention_heads", 0, "cannot be read as a Llama configuration"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_by_name(tmp_path: Path, field: str, value: object, message: str) -> None:
+    export_hf(build().state_dict(), SHAPE, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=message):
+        import_hf(tmp_path)
+
+
+def test_a_folder_without_its_files_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        import_hf(tmp_path)
+    export_hf(build().state_dict(), SHAPE, None, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        import_hf(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no \.safetensors file"):
+        import_hf(tmp_path)
