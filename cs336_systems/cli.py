@@ -4,6 +4,7 @@ A user's mistake is one line on stderr and exit code 2, a failed run one line an
 ends with 0 after it has saved; SIGTERM ends with 143 (128 + 15), so that a scheduler sees that it was not finished.
 """
 
+import dataclasses
 import difflib
 import json
 import logging
@@ -100,6 +101,7 @@ def _train(arguments: Sequence[str]) -> int:
     if print_only:
         print(json.dumps(config.to_dict(), indent=2))
         return 0
+    from .report.tables import summary
     from .training import train
 
     result = train(config)
@@ -111,28 +113,8 @@ def _train(arguments: Sequence[str]) -> int:
             soft_wrap=True,
         )
         return EXIT_SIGTERM if result.interrupted == "SIGTERM" else 0
-    for line in _summary(result):
-        print_line(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(f"\n{summary(dataclasses.asdict(result))}", markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-def _summary(result: Any) -> list[str]:
-    lines = [
-        "",
-        f"validation loss  {result.valid_loss:.4f} nats a token",
-        f"unigram entropy  {result.unigram_entropy:.4f} of the same text: how frequent each token is in it",
-        f"bigram entropy   {result.bigram_entropy:.4f} of the same text: how frequent each token is after another",
-        f"bigram model     {result.bigram_model_loss:.4f} on the same text, from the pairs of the training text",
-    ]
-    if result.sample is not None:
-        lines += ["", "sample:", *(f"    {line}" for line in result.sample.splitlines())]
-    return [
-        *lines,
-        "",
-        f"run folder       {result.run_dir}",
-        f"loss curve       {result.loss_curve}",
-        f"checkpoint       {result.checkpoint}",
-    ]
 
 
 def _parser(command: str, description: str) -> ArgumentParser:
@@ -158,11 +140,12 @@ def _generate(arguments: Sequence[str]) -> int:
     from .training.load import load_model
     from .training.pipeline import sample_text
 
-    device = select_device(options.pop("device"))
-    loaded = load_model(options.pop("run"))
+    device, run = select_device(options.pop("device")), options.pop("run")
+    sampling = SampleConfig(**options)
+    loaded = load_model(run)
     if loaded.tokenizer is None:
         raise ValueError(f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text")
-    print(sample_text(loaded.build(device), loaded.tokenizer, SampleConfig(**options)))
+    print(sample_text(loaded.build(device), loaded.tokenizer, sampling))
     return 0
 
 
@@ -192,18 +175,34 @@ def _import_hf(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _report(arguments: Sequence[str]) -> int:
-    parser = _parser("report", "Tables and plots out of what runs and measurements have written.")
-    parser.add_argument("what", choices=["runs", "rows"], help="runs: run folders; rows: .jsonl files of measurements.")
-    parser.add_argument("paths", nargs="+", type=str, help="Run folders or row files.")
+def make_report(arguments: Sequence[str]) -> str:
+    """The text of `cs336 report ARGUMENTS`, also what fills the blocks of the documents."""
+    parser = _parser("report", "Text and plots out of what runs and measurements have written.")
+    parser.add_argument(
+        "what",
+        choices=["runs", "rows", "summary", "update"],
+        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. summary: how "
+        "a run ended. update: make the blocks of Markdown documents again.",
+    )
+    parser.add_argument("paths", nargs="+", type=str, help="Run folders, row files or documents.")
     parser.add_argument("--plot", type=str, default=None, help="With runs: also draw their loss curves into this PNG.")
     options = _parse(parser, arguments)
-    from .report.tables import plot_runs, rows_table, runs_table
+    from .report.documents import update_document
+    from .report.tables import plot_runs, rows_table, runs_table, summary_block
 
     paths = [Path(path) for path in options.paths]
-    print(runs_table(paths) if options.what == "runs" else rows_table(paths))
-    if options.plot and options.what == "runs":
+    if options.what == "update":
+        changed = {path: update_document(path, make_report) for path in paths}
+        return "\n".join(f"{path}: {'made again' if new else 'up to date'}" for path, new in changed.items())
+    if options.plot:
         plot_runs(paths, Path(options.plot))
+    if options.what == "summary":
+        return "\n\n".join(map(summary_block, paths))
+    return runs_table(paths) if options.what == "runs" else rows_table(paths)
+
+
+def _report(arguments: Sequence[str]) -> int:
+    print(make_report(arguments))
     return 0
 
 

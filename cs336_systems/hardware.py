@@ -1,5 +1,6 @@
 """What the machine is and what it could do at best: device choice, peak rates by GPU name, the environment stamp."""
 
+import os
 import platform
 import re
 import subprocess
@@ -116,6 +117,9 @@ def _driver_version() -> str | None:
 
 
 def _commit() -> str | None:
+    """The commit that runs; CS336_COMMIT says it where the code is a copy without its history."""
+    if given := os.environ.get("CS336_COMMIT"):
+        return given
     commit = _output("git", "rev-parse", "--short=12", "HEAD")
     if commit and _output("git", "status", "--porcelain", "--untracked-files=no"):
         return f"{commit}+changes"

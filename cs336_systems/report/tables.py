@@ -1,7 +1,7 @@
 """Markdown tables: of runs, from their result.json, and of measured rows."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,32 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
         )
     header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
     return markdown_table(header.split(","), lines)
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """What a run came to, in the words that `cs336 train` ends with; `result` as in result.json."""
+    lines = [
+        f"validation loss  {result['valid_loss']:.4f} nats a token",
+        f"unigram entropy  {result['unigram_entropy']:.4f} of the same text: how frequent each token is in it",
+        f"bigram entropy   {result['bigram_entropy']:.4f} of the same text: how frequent each token is after another",
+        f"bigram model     {result['bigram_model_loss']:.4f} on the same text, from the pairs of the training text",
+    ]
+    if result["sample"] is not None:
+        lines += ["", "sample:", *(f"    {line}".rstrip() for line in result["sample"].strip().splitlines())]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"run folder       {result['run_dir']}",
+            f"loss curve       {result['loss_curve']}",
+            f"checkpoint       {result['checkpoint']}",
+        ]
+    )
+
+
+def summary_block(run_dir: Path) -> str:
+    """`summary` of a run folder as a Markdown code block."""
+    return f"```text\n{summary(_read_json(run_dir / 'result.json'))}\n```"
 
 
 def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:

@@ -1,0 +1,492 @@
+"""Token files, batches, the resumable sampler, and the unigram and bigram baselines."""
+
+import hashlib
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cs336_basics.data import (
+    TokenFileInfo,
+    bigram_model_loss,
+    count_starts,
+    gather_sequences,
+    get_batch,
+    load_tokens,
+    read_info,
+    sequence_starts,
+    sha256_of_file,
+    sidecar_path,
+    token_dtype,
+    unigram_bigram_entropy,
+    write_tokens,
+)
+
+BLOCK = 1 << 24  # load_tokens checks this many IDs at a time
+
+
+# Writing and reading
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), vocab_size=st.sampled_from([2, 257, 65_536, 65_537, 1 << 31]))
+def test_tokens_come_back_exactly(tmp_path, data, vocab_size):
+    chunks = data.draw(st.lists(st.lists(st.integers(0, vocab_size - 1), max_size=10), max_size=6))
+    flat = [i for chunk in chunks for i in chunk]
+    path = tmp_path / "t.npy"
+    info = write_tokens(path, iter(chunks), vocab_size, source="here")
+    loaded = load_tokens(path, vocab_size, min_count=0)
+    assert loaded.tolist() == flat
+    assert loaded.dtype == (np.uint16 if vocab_size <= 65_536 else np.uint32)
+    assert info.count == len(flat)
+
+
+@pytest.mark.parametrize(
+    "vocab_size, dtype", [(1, np.uint16), (65_536, np.uint16), (65_537, np.uint32), (1 << 32, np.uint32)]
+)
+def test_the_dtype_is_the_smallest_that_holds_every_id(vocab_size, dtype):
+    assert token_dtype(vocab_size) == dtype
+    assert vocab_size - 1 <= np.iinfo(token_dtype(vocab_size)).max
+
+
+@pytest.mark.parametrize("chunks", [[], [[]], [[], [1, 2], [], [3], []]], ids=["none", "one empty", "some empty"])
+def test_empty_chunks_and_streams_are_written(tmp_path, chunks):
+    path = tmp_path / "t.npy"
+    flat = [i for chunk in chunks for i in chunk]
+    assert write_tokens(path, chunks, 10, source="").count == len(flat)
+    assert np.load(path).tolist() == flat
+
+
+@pytest.mark.parametrize("count", [1, 9, 10, 99, 12_345])
+def test_the_file_is_a_plain_npy_array_as_numpy_writes_it(tmp_path, count):
+    tokens = np.arange(count, dtype=np.uint16)
+    write_tokens(tmp_path / "ours.npy", np.array_split(tokens, 3), 65_536, source="")
+    np.save(tmp_path / "numpys.npy", tokens)
+    loaded = np.load(tmp_path / "ours.npy", allow_pickle=False)
+    assert loaded.dtype == np.uint16
+    assert np.array_equal(loaded, tokens)
+    assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpys.npy").read_bytes()
+
+
+def test_the_sidecar_says_what_is_in_the_file(tmp_path):
+    path = tmp_path / "train.npy"
+    info = write_tokens(path, [[1, 2, 3], [4]], 300, tokenizer_sha256="ab12", source="text.txt")
+    expected = {
+        "count": 4,
+        "vocab_size": 300,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "tokenizer_sha256": "ab12",
+        "source": "text.txt",
+    }
+    assert sidecar_path(path) == tmp_path / "train.json"
+    assert json.loads((tmp_path / "train.json").read_text()) == expected
+    assert read_info(path) == info == TokenFileInfo(**expected)
+    assert sha256_of_file(path) == expected["sha256"]
+
+
+def test_writing_leaves_the_two_files_and_nothing_else(tmp_path):
+    for n in (5, 3):  # the second time over the first
+        write_tokens(tmp_path / "t.npy", [range(n)], 10, source="")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["t.json", "t.npy"]
+        assert load_tokens(tmp_path / "t.npy", 10).tolist() == list(range(n))
+
+
+def test_a_stream_that_breaks_leaves_the_old_files_as_they_were(tmp_path):
+    path = tmp_path / "t.npy"
+    write_tokens(path, [[1, 2, 3]], 10, source="old")
+    before = path.read_bytes(), sidecar_path(path).read_bytes()
+
+    def broken():
+        yield [4, 5]
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        write_tokens(path, broken(), 10, source="new")
+    assert (path.read_bytes(), sidecar_path(path).read_bytes()) == before
+
+
+def test_a_stream_that_breaks_makes_no_file(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        write_tokens(tmp_path / "t.npy", ([1 // n] for n in (1, 0)), 10, source="")
+    assert not (tmp_path / "t.npy").exists()
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_an_id_too_large_for_the_file_is_not_wrapped_around(tmp_path):
+    with pytest.raises(OverflowError, match="70000"):
+        write_tokens(tmp_path / "t.npy", [[1, 70_000]], 300, source="")
+
+
+# Loading and its errors
+
+
+def save(path, array) -> None:
+    np.save(path, array)
+
+
+def test_loading_maps_the_file_instead_of_reading_it(tmp_path):
+    path = tmp_path / "t.npy"
+    write_tokens(path, [[1, 2, 3]], 10, source="")
+    tokens = load_tokens(path, 10)
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.writeable
+
+
+def test_an_array_from_elsewhere_loads_without_a_sidecar(tmp_path):
+    save(tmp_path / "t.npy", np.array([5, 0, 9], dtype=np.uint32))
+    assert load_tokens(str(tmp_path / "t.npy"), 10).tolist() == [5, 0, 9]
+
+
+def test_a_missing_token_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"token file .*none\.npy does not exist"):
+        load_tokens(tmp_path / "none.npy", 10)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 60, 127, 128, 129, -1])
+def test_a_truncated_token_file_is_named(tmp_path, keep):
+    path = tmp_path / "cut.npy"
+    save(path, np.arange(100, dtype=np.uint16))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"token file .*cut\.npy is truncated or not a \.npy array"):
+        load_tokens(path, 100)
+
+
+@pytest.mark.parametrize("content", [b"hello, world", b"\x80\x04K\x01.", b"PK\x03\x04 not quite a zip archive"])
+def test_a_file_that_is_no_array_is_named(tmp_path, content):
+    path = tmp_path / "other.npy"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"token file .*other\.npy is truncated or not a \.npy array"):
+        load_tokens(path, 100)
+
+
+def test_an_npz_archive_is_refused_by_name(tmp_path):
+    path = tmp_path / "train.npz"
+    np.savez(path, np.arange(3, dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"token file .*train\.npz"):
+        load_tokens(path, 100)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.int16, np.uint8, np.uint64, ">u2", bool])
+def test_another_dtype_is_refused(tmp_path, dtype):
+    save(tmp_path / "t.npy", np.ones(3, dtype=dtype))
+    with pytest.raises(ValueError, match=r"t\.npy holds .* of shape \(3,\): it must be .* uint16 or uint32"):
+        load_tokens(tmp_path / "t.npy", 100)
+
+
+def test_an_array_of_objects_is_refused_and_not_unpickled(tmp_path):
+    np.save(tmp_path / "t.npy", np.array([{}, None], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"t\.npy"):
+        load_tokens(tmp_path / "t.npy", 100)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (), (1, 1, 4)])
+def test_another_number_of_dimensions_is_refused(tmp_path, shape):
+    save(tmp_path / "t.npy", np.ones(shape, dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"t\.npy holds uint16 of shape .*one-dimensional"):
+        load_tokens(tmp_path / "t.npy", 100)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("wrong", [10, 11, 65_535])
+def test_the_first_id_outside_the_vocabulary_is_named_with_its_offset(tmp_path, offset, wrong):
+    tokens = np.full(5, 9, dtype=np.uint16)
+    tokens[offset:] = wrong
+    save(tmp_path / "t.npy", tokens)
+    with pytest.raises(
+        ValueError, match=rf"t\.npy has ID {wrong} at offset {offset}: IDs must be below .* size of 10$"
+    ):
+        load_tokens(tmp_path / "t.npy", 10)
+
+
+@pytest.mark.parametrize("offset", [BLOCK - 1, BLOCK, BLOCK + 9])
+def test_a_wrong_id_is_found_in_every_block(tmp_path, offset):
+    # The file is sparse: only the wrong ID takes room on the disk.
+    tokens = np.lib.format.open_memmap(tmp_path / "t.npy", mode="w+", dtype=np.uint16, shape=(BLOCK + 10,))
+    tokens[offset] = 500
+    tokens.flush()
+    with pytest.raises(ValueError, match=rf"ID 500 at offset {offset}:"):
+        load_tokens(tmp_path / "t.npy", 500)
+    assert len(load_tokens(tmp_path / "t.npy", 501)) == BLOCK + 10
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_count_that_differs_from_the_sidecars_is_refused(tmp_path, count):
+    path = tmp_path / "t.npy"
+    write_tokens(path, [[1, 2, 3]], 10, source="")
+    save(path, np.ones(count, dtype=np.uint16))
+    with pytest.raises(ValueError, match=rf"t\.npy holds {count} tokens but its sidecar says 3"):
+        load_tokens(path, 10)
+
+
+@pytest.mark.parametrize("count, min_count", [(0, 1), (3, 4), (1, 100)])
+def test_too_few_tokens_are_refused(tmp_path, count, min_count):
+    save(tmp_path / "t.npy", np.ones(count, dtype=np.uint16))
+    with pytest.raises(ValueError, match=rf"t\.npy holds {count} tokens: at least {min_count} are needed"):
+        load_tokens(tmp_path / "t.npy", 10, min_count)
+
+
+def test_just_enough_tokens_are_accepted(tmp_path):
+    save(tmp_path / "t.npy", np.ones(4, dtype=np.uint16))
+    assert len(load_tokens(tmp_path / "t.npy", 10, 4)) == 4
+
+
+def test_a_missing_sidecar_is_named(tmp_path):
+    save(tmp_path / "t.npy", np.ones(3, dtype=np.uint16))
+    with pytest.raises(FileNotFoundError, match=r"t\.npy has no sidecar .*t\.json"):
+        read_info(tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"count": 3, "other": 1}', b"\xff"])
+def test_a_sidecar_that_cannot_be_read_is_named(tmp_path, content):
+    path = tmp_path / "t.npy"
+    write_tokens(path, [[1, 2, 3]], 10, source="")
+    sidecar_path(path).write_bytes(content)
+    for read in (read_info, lambda p: load_tokens(p, 10)):
+        with pytest.raises(ValueError, match=r"token sidecar .*t\.json cannot be read"):
+            read(path)
+
+
+# Batches
+
+
+def test_batches_are_pieces_of_the_tokens_and_targets_are_one_on():
+    tokens = np.random.default_rng(0).permutation(1000).astype(np.uint16)  # so that a place is known by its token
+    place = {int(t): i for i, t in enumerate(tokens)}
+    inputs, targets = get_batch(tokens, 50, 8, rng=np.random.default_rng(1))
+    assert inputs.shape == targets.shape == (50, 8)
+    assert inputs.dtype == targets.dtype == torch.int64
+    for x, y in zip(inputs.tolist(), targets.tolist(), strict=True):
+        start = place[x[0]]
+        assert x == tokens[start : start + 8].tolist()
+        assert y == tokens[start + 1 : start + 9].tolist()
+
+
+def test_batches_start_everywhere_up_to_the_last_place():
+    inputs, targets = get_batch(np.arange(12, dtype=np.uint16), 1000, 4, rng=np.random.default_rng(0))
+    assert set(inputs[:, 0].tolist()) == set(range(8))
+    assert targets[:, -1].max() == 11
+
+
+def test_batches_repeat_with_the_generator_and_change_without():
+    tokens = np.arange(10_000, dtype=np.uint16)
+    one, two = (get_batch(tokens, 16, 4, rng=np.random.default_rng(3))[0] for _ in range(2))
+    assert torch.equal(one, two)
+    assert not torch.equal(get_batch(tokens, 16, 4)[0], get_batch(tokens, 16, 4)[0])
+
+
+def test_a_batch_comes_from_a_token_file(tmp_path):
+    write_tokens(tmp_path / "t.npy", [range(100)], 70_000, source="")
+    inputs, targets = get_batch(load_tokens(tmp_path / "t.npy", 70_000), 20, 5)
+    assert torch.equal(inputs + 1, targets)
+
+
+def test_as_many_tokens_as_one_sequence_needs_are_one_place():
+    tokens = np.arange(5, dtype=np.uint16)
+    assert count_starts(tokens, 4) == 1
+    inputs, targets = get_batch(tokens, 3, 4)
+    assert inputs.tolist() == [[0, 1, 2, 3]] * 3
+    assert targets.tolist() == [[1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_too_few_tokens_for_a_sequence_are_refused(count):
+    tokens = np.zeros(count, dtype=np.uint16)
+    message = rf"{count} tokens are too few for context_length 4: at least 5 are needed"
+    for function in (lambda: count_starts(tokens, 4), lambda: get_batch(tokens, 1, 4)):
+        with pytest.raises(ValueError, match=message):
+            function()
+
+
+def test_sequences_are_gathered_in_the_order_of_their_starts():
+    tokens = np.arange(20, dtype=np.uint32) * 10
+    inputs, targets = gather_sequences(tokens, np.array([17, 0, 3, 3]), 2)
+    assert inputs.tolist() == [[170, 180], [0, 10], [30, 40], [30, 40]]
+    assert targets.tolist() == [[180, 190], [10, 20], [40, 50], [40, 50]]
+
+
+# The sampler
+
+
+def reference_starts(seed: int, first: int, count: int, num_starts: int) -> list[int]:
+    """SplitMix64 in Python's own integers."""
+    mask = (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    gamma = 0x9E3779B97F4A7C15
+    return [mix((mix(seed & mask) + k * gamma) & mask) % num_starts for k in range(first + 1, first + count + 1)]
+
+
+def test_seed_zero_gives_the_published_outputs_of_splitmix64():
+    # The mix of 0 is 0, so this is the generator started from 0: Vigna's reference gives these three first.
+    outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    num_starts = (1 << 63) - 1
+    assert sequence_starts(0, 0, 3, num_starts).tolist() == [z % num_starts for z in outputs]
+
+
+@given(
+    seed=st.integers(-(1 << 63), (1 << 63) - 1),
+    first=st.integers(0, 1 << 50),
+    count=st.integers(0, 20),
+    num_starts=st.integers(1, 1 << 48),
+)
+def test_starts_equal_splitmix64_in_python_integers(seed, first, count, num_starts):
+    assert sequence_starts(seed, first, count, num_starts).tolist() == reference_starts(seed, first, count, num_starts)
+
+
+@given(seed=st.integers(0, 1000), first=st.integers(0, 10**12), cuts=st.lists(st.integers(0, 50), max_size=5))
+def test_any_division_of_a_range_gives_the_same_starts(seed, first, cuts):
+    borders = [0, *sorted(cuts), 50]
+    parts = [sequence_starts(seed, first + a, b - a, 999) for a, b in itertools.pairwise(borders)]
+    assert np.array_equal(np.concatenate(parts), sequence_starts(seed, first, 50, 999))
+
+
+def test_starts_do_not_depend_on_what_was_asked_before():
+    before = sequence_starts(1, 10, 20, 100)
+    np.random.default_rng(0).random(5)
+    sequence_starts(2, 0, 1000, 7)
+    assert np.array_equal(sequence_starts(1, 10, 20, 100), before)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_starts_are_uniform(seed):
+    bins, draws = 100, 100_000
+    starts = sequence_starts(seed, 0, draws, bins)
+    assert starts.min() == 0
+    assert starts.max() == bins - 1
+    expected = draws / bins
+    chi_square = ((np.bincount(starts, minlength=bins) - expected) ** 2 / expected).sum()
+    # Of 99 degrees of freedom: mean 99, standard deviation sqrt(198). Too even would be as wrong.
+    assert abs(chi_square - 99) < 4 * math.sqrt(198)
+
+
+def test_one_start_says_nothing_of_the_next():
+    starts = sequence_starts(0, 0, 100_001, 10)
+    pairs = np.bincount(starts[:-1] * 10 + starts[1:], minlength=100)
+    assert abs(((pairs - 1000.0) ** 2 / 1000).sum() - 99) < 4 * math.sqrt(198)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 41])
+def test_neighbouring_seeds_are_not_shifted_copies(seed):
+    a, b = (sequence_starts(s, 0, 5000, 1 << 40) for s in (seed, seed + 1))
+    assert len(np.intersect1d(a, b)) == 0  # by chance, two of 5000 in 2^40 agree once in 40,000 seeds
+    assert len(np.unique(a)) == 5000
+
+
+# Entropy
+
+
+@pytest.mark.parametrize(
+    "tokens, unigram, bigram",
+    [
+        ([], 0.0, 0.0),
+        ([7], 0.0, 0.0),
+        ([3, 3, 3, 3], 0.0, 0.0),
+        ([0, 1, 0, 1, 0, 1, 0, 1], math.log(2), 0.0),
+        # Pairs 00 01 11 10 once each: the token before says nothing. Unigram: 0 three times of five.
+        ([0, 0, 1, 1, 0], -(0.6 * math.log(0.6) + 0.4 * math.log(0.4)), math.log(2)),
+        # After 5 comes 6 or 7 once each, after 6 and 7 comes 5: of four places, two have a choice of two.
+        ([5, 6, 5, 7, 5], -(0.6 * math.log(0.6) + 0.4 * math.log(0.2)), 0.5 * math.log(2)),
+        (list(range(8)), math.log(8), 0.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_entropies_worked_out_by_hand(tokens, unigram, bigram, dtype):
+    assert unigram_bigram_entropy(np.array(tokens, dtype=dtype)) == pytest.approx((unigram, bigram), abs=1e-12)
+
+
+def test_large_ids_do_not_collide_as_pairs():
+    tokens = np.array([65_535, 0, 65_535, 1, 65_534, 65_535] * 3, dtype=np.uint16)
+    small = np.unique(tokens, return_inverse=True)[1]
+    assert unigram_bigram_entropy(tokens) == pytest.approx(unigram_bigram_entropy(small), abs=1e-12)
+
+
+def test_only_the_first_max_tokens_count():
+    tokens = np.array([0, 1] * 10 + [2, 3, 4, 5] * 10, dtype=np.uint16)
+    assert unigram_bigram_entropy(tokens, max_tokens=20) == pytest.approx((math.log(2), 0.0), abs=1e-12)
+
+
+# A chain of three tokens: from each (row) to the next (column), and how often each is visited in the long run.
+TRANSITION = np.array([[0.9, 0.1, 0.0], [0.2, 0.5, 0.3], [0.25, 0.25, 0.5]])
+STATIONARY = np.linalg.matrix_power(TRANSITION, 200)[0]
+UNIGRAM_RATE = -(STATIONARY * np.log(STATIONARY)).sum()
+BIGRAM_RATE = -(STATIONARY @ (TRANSITION * np.log(np.where(TRANSITION > 0, TRANSITION, 1))).sum(axis=1))
+
+
+def markov_chain(seed: int, count: int) -> np.ndarray:
+    state, tokens = 0, []
+    for u in np.random.default_rng(seed).random(count).tolist():
+        tokens.append(state)
+        state = int(np.searchsorted(TRANSITION[state].cumsum(), u, side="right"))
+    return np.array(tokens, dtype=np.uint16)
+
+
+def test_entropies_of_a_markov_chain_are_those_of_its_matrix():
+    assert BIGRAM_RATE < UNIGRAM_RATE - 0.1
+    assert unigram_bigram_entropy(markov_chain(0, 200_000)) == pytest.approx((UNIGRAM_RATE, BIGRAM_RATE), abs=0.01)
+
+
+# The bigram model
+
+
+def reference_bigram_loss(train: list[int], valid: list[int], vocab_size: int) -> float:
+    """Witten-Bell smoothing by counting in lists."""
+
+    def unigram(b: int) -> float:
+        return (train.count(b) + 1) / (len(train) + vocab_size)
+
+    def probability(a: int, b: int) -> float:
+        after = [y for x, y in itertools.pairwise(train) if x == a]
+        if not after:
+            return unigram(b)
+        different = len(set(after))
+        return (after.count(b) + different * unigram(b)) / (len(after) + different)
+
+    if vocab_size < 10:
+        assert all(math.isclose(sum(probability(a, b) for b in range(vocab_size)), 1) for a in range(vocab_size))
+    losses = [-math.log(probability(a, b)) for a, b in itertools.pairwise(valid)]
+    return sum(losses) / len(losses)
+
+
+small_tokens = st.lists(st.integers(0, 5), min_size=2, max_size=30)
+
+
+@settings(max_examples=200, deadline=None)
+@given(train=small_tokens, valid=small_tokens)
+def test_the_bigram_model_equals_counting_in_lists(train, valid):
+    loss = bigram_model_loss(np.array(train, dtype=np.uint16), np.array(valid, dtype=np.uint16), 6)
+    assert loss == pytest.approx(reference_bigram_loss(train, valid, 6), rel=1e-12)
+
+
+def test_the_bigram_model_worked_out_by_hand():
+    # Counts 2, 1, 0 and one more each: p is 3/6, 2/6, 1/6. After 0 came 1, after 1 came 0, after 2 nothing.
+    train = np.array([0, 1, 0], dtype=np.uint16)
+    for pair, p in (((0, 1), (1 + 2 / 6) / 2), ((0, 2), (1 / 6) / 2), ((1, 1), (2 / 6) / 2), ((2, 0), 3 / 6)):
+        loss = bigram_model_loss(train, np.array(pair, dtype=np.uint16), 3)
+        assert loss == pytest.approx(-math.log(p), rel=1e-12)
+
+
+def test_the_bigram_model_of_a_markov_chain_reaches_its_entropy_rate_on_new_text():
+    loss = bigram_model_loss(markov_chain(0, 100_000), markov_chain(1, 100_000), 3)
+    assert loss == pytest.approx(BIGRAM_RATE, abs=0.01)
+
+
+def test_the_bigram_model_does_not_mix_up_pairs_of_a_large_vocabulary():
+    train = np.array([69_999, 0, 69_999, 1, 69_998, 69_999] * 3, dtype=np.uint32)
+    expected = reference_bigram_loss(train.tolist(), train.tolist(), 70_000)
+    assert bigram_model_loss(train, train, 70_000) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_bigram_model_uses_the_first_max_tokens_of_both_texts():
+    train, valid = markov_chain(0, 300), markov_chain(1, 300)
+    expected = bigram_model_loss(train[:100], valid[:100], 3)
+    assert bigram_model_loss(train, valid, 3, max_tokens=100) == expected
+    assert bigram_model_loss(train, valid, 3) != expected

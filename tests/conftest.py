@@ -1,0 +1,21 @@
+"""What a machine cannot run is skipped with its reason; slow tests run where `-m` names them."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons: dict[str, str] = {}
+    if "slow" not in (config.getoption("markexpr") or ""):
+        reasons["slow"] = "takes minutes: run with -m slow"
+    if any(item.get_closest_marker(name) for item in items for name in ("gpu", "multigpu")):
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gpus < 1:
+            reasons["gpu"] = "needs a CUDA GPU"
+        if gpus < 2:
+            reasons["multigpu"] = f"needs two CUDA GPUs, found {gpus}"
+    for item in items:
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,117 @@
+"""The counts against real models, against PyTorch's own counter, and worked out by hand."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_basics.model import TransformerLM, scaled_dot_product_attention
+from cs336_basics.shape import ModelShape
+from cs336_systems.accounting import forward_flops, matmul_parameters, num_parameters, training_flops
+from cs336_systems.config import MODEL_SIZES, ModelConfig
+
+
+def shape_of(vocab: int, context: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
+    return ModelShape(
+        vocab_size=vocab,
+        context_length=context,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        rope_theta=10000.0,
+    )
+
+
+SHAPES = [
+    shape_of(300, 16, 32, 64, 1, 2),
+    shape_of(50, 8, 12, 20, 3, 3),
+    shape_of(1, 1, 2, 1, 1, 1),
+    shape_of(1000, 64, 48, 130, 5, 4),
+]
+
+
+def no_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """Uses all of its inputs, but without a matrix product."""
+    return q + k + v
+
+
+def model_of(shape: ModelShape, **more: Any) -> TransformerLM:
+    with torch.device("meta"):
+        return TransformerLM(**dataclasses.asdict(shape), **more)
+
+
+def counted_flops(shape: ModelShape, batch: int, length: int, attention: Any, backward: bool = False) -> int:
+    model = model_of(shape, attention=attention)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(torch.zeros(batch, length, dtype=torch.long, device="meta"))
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *(ModelConfig(size=size).shape for size in MODEL_SIZES)])
+def test_num_parameters_is_what_the_model_has(shape: ModelShape) -> None:
+    assert num_parameters(shape) == sum(p.numel() for p in model_of(shape).parameters())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matmul_parameters_are_those_of_the_linear_layers(shape: ModelShape) -> None:
+    model = model_of(shape)
+    others = {"token_embeddings.weight"} | {name for name, p in model.named_parameters() if p.ndim == 1}
+    assert matmul_parameters(shape) == sum(p.numel() for name, p in model.named_parameters() if name not in others)
+
+
+def test_parameters_worked_out_by_hand() -> None:
+    shape = shape_of(vocab=10, context=8, d_model=4, d_ff=6, num_layers=2, num_heads=2)
+    embedding = head = 10 * 4
+    block = 4 * (4 * 4) + 3 * (4 * 6) + 4 + 4
+    assert num_parameters(shape) == embedding + head + 2 * block + 4 == 372
+    assert matmul_parameters(shape) == head + 2 * (64 + 72) == 312
+
+
+def test_the_sizes_of_the_handout_have_the_parameters_their_names_tell() -> None:
+    millions = {size: num_parameters(ModelConfig(size=size).shape) / 1e6 for size in MODEL_SIZES}
+    assert millions["small"] == pytest.approx(128.6, abs=0.1)  # 12 (4 * 768^2 + 3 * 768 * 3072) + 2 * 10^4 * 768 + ...
+    assert millions["2.7B"] == pytest.approx(3406.8, abs=0.1)  # GPT-3's 2.7B with a third feed-forward matrix
+
+
+@pytest.mark.parametrize("batch, length", [(1, 1), (1, 8), (3, 5)])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.context_length >= 8])
+def test_the_weights_cost_what_pytorch_counts(shape: ModelShape, batch: int, length: int) -> None:
+    attention = shape.num_layers * batch * 2 * length * length * shape.d_model
+    counted = counted_flops(shape, batch, length, no_attention)
+    assert forward_flops(shape, batch, length) - attention == counted
+    assert counted == 2 * matmul_parameters(shape) * batch * length
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.context_length >= 8])
+def test_causal_attention_costs_half_of_what_pytorch_counts_for_the_whole_square(shape: ModelShape) -> None:
+    weights = counted_flops(shape, 3, 8, no_attention)
+    square = counted_flops(shape, 3, 8, scaled_dot_product_attention) - weights
+    assert forward_flops(shape, 3, 8) - weights == square / 2 > 0
+
+
+def test_causal_attention_worked_out_by_hand() -> None:
+    # One layer of width 4 on 3 tokens. Scores: 3 x 3 of them, each 4 products and 4 sums; values: the same again.
+    # The mask leaves half of the square (its diagonal counts as half).
+    shape = shape_of(vocab=10, context=8, d_model=4, d_ff=6, num_layers=1, num_heads=2)
+    square = 3 * 3 * (4 + 4) + 3 * 3 * (4 + 4)
+    weights = 2 * (10 * 4 + 4 * 16 + 3 * 24) * 3
+    assert forward_flops(shape, 1, 3) == weights + square // 2 == 1056 + 72
+
+
+def test_flops_grow_with_sequences_as_they_should() -> None:
+    shape = SHAPES[0]
+    assert forward_flops(shape, 6, 8) == 6 * forward_flops(shape, 1, 8)
+    assert forward_flops(shape, 1, 16) > 2 * forward_flops(shape, 1, 8)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.context_length >= 8])
+def test_training_costs_three_forward_passes_as_pytorch_counts_them(shape: ModelShape) -> None:
+    assert training_flops(shape, 3, 8) == 3 * forward_flops(shape, 3, 8)
+    forward = counted_flops(shape, 3, 8, scaled_dot_product_attention)
+    assert counted_flops(shape, 3, 8, scaled_dot_product_attention, backward=True) == 3 * forward

@@ -1,0 +1,316 @@
+"""A configuration is right where it is built, or it is a ValueError with the field, the value and what is accepted."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from cs336_systems.cli import parse_run_config
+from cs336_systems.config import (
+    MODEL_SIZES,
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+)
+
+NAN, INF = math.nan, math.inf
+TINY = dict(vocab_size=300, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "sample": SampleConfig,
+    "log": LogConfig,
+}
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    "size, d_model, d_ff, num_layers, num_heads, vocab_size, context_length",
+    [
+        ("small", 768, 3072, 12, 12, 10_000, 256),
+        ("medium", 1024, 4096, 24, 16, 10_000, 256),
+        ("large", 1280, 5120, 36, 20, 10_000, 256),
+        ("xl", 1600, 6400, 48, 25, 10_000, 256),
+        ("2.7B", 2560, 10240, 32, 32, 10_000, 256),
+        ("10B", 4608, 12288, 50, 36, 10_000, 256),
+        ("8B", 4096, 11008, 34, 32, 151_936, 32_768),
+    ],
+)
+def test_a_size_is_the_shape_of_the_handout(
+    size: str, d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int, context_length: int
+) -> None:
+    shape = ModelConfig(size=size).shape
+    assert dataclasses.asdict(shape) == dict(
+        vocab_size=vocab_size,
+        context_length=context_length,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        rope_theta=10000.0,
+    )
+
+
+def test_the_table_of_sizes_holds_these_seven() -> None:
+    assert list(MODEL_SIZES) == ["small", "medium", "large", "xl", "2.7B", "10B", "8B"]
+
+
+@pytest.mark.parametrize("field", ["d_model", "d_ff", "num_layers", "num_heads"])
+@pytest.mark.parametrize("size", ["small", "8B"])
+def test_a_field_that_contradicts_its_size_is_an_error(size: str, field: str) -> None:
+    meant = MODEL_SIZES[size][field]
+    with pytest.raises(ValueError, match=rf"^model\.{field} is {meant * 2}, but model\.size '{size}' means {meant}"):
+        ModelConfig(size=size, **{field: meant * 2})
+
+
+@pytest.mark.parametrize("field", ["d_model", "d_ff", "num_layers", "num_heads"])
+def test_a_field_that_repeats_its_size_changes_nothing(field: str) -> None:
+    assert ModelConfig(size="small", **{field: MODEL_SIZES["small"][field]}) == ModelConfig(size="small")
+
+
+@pytest.mark.parametrize("size", ["small", "8B"])
+def test_vocabulary_and_context_can_be_chosen_beside_a_size(size: str) -> None:
+    shape = ModelConfig(size=size, vocab_size=500, context_length=64).shape
+    assert (shape.vocab_size, shape.context_length) == (500, 64)
+    assert shape.d_model == MODEL_SIZES[size]["d_model"]
+
+
+@pytest.mark.parametrize("missing", ["d_model", "d_ff", "num_layers", "num_heads"])
+def test_without_a_size_every_field_of_the_shape_is_needed(missing: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.{missing} is missing: give it, or model\.size \(one of small, "):
+        ModelConfig(**{name: value for name, value in TINY.items() if name != missing})
+
+
+# Impossible values
+
+AT_LEAST_1, AT_LEAST_0, ABOVE_0 = "at least 1", "at least 0", "above 0"
+
+
+def _cases(group: str, names: str, values: tuple[Any, ...], accepted: str) -> list[tuple[str, str, Any, str]]:
+    return [(group, name, value, accepted) for name in names.split() for value in values]
+
+
+IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
+    ("model", "size", "huge", "one of small, medium, large, xl, 2.7B, 10B, 8B"),
+    ("model", "size", "", "one of small"),
+    *_cases("model", "vocab_size context_length d_model d_ff num_layers num_heads", (0, -1, NAN), AT_LEAST_1),
+    *_cases("model", "rope_theta", (0.0, -1.0, NAN), ABOVE_0),
+    ("data", "valid_fraction", 0.0, "above 0 and below 1"),
+    ("data", "valid_fraction", 1.0, "above 0 and below 1"),
+    ("data", "valid_fraction", -0.5, "above 0 and below 1"),
+    ("data", "valid_fraction", NAN, "above 0 and below 1"),
+    *_cases("data", "story_chars", (9_999, -1, NAN), "at least 10000"),
+    *_cases("data", "random_tokens", (1, -1, NAN), "at least 2"),
+    *_cases("optimizer", "lr min_lr weight_decay eps", (-1e-9, NAN, INF), AT_LEAST_0),
+    *_cases("optimizer", "warmup_steps", (-1, NAN), AT_LEAST_0),
+    *_cases("train", "max_steps batch_size gradient_accumulation_steps validation_sequences", (0, -1, NAN), AT_LEAST_1),
+    *_cases("train", "validation_interval", (-1, NAN), AT_LEAST_0),
+    *_cases("train", "max_grad_norm", (0.0, -1.0, NAN), ABOVE_0),
+    *_cases("checkpoint", "keep_last", (0, -1, NAN), AT_LEAST_1),
+    *_cases("sample", "max_new_tokens", (-1, NAN), AT_LEAST_0),
+    *_cases("sample", "temperature", (-0.1, NAN, INF), AT_LEAST_0),
+    *_cases("sample", "top_k", (0, -1, NAN), AT_LEAST_1),
+    *_cases("sample", "top_p", (0.0, -0.1, 1.1, NAN, INF), "above 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize("group, field, value, accepted", IMPOSSIBLE)
+def test_an_impossible_value_is_named_with_its_field_and_what_is_accepted(
+    group: str, field: str, value: Any, accepted: str
+) -> None:
+    base = TINY if group == "model" and field != "size" else {}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        GROUPS[group](**{**base, field: value})
+    message = str(caught.value)
+    assert message.startswith(f"{group}.{field} is {value!r}: it must be {accepted}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0, 2.0, NAN, INF])
+@pytest.mark.parametrize("place", [0, 1])
+def test_each_beta_is_at_least_0_and_below_1(place: int, beta: float) -> None:
+    betas = (beta, 0.95) if place == 0 else (0.9, beta)
+    with pytest.raises(ValueError, match=rf"^optimizer\.betas\[{place}\] is {beta!r}: it must be at least 0 and below"):
+        OptimizerConfig(betas=betas)
+
+
+def test_an_infinite_rope_theta_is_an_error() -> None:
+    # Every rotary frequency but the first would be 0.
+    with pytest.raises(ValueError, match=r"^model\.rope_theta is inf: it must be "):
+        ModelConfig(**TINY, rope_theta=INF)
+
+
+@pytest.mark.parametrize(
+    "group, field, value, one_accepted",
+    [
+        ("data", "source", "web", "tinystories"),
+        ("optimizer", "implementation", "sgd", "torch_fused"),
+        ("train", "precision", "fp8", "bf16"),
+        ("log", "wandb", "on", "offline"),
+    ],
+)
+def test_a_choice_that_is_none_of_the_accepted_is_an_error_where_it_is_built(
+    group: str, field: str, value: str, one_accepted: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{group}\.{field} is '{value}': it must be .*{one_accepted}"):
+        GROUPS[group](**{field: value})
+
+
+def test_a_negative_data_seed_is_an_error() -> None:
+    # NumPy refuses it for random tokens, and for stories -1 would silently be the same text as 1.
+    with pytest.raises(ValueError, match=r"^data\.seed is -1: it must be at least 0"):
+        DataConfig(source="random", seed=-1)
+
+
+def test_the_width_must_divide_into_its_heads() -> None:
+    with pytest.raises(ValueError, match=r"^model\.d_model is 32: it must be divisible by model\.num_heads, 3$"):
+        ModelConfig(**{**TINY, "num_heads": 3})
+
+
+@pytest.mark.parametrize("d_model, num_heads, head", [(30, 2, 15), (8, 8, 1)])
+def test_the_size_of_a_head_must_be_even(d_model: int, num_heads: int, head: int) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.d_model / model\.num_heads is {head}: .* must be even"):
+        ModelConfig(**{**TINY, "d_model": d_model, "num_heads": num_heads})
+
+
+@pytest.mark.parametrize("batch_size, accumulation", [(32, 3), (4, 8)])
+def test_micro_batches_must_divide_the_batch(batch_size: int, accumulation: int) -> None:
+    expected = rf"^train\.gradient_accumulation_steps is {accumulation}: .* divisor of train\.batch_size, {batch_size}"
+    with pytest.raises(ValueError, match=expected):
+        TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation)
+
+
+@pytest.mark.parametrize("train_text", [None, ""])
+def test_source_text_needs_a_text(train_text: str | None) -> None:
+    with pytest.raises(ValueError, match=r"^data\.train_text is (None|''): it must be a path, because data\.source is"):
+        DataConfig(source="text", train_text=train_text)
+
+
+@pytest.mark.parametrize("source", ["random", "stories", "tinystories"])
+@pytest.mark.parametrize("field", ["train_text", "valid_text"])
+def test_other_sources_take_no_text(source: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.{field} is 'a\.txt': it must be left out unless data\.source is"):
+        DataConfig(source=source, **{field: "a.txt"})
+
+
+def test_training_and_validation_tokens_need_files_of_their_own() -> None:
+    # In one file the validation tokens would replace those to train on.
+    with pytest.raises(ValueError, match=r"^data\.valid_tokens is 'x\.npy': "):
+        DataConfig(train_tokens="x.npy", valid_tokens="x.npy")
+
+
+def test_resume_auto_needs_a_run_dir() -> None:
+    with pytest.raises(ValueError, match=r"^run_dir is None: it must be given where resume is 'auto'"):
+        RunConfig(model=ModelConfig(**TINY), resume="auto")
+
+
+# Values at the edge that are allowed, and defaults
+
+
+@pytest.mark.parametrize(
+    "group, values",
+    [
+        ("data", dict(story_chars=10_000)),
+        ("data", dict(random_tokens=2)),
+        ("optimizer", dict(lr=0.0, warmup_steps=0, weight_decay=0.0, eps=0.0, betas=(0.0, 0.0))),
+        ("train", dict(max_steps=1, batch_size=1, validation_interval=0, validation_sequences=1)),
+        ("train", dict(max_grad_norm=INF)),
+        ("checkpoint", dict(checkpointing_interval=0, keep_last=1)),
+        ("checkpoint", dict(checkpointing_interval=-1)),
+        ("sample", dict(temperature=0.0, top_k=1, top_p=1.0, max_new_tokens=0)),
+    ],
+)
+def test_values_at_the_edge_are_kept_as_given(group: str, values: dict[str, Any]) -> None:
+    config = GROUPS[group](**values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+def test_files_lie_in_the_data_dir_unless_given() -> None:
+    data = DataConfig(data_dir="d", valid_tokens="elsewhere.npy")
+    assert (data.tokenizer, data.train_tokens, data.valid_tokens) == (
+        "d/tokenizer.json",
+        "d/train.npy",
+        "elsewhere.npy",
+    )
+    assert DataConfig(source="random").data_dir == "data/random"
+
+
+def test_min_lr_is_a_tenth_of_lr_unless_given() -> None:
+    assert OptimizerConfig(lr=0.5).min_lr == 0.05
+    assert OptimizerConfig(lr=0.5, min_lr=0.0).min_lr == 0.0
+
+
+# Frozen, and through JSON
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_frozen_and_keyword_only(group: str) -> None:
+    cls = GROUPS[group]
+    config = cls(**(TINY if group == "model" else {}))
+    field = dataclasses.fields(cls)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field, None)
+    with pytest.raises(TypeError, match="positional"):
+        cls("x")
+
+
+def test_a_run_is_frozen() -> None:
+    config = RunConfig(model=ModelConfig(**TINY))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.skip_data = True  # type: ignore[misc]
+
+
+RUNS = {
+    "defaults": dict(model=ModelConfig(**TINY)),
+    "a size": dict(model=ModelConfig(size="8B")),
+    "everything else": dict(
+        model=ModelConfig(**{**TINY, "rope_theta": 5e5}, attention="naive"),
+        run_dir="runs/é x",
+        resume="auto",
+        skip_data=True,
+        data=DataConfig(source="text", train_text="a b.txt", valid_text="c.txt", valid_fraction=1 / 3, seed=7),
+        optimizer=OptimizerConfig(
+            implementation="torch_fused", lr=3e-4, min_lr=0.0, warmup_steps=0, betas=(0.8, 0.999), eps=1e-10
+        ),
+        train=TrainConfig(
+            max_steps=5,
+            batch_size=6,
+            gradient_accumulation_steps=3,
+            precision="bf16",
+            compile=True,
+            skip_nonfinite=True,
+        ),
+        checkpoint=CheckpointConfig(checkpointing_interval=-1, keep_last=2),
+        sample=SampleConfig(prompt='ROMEO: "no"\n\té {a: b}', max_new_tokens=3, top_k=5, top_p=None, temperature=0.0),
+        log=LogConfig(tensorboard=True, wandb="offline", wandb_project="p"),
+    ),
+    "a prompt that looks like JSON": dict(model=ModelConfig(**TINY), sample=SampleConfig(prompt="null")),
+    "no clipping": dict(model=ModelConfig(**TINY), train=TrainConfig(max_grad_norm=INF)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_resolved_form_as_json_parses_to_an_equal_configuration(name: str, tmp_path: Any) -> None:
+    config = RunConfig(**RUNS[name])  # type: ignore[arg-type]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    assert parse_run_config(["--config", str(file)]) == (config, False)
+
+
+def test_the_resolved_form_holds_nothing_that_json_does_not() -> None:
+    config = RunConfig(**RUNS["everything else"])  # type: ignore[arg-type]
+    written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
+    assert written["model"] == {**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"}
+    assert written["data"]["tokenizer"] == "data/text/tokenizer.json"

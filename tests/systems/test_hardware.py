@@ -1,0 +1,214 @@
+"""What a machine is called, what it can do at best, and what a user is told of a device that is not there."""
+
+import contextlib
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems import hardware
+from cs336_systems.hardware import check_precision, device_peak_flops, environment, peak_flops, select_device
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes PyTorch see some GPUs of a name."""
+
+    def pretend(count: int, name: str = "NVIDIA H200", bf16: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16 or including_emulation
+        )
+
+    return pretend
+
+
+# Peak rates
+
+
+@pytest.mark.parametrize(
+    "name, precision, tflops",
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H200", "tf32", 494),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),  # the SXM board
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "fp16", 312),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165),
+        ("NVIDIA GeForce RTX 3090", "fp32", 35.6),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_its_datasheet(name: str, precision: str, tflops: float) -> None:
+    assert peak_flops(name, precision) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "name, precision",
+    [
+        ("", "bf16"),
+        ("NVIDIA X9000", "bf16"),
+        ("NVIDIA H2000", "bf16"),
+        ("NVIDIA GH200 480GB", "bf16"),
+        ("NVIDIA L40", "bf16"),
+        ("NVIDIA A10", "bf16"),
+        ("NVIDIA GeForce RTX 3090 Ti", "fp64"),
+        ("Tesla T4", "bf16"),
+        ("Tesla V100-SXM2-16GB", "tf32"),
+        ("NVIDIA H200", "fp8"),
+    ],
+)
+def test_a_device_or_precision_that_is_not_known_has_no_peak(name: str, precision: str) -> None:
+    assert peak_flops(name, precision) is None
+
+
+@pytest.mark.parametrize(
+    "name, that_of",
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 3090"),
+        ("NVIDIA H200 NVL", "NVIDIA H200"),
+    ],
+)
+def test_a_device_does_not_get_the_peak_of_another_whose_name_its_own_holds(name: str, that_of: str) -> None:
+    assert peak_flops(name, "bf16") != peak_flops(that_of, "bf16")
+
+
+def test_the_cpu_has_no_peak() -> None:
+    assert device_peak_flops(torch.device("cpu"), "fp32") is None
+
+
+@pytest.mark.parametrize("allowed, tflops", [("highest", 67), ("high", 494), ("medium", 494)])
+def test_fp32_is_measured_against_tf32_where_tf32_is_allowed(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, allowed: str, tflops: float
+) -> None:
+    gpus(1)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
+    assert device_peak_flops(torch.device("cuda"), "fp32") == tflops * 1e12
+    assert device_peak_flops(torch.device("cuda"), "bf16") == 989e12
+
+
+# Devices
+
+
+@pytest.mark.parametrize("count, name", [(0, "cpu"), (2, "cuda")])
+def test_auto_takes_the_gpu_if_there_is_one(gpus: Any, count: int, name: str) -> None:
+    gpus(count)
+    assert select_device("auto") == torch.device(name)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:1"])
+def test_a_device_that_is_there_is_taken(gpus: Any, name: str) -> None:
+    gpus(2)
+    assert select_device(name) == torch.device(name)
+
+
+@pytest.mark.parametrize(
+    "count, name, there",
+    [
+        (0, "cuda", "no CUDA device"),
+        (0, "cuda:0", "no CUDA device"),
+        (1, "cuda:1", "cuda:0 to cuda:0"),
+        (2, "cuda:2", "cuda:0 to cuda:1"),
+        (8, "cuda:99", "cuda:0 to cuda:7"),
+    ],
+)
+def test_a_device_that_is_not_there_is_an_error_that_says_what_is(gpus: Any, count: int, name: str, there: str) -> None:
+    gpus(count)
+    with pytest.raises(ValueError, match=rf"^train\.device is '{name}': PyTorch \S+ sees {there} here \(cpu always"):
+        select_device(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "tpu", "gpu", "CPU", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:0 ", "mps", "meta"]
+)
+def test_a_name_of_no_device_is_an_error_that_says_what_is_accepted(gpus: Any, name: str) -> None:
+    gpus(1)
+    with pytest.raises(ValueError, match=rf"^train\.device is '{name}': it must be auto, cpu, cuda or cuda:N$"):
+        select_device(name)
+
+
+# Precisions
+
+
+def test_bf16_needs_a_gpu_that_computes_in_it(gpus: Any) -> None:
+    gpus(1, "Tesla T4", bf16=False)
+    with pytest.raises(ValueError, match=r"^train\.precision is 'bf16': Tesla T4 .* it must be fp16 or fp32 here$"):
+        check_precision(torch.device("cuda"), "bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_older_gpu_still_computes_in_the_other_precisions(gpus: Any, precision: str) -> None:
+    gpus(1, "Tesla T4", bf16=False)
+    check_precision(torch.device("cuda"), precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_new_gpu_and_the_cpu_compute_in_every_precision(gpus: Any, device: str, precision: str) -> None:
+    gpus(1)
+    check_precision(torch.device(device), precision)
+
+
+# The environment stamp
+
+KEYS = {
+    *("gpu", "gpu_count", "cpu_threads", "platform", "python", "torch"),
+    *("triton", "cuda", "driver", "commit"),
+}
+
+
+def test_the_environment_is_json_and_has_its_keys() -> None:
+    env = environment()
+    assert set(env) == KEYS
+    assert json.loads(json.dumps(env)) == env
+    assert env["torch"] == torch.__version__
+    assert env["cpu_threads"] >= 1
+
+
+def test_the_environment_without_a_gpu_names_none(gpus: Any) -> None:
+    gpus(0)
+    env = environment()
+    assert (env["gpu"], env["gpu_count"], env["driver"]) == (None, 0, None)
+
+
+def test_the_environment_with_gpus_names_them_and_the_driver(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(4, "NVIDIA H200")
+    monkeypatch.setattr(hardware, "_output", lambda *command: "570.1\n570.1" if command[0] == "nvidia-smi" else None)
+    env = environment()
+    assert (env["gpu"], env["gpu_count"], env["driver"], env["commit"]) == ("NVIDIA H200", 4, "570.1", None)
+
+
+@pytest.mark.parametrize("changed, expected", [("", "abc123"), (" M file", "abc123+changes")])
+def test_the_commit_says_whether_the_tree_was_changed(
+    monkeypatch: pytest.MonkeyPatch, changed: str, expected: str
+) -> None:
+    def git(command: tuple[str, ...], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, "abc123\n" if "rev-parse" in command else changed)
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert environment()["commit"] == expected
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 20)])
+def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert environment()["commit"] is None

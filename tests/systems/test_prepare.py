@@ -1,0 +1,751 @@
+"""Text to token files: each stage done when it must be and only then, whatever happened to the files in between."""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cs336_basics.data import read_info
+from cs336_basics.stories import stories
+from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
+from cs336_systems.config import DataConfig, ModelConfig, RunConfig
+from cs336_systems.training import prepare
+from cs336_systems.training.prepare import fetch_tinystories, find_split, find_texts, prepare_data
+
+TEXT = "".join(stories(0, 10_000))
+VALID_TEXT = "".join(stories(1, 10_000))
+
+
+def run_config(vocab_size: int = 300, skip_data: bool = False, **data: Any) -> RunConfig:
+    model = ModelConfig(vocab_size=vocab_size, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
+    return RunConfig(model=model, skip_data=skip_data, data=DataConfig(**data))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text(TEXT)
+    Path("valid.txt").write_text(VALID_TEXT)
+    return tmp_path
+
+
+text_config = functools.partial(run_config, source="text", data_dir="d", train_text="input.txt")
+two_texts = functools.partial(text_config, valid_text="valid.txt")
+stories_config = functools.partial(run_config, source="stories", data_dir="d", story_chars=10_000)
+random_config = functools.partial(run_config, source="random", data_dir="d", random_tokens=1000)
+
+TOKENIZER, TRAIN, VALID, STORIES = "tokenizer.json", "train.npy", "valid.npy", "stories.txt"
+
+
+@pytest.fixture
+def stages(folder: Path, caplog: pytest.LogCaptureFixture) -> Callable[[RunConfig], tuple[set[str], set[str]]]:
+    """Prepares a configuration's data; the names of the files that the log says were made, and those skipped."""
+
+    def prepare_and_read_log(config: RunConfig) -> tuple[set[str], set[str]]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "cs336_systems"):
+            prepare_data(config)
+        assert list(folder.rglob("*.tmp")) == []
+        made = [re.fullmatch(r"\w+: making (.*)", message) for message in caplog.messages]
+        skipped = [re.fullmatch(r"\w+: (.*) is up to date, skipped", message) for message in caplog.messages]
+        return {Path(m[1]).name for m in made if m}, {Path(m[1]).name for m in skipped if m}
+
+    return prepare_and_read_log
+
+
+def contents(folder: str = "d") -> dict[str, tuple[bytes, int]]:
+    """Every file with its bytes and the time it was written."""
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(Path(folder).iterdir()) if p.is_file()}
+
+
+# What is made
+
+
+@pytest.mark.parametrize(
+    "config, outputs",
+    [
+        (text_config(), {TOKENIZER, TRAIN, VALID}),
+        (two_texts(), {TOKENIZER, TRAIN, VALID}),
+        (stories_config(), {STORIES, TOKENIZER, TRAIN, VALID}),
+        (random_config(), {TRAIN, VALID}),
+    ],
+    ids=["text", "two texts", "stories", "random"],
+)
+def test_a_second_run_skips_every_stage_and_touches_no_file(stages: Any, config: RunConfig, outputs: set[str]) -> None:
+    assert stages(config) == (outputs, set())
+    before = contents()
+    assert stages(config) == (set(), outputs)
+    assert contents() == before
+
+
+def test_the_tokens_decode_to_the_text_that_was_given(folder: Path) -> None:
+    data = prepare_data(text_config())
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(data.train) + data.tokenizer.decode(data.valid) == TEXT
+    assert len(data.valid) > 16
+
+
+def test_a_text_for_validation_is_used_whole_and_leaves_the_other_whole(folder: Path) -> None:
+    data = prepare_data(two_texts())
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(data.train) == TEXT
+    assert data.tokenizer.decode(data.valid) == VALID_TEXT
+
+
+def test_the_tokenizer_has_seen_nothing_of_the_validation_text(folder: Path) -> None:
+    train, _ = find_texts(text_config())
+    expected = Tokenizer.train(train.blocks(), 300)
+    data = prepare_data(text_config())
+    assert data.tokenizer is not None
+    assert data.tokenizer.sha256 == expected.sha256
+
+
+def test_a_sidecar_says_what_the_tokens_are(folder: Path) -> None:
+    data = prepare_data(text_config())
+    assert data.tokenizer is not None
+    info = read_info("d/train.npy")
+    assert (info.count, info.vocab_size, info.source) == (len(data.train), 300, "input.txt")
+    assert info.tokenizer_sha256 == data.tokenizer.sha256
+    assert info.sha256 == data.train_sha256 == hashlib.sha256(Path("d/train.npy").read_bytes()).hexdigest()
+
+
+def test_files_can_be_put_elsewhere(folder: Path) -> None:
+    config = text_config(tokenizer="a/tok.json", train_tokens="b/x.npy", valid_tokens="c/y.npy")
+    prepare_data(config)
+    assert {str(p) for p in Path().rglob("*") if p.is_file()} >= {"a/tok.json", "b/x.npy", "c/y.npy"}
+    assert not Path("d").exists()
+
+
+def test_token_files_that_differ_only_in_their_suffix_do_not_share_a_sidecar(folder: Path) -> None:
+    data = prepare_data(text_config(train_tokens="d/tokens.train", valid_tokens="d/tokens.valid"))
+    assert len(data.train) > len(data.valid)
+
+
+def test_a_text_with_fewer_words_than_the_vocabulary_is_said_and_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("input.txt").write_text("a b c d e f g h i j k l m n o p\n" * 30)
+    data = prepare_data(text_config())
+    assert data.tokenizer is not None
+    assert data.tokenizer.vocab_size < 300
+    assert any(f"a vocabulary of {data.tokenizer.vocab_size}, not 300" in message for message in caplog.messages)
+
+
+# What is redone
+
+
+def test_a_changed_text_redoes_everything_made_from_it(stages: Any) -> None:
+    stages(text_config())
+    Path("input.txt").write_text(TEXT + "More.\n")
+    assert stages(text_config()) == ({TOKENIZER, TRAIN, VALID}, set())
+
+
+def test_a_changed_validation_text_redoes_its_tokens_only(stages: Any) -> None:
+    stages(two_texts())
+    Path("valid.txt").write_text(VALID_TEXT + "More.\n")
+    assert stages(two_texts()) == ({VALID}, {TOKENIZER, TRAIN})
+
+
+def test_a_text_that_was_only_touched_redoes_nothing(stages: Any) -> None:
+    stages(text_config())
+    os.utime("input.txt", (1, 1))
+    assert stages(text_config()) == (set(), {TOKENIZER, TRAIN, VALID})
+
+
+def test_a_changed_vocabulary_redoes_tokenizer_and_tokens_but_not_the_text(stages: Any) -> None:
+    stages(stories_config())
+    assert stages(stories_config(vocab_size=310)) == ({TOKENIZER, TRAIN, VALID}, {STORIES})
+
+
+def test_a_changed_split_redoes_everything_made_from_it(stages: Any) -> None:
+    stages(text_config())
+    assert stages(text_config(valid_fraction=0.5)) == ({TOKENIZER, TRAIN, VALID}, set())
+
+
+@pytest.mark.parametrize("change", [dict(seed=1), dict(story_chars=20_000)])
+def test_other_stories_redo_everything(stages: Any, change: dict[str, int]) -> None:
+    stages(stories_config())
+    assert stages(stories_config(**change)) == ({STORIES, TOKENIZER, TRAIN, VALID}, set())
+
+
+@pytest.mark.parametrize("change", [dict(seed=1), dict(random_tokens=2000), dict(vocab_size=299)])
+def test_other_random_tokens_redo_both_files(stages: Any, change: dict[str, int]) -> None:
+    stages(random_config())
+    assert stages(random_config(**change)) == ({TRAIN, VALID}, set())
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove])
+@pytest.mark.parametrize("name", [STORIES, TOKENIZER, TRAIN, VALID])
+def test_a_damaged_output_is_made_again_alone_and_the_same(
+    stages: Any, name: str, damage: Callable[[Path], None]
+) -> None:
+    stages(stories_config())
+    before = {file: content for file, (content, _) in contents().items()}
+    damage(Path("d") / name)
+    assert stages(stories_config()) == ({name}, {STORIES, TOKENIZER, TRAIN, VALID} - {name})
+    assert {file: content for file, (content, _) in contents().items()} == before
+
+
+@pytest.mark.parametrize("stamp", [b"", b"{", b"\xff", b"{}", b"null", b"[]", b'"text"'])
+def test_an_output_whose_stamp_is_broken_is_made_again(stages: Any, stamp: bytes) -> None:
+    stages(stories_config())
+    Path("d/train.npy.stamp.json").write_bytes(stamp)
+    assert stages(stories_config()) == ({TRAIN}, {STORIES, TOKENIZER, VALID})
+
+
+def test_files_without_a_stamp_are_used_as_they_are_and_never_written_over(stages: Any) -> None:
+    brought = Tokenizer.train([VALID_TEXT], 280)
+    Path("d").mkdir()
+    brought.save("d/tokenizer.json")
+    np.save("d/valid.npy", np.arange(100, dtype=np.uint16))
+    before = contents()
+    assert stages(text_config()) == ({TRAIN}, set())
+    data = prepare_data(text_config())
+    assert data.tokenizer is not None
+    assert data.tokenizer.sha256 == brought.sha256
+    assert np.array_equal(data.valid, np.arange(100))
+    assert {name: found for name, found in contents().items() if name in before} == before
+
+
+@pytest.mark.parametrize("sidecar", [None, "", "{}", "wrong count"])
+def test_tokens_whose_sidecar_is_lost_or_broken_are_made_again(stages: Any, sidecar: str | None) -> None:
+    stages(stories_config())
+    path = Path("d/train.json")
+    before = path.read_text()
+    if sidecar is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(before) | {"count": 5}) if sidecar == "wrong count" else sidecar)
+    stages(stories_config())
+    assert path.read_text() == before
+
+
+def test_a_run_that_broke_off_while_encoding_leaves_nothing_that_passes_for_whole(
+    stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Tokenizer.encode_stream
+
+    def break_off(self: Tokenizer, blocks: Any) -> Iterator[list[int]]:
+        yield next(iter(encode(self, blocks)))
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode_stream", break_off)
+        with pytest.raises(OSError, match="No space left"):
+            prepare_data(text_config())
+    assert not Path("d/train.npy").exists()
+    assert stages(text_config()) == ({TRAIN, VALID}, {TOKENIZER})
+
+
+def test_a_run_that_broke_off_over_older_tokens_does_not_leave_them_as_up_to_date(
+    stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages(text_config())
+
+    def break_off(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    Path("input.txt").write_text(VALID_TEXT)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "write_tokens", break_off)
+        patch.setattr(Tokenizer, "save", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_data(text_config())
+    made, skipped = stages(text_config())
+    assert (made, skipped) == ({TOKENIZER, TRAIN, VALID}, set())
+    assert prepare_data(text_config()).tokenizer.decode(np.load("d/train.npy")) in VALID_TEXT  # type: ignore[union-attr]
+
+
+def test_two_runs_that_prepare_the_same_data_at_once_both_end_well(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Tokenizer.encode_stream
+    others: list[prepare.PreparedData] = []
+
+    def while_another_run_prepares(self: Tokenizer, blocks: Any) -> Iterator[list[int]]:
+        ids = encode(self, blocks)
+        yield next(ids)
+        monkeypatch.undo()
+        monkeypatch.chdir(folder)
+        others.append(prepare_data(text_config()))
+        yield from ids
+
+    monkeypatch.setattr(Tokenizer, "encode_stream", while_another_run_prepares)
+    data = prepare_data(text_config())
+    assert np.array_equal(data.train, others[0].train)
+    assert prepare_data(text_config()).train_sha256 == data.train_sha256
+
+
+# Where a text is cut
+
+
+def test_the_cut_is_after_the_first_document_that_ends_behind_the_wanted_byte(tmp_path: Path) -> None:
+    document = f"line one\nline two\n{END_OF_TEXT}\n"
+    (tmp_path / "t").write_text(document * 10)
+    for fraction, expected in ((0.19, 9), (0.25, 8), (0.55, 5), (0.95, 1)):
+        assert find_split(tmp_path / "t", fraction) == expected * len(document)
+
+
+def test_without_documents_the_cut_is_after_a_line(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("0123456789\n" * 100)
+    assert find_split(tmp_path / "t", 0.5) == 50 * 11 + 11
+    assert find_split(tmp_path / "t", 0.497) == 51 * 11
+
+
+def test_without_lines_the_cut_is_at_a_character(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("é" * 50)
+    assert find_split(tmp_path / "t", 0.49) == 52  # byte 51 is the second of a character
+    (tmp_path / "t").write_text("x" * 100)
+    assert find_split(tmp_path / "t", 0.49) == 51
+
+
+@pytest.mark.parametrize("end", ["\n", f"{END_OF_TEXT}\n"])
+def test_the_end_of_the_text_is_no_place_to_cut(tmp_path: Path, end: str) -> None:
+    (tmp_path / "t").write_text("x" * 1000 + end)
+    assert find_split(tmp_path / "t", 0.1) == int((1000 + len(end)) * 0.9)
+
+
+def test_a_document_behind_the_first_megabyte_is_not_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("x" * 3_000_000 + f"\n{END_OF_TEXT}\n" + "y" * 100)
+    assert find_split(tmp_path / "t", 0.5) == int((tmp_path / "t").stat().st_size * 0.5)
+
+
+texts = st.text(st.sampled_from("ab \nß語🙂"), min_size=1, max_size=60) | st.text(min_size=1)
+documents = st.lists(texts | st.just(f"{END_OF_TEXT}\n"), min_size=1, max_size=6).map("".join)
+fractions = st.floats(0, 1, exclude_min=True, exclude_max=True)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("split") / "text.txt"
+
+
+def check_split(path: Path, text: str, fraction: float) -> tuple[bytes, bytes]:
+    encoded = text.encode()
+    path.write_bytes(encoded)
+    cut = find_split(path, fraction)
+    assert 0 < cut <= len(encoded)
+    train, valid = encoded[:cut], encoded[cut:]
+    assert train.decode() + valid.decode() == text  # each decodes by itself: the cut is between characters
+    return train, valid
+
+
+@given(text=documents, fraction=fractions)
+@settings(max_examples=300, deadline=None)
+def test_every_text_is_cut_between_characters(scratch: Path, text: str, fraction: float) -> None:
+    check_split(scratch, text, fraction)
+
+
+@given(text=documents, fraction=fractions)
+@settings(max_examples=300, deadline=None)
+def test_a_text_with_a_few_bytes_to_validate_is_cut_in_two(scratch: Path, text: str, fraction: float) -> None:
+    assume(len(text.encode()) * fraction > 5)
+    train, valid = check_split(scratch, text, fraction)
+    assert train
+    assert valid
+    assert len(train) >= int(len(text.encode()) * (1 - fraction))
+
+
+@given(text=documents, fraction=st.floats(0.05, 0.95))
+@settings(max_examples=50, deadline=None)
+def test_train_and_validation_text_do_not_overlap_and_cover_the_file(scratch: Path, text: str, fraction: float) -> None:
+    assume(len(text.encode()) * fraction > 5)
+    scratch.write_bytes(text.encode())
+    config = run_config(source="text", train_text=str(scratch), valid_fraction=fraction)
+    train, valid = find_texts(config)
+    assert (train.start, train.end, valid.end) == (0, valid.start, None)
+    assert "".join(train.blocks()) + "".join(valid.blocks()) == text
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.999])
+def test_stories_are_cut_between_stories(folder: Path, fraction: float) -> None:
+    train, valid = find_texts(stories_config(valid_fraction=fraction))
+    assert "".join(train.blocks()).endswith(f"{END_OF_TEXT}\n")
+    assert "".join(valid.blocks()).endswith(f"{END_OF_TEXT}\n")
+
+
+# Sources that are made
+
+
+def made_by(config: RunConfig, folder: str) -> tuple[np.ndarray, np.ndarray]:
+    data = prepare_data(config)
+    return np.array(data.train), np.array(data.valid)
+
+
+@pytest.mark.parametrize("make", [stories_config, random_config], ids=["stories", "random"])
+def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(folder: Path, make: Any) -> None:
+    first, again, other = (
+        made_by(make(seed=seed, data_dir=name), name) for seed, name in ((3, "a"), (3, "b"), (4, "c"))
+    )
+    for i in (0, 1):
+        assert np.array_equal(first[i], again[i])
+        assert not np.array_equal(first[i], other[i])
+
+
+def test_random_tokens_fill_the_vocabulary_and_differ_between_the_splits(folder: Path) -> None:
+    train, valid = made_by(random_config(random_tokens=50_000), "d")
+    assert (len(train), len(valid)) == (50_000, 5_000)
+    assert set(train.tolist()) == set(range(300))
+    assert not np.array_equal(train[:5000], valid)
+
+
+def test_random_tokens_are_never_too_few_for_a_sequence(folder: Path) -> None:
+    train, valid = made_by(random_config(random_tokens=2), "d")
+    assert len(train) == len(valid) == 34
+
+
+def test_random_tokens_have_no_tokenizer_even_beside_one(folder: Path) -> None:
+    prepare_data(text_config())
+    assert prepare_data(random_config()).tokenizer is None
+
+
+# Token files as they are
+
+
+def test_skip_data_takes_files_given_by_path_and_needs_no_tokenizer(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = np.arange(100, dtype=np.uint16)
+    np.save("x.npy", ids)
+    np.save("y.npy", ids[::-1].astype(np.uint32))
+    with caplog.at_level(logging.INFO, "cs336_systems"):
+        data = prepare_data(run_config(skip_data=True, train_tokens="x.npy", valid_tokens="y.npy"))
+    assert np.array_equal(data.train, ids)
+    assert np.array_equal(data.valid, ids[::-1])
+    assert data.tokenizer is None
+    assert caplog.messages == ["data: as it is (--skip_data)"]
+    assert {p.name for p in folder.iterdir()} == {"input.txt", "valid.txt", "x.npy", "y.npy"}
+
+
+def test_skip_data_takes_the_files_and_the_tokenizer_of_a_run_before(folder: Path) -> None:
+    made = prepare_data(text_config())
+    before = contents()
+    Path("input.txt").unlink()
+    taken = prepare_data(text_config(skip_data=True))
+    assert np.array_equal(taken.train, made.train)
+    assert taken.train_sha256 == made.train_sha256
+    assert made.tokenizer is not None
+    assert taken.tokenizer is not None
+    assert taken.tokenizer.sha256 == made.tokenizer.sha256
+    assert contents() == before
+
+
+@pytest.mark.parametrize("missing", ["train_tokens", "valid_tokens"])
+def test_skip_data_names_the_file_that_is_missing(folder: Path, missing: str) -> None:
+    prepare_data(text_config())
+    name = missing.removesuffix("_tokens")
+    Path(f"d/{name}.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"^data\.{missing} d/{name}\.npy does not exist, and --skip_data"):
+        prepare_data(text_config(skip_data=True))
+
+
+def test_skip_data_refuses_tokens_that_another_tokenizer_made(folder: Path) -> None:
+    # The sidecar knows its tokenizer: with another the text that is sampled would be nonsense.
+    prepare_data(text_config())
+    Tokenizer.train([VALID_TEXT], 290).save("other.json")
+    with pytest.raises(ValueError, match=r"d/train\.npy.*tokenizer"):
+        prepare_data(text_config(skip_data=True, tokenizer="other.json"))
+
+
+# TinyStories, from a server that answers as huggingface.co does
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+TRAIN_FILE, VALID_FILE = prepare.TINYSTORIES_SHA256
+SERVED = {TRAIN_FILE: (TEXT * 20).encode(), VALID_FILE: VALID_TEXT.encode()}
+
+
+class Hub(ThreadingHTTPServer):
+    """A small Hub: files by name, every request in `requests`, and a body cut off after `break_after` bytes, once."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.files = dict(SERVED)
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.break_after: int | None = None
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def ranges(self) -> list[str | None]:
+        """The Range header of every GET."""
+        return [range_ for method, _, range_ in self.requests if method == "GET"]
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self._answer(send_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(send_body=True)
+
+    def _answer(self, send_body: bool) -> None:
+        hub = self.server
+        prefix, _, name = self.path.rpartition("/")
+        hub.requests.append((self.command, name, self.headers.get("Range")))
+        body = hub.files.get(name)
+        if body is None or prefix != f"/datasets/roneneldan/TinyStories/resolve/{REVISION}":
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        start = int(wanted[1]) if wanted else 0
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("X-Repo-Commit", REVISION)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        if not send_body:
+            return
+        if hub.break_after is not None:
+            self.wfile.write(body[start : start + hub.break_after])
+            hub.break_after = None
+            self.close_connection = True
+        else:
+            self.wfile.write(body[start:])
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub without the proxies, the cache and the settings of this machine."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)  # less than the files that are served
+    monkeypatch.setattr(prepare, "TINYSTORIES_REVISION", REVISION)
+    hashes = {name: hashlib.sha256(body).hexdigest() for name, body in SERVED.items()}
+    monkeypatch.setattr(prepare, "TINYSTORIES_SHA256", hashes)
+
+
+@pytest.fixture
+def hub(library: None) -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_tinystories_are_fetched_as_they_are_served(hub: Hub, tmp_path: Path) -> None:
+    span = fetch_tinystories(TRAIN_FILE, tmp_path / "new" / "folder", hub.endpoint)
+    assert span.path == tmp_path / "new" / "folder" / TRAIN_FILE
+    assert span.path.read_bytes() == SERVED[TRAIN_FILE]
+    assert "".join(span.blocks()) == TEXT * 20
+    assert hub.ranges() == [None]
+
+
+def test_tinystories_that_are_there_make_no_request(hub: Hub, tmp_path: Path) -> None:
+    first = fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint)
+    hub.requests.clear()
+    assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint) == first
+    assert hub.requests == []
+
+
+def test_a_file_brought_by_hand_makes_no_request(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / VALID_FILE).write_bytes(SERVED[VALID_FILE])
+    assert fetch_tinystories(VALID_FILE, tmp_path, hub.endpoint).path == tmp_path / VALID_FILE
+    assert hub.requests == []
+
+
+def test_a_download_whose_connection_broke_goes_on_where_it_stopped(hub: Hub, tmp_path: Path) -> None:
+    hub.break_after = 20_000
+    span = fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint)
+    assert span.path.read_bytes() == SERVED[TRAIN_FILE]
+    first, second = hub.ranges()
+    assert first is None
+    assert second is not None
+    resumed_at = int(second.removeprefix("bytes=").removesuffix("-"))
+    assert 0 < resumed_at <= 20_000
+
+
+def test_a_file_with_a_wrong_hash_is_removed_and_fetched_anew(hub: Hub, tmp_path: Path) -> None:
+    hub.files[TRAIN_FILE] = b"something else"
+    with pytest.raises(ValueError, match=r"has SHA-256 \w{64}, not \w{64}: it was removed, run again") as caught:
+        fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint)
+    assert str(tmp_path / TRAIN_FILE) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / TRAIN_FILE).exists()
+
+    hub.files[TRAIN_FILE] = SERVED[TRAIN_FILE]
+    assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
+
+
+def the_connection_error(folder: Path, endpoint: str) -> str:
+    with pytest.raises(ConnectionError) as caught:
+        fetch_tinystories(TRAIN_FILE, folder, endpoint)
+    message = str(caught.value)
+    assert message.startswith(f"{TRAIN_FILE} of roneneldan/TinyStories could not be fetched: ")
+    assert message.endswith(f"(a file at {folder / TRAIN_FILE} is used instead)")
+    assert not (folder / TRAIN_FILE).exists()
+    return message
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's retries, without the pauses between them."""
+    from huggingface_hub.utils import _http
+
+    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
+
+
+def test_a_server_that_is_down_is_one_clear_line(library: None, no_waiting: None, tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound but not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        message = the_connection_error(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert "\n" not in message
+
+
+def test_a_file_that_is_not_on_the_server_is_said(hub: Hub, no_waiting: None, tmp_path: Path) -> None:
+    del hub.files[TRAIN_FILE]
+    assert "404" in the_connection_error(tmp_path, hub.endpoint)
+
+
+def test_tinystories_are_prepared_whole_for_training_and_validation(
+    hub: Hub, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "fetch_tinystories", functools.partial(fetch_tinystories, endpoint=hub.endpoint))
+    config = run_config(source="tinystories", data_dir="d")
+    assert stages(config) == ({TOKENIZER, TRAIN, VALID}, set())
+    data = prepare_data(config)
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(data.train).encode() == SERVED[TRAIN_FILE]
+    assert data.tokenizer.decode(data.valid).encode() == SERVED[VALID_FILE]
+    hub.requests.clear()
+    assert stages(config) == (set(), {TOKENIZER, TRAIN, VALID})
+    assert hub.requests == []
+
+
+# Memory and speed
+
+GIGABYTE = 1_000_000_000
+ALPHABETS = (
+    "abcdefghijklmnopqrstuvwxyz",
+    "абвгдежзиклмнопрстуфхцчшэюя",
+    "αβγδεζηθικλμνξοπρστυφχψω",
+    "的一是不了人我在有他这中大来上",
+)
+
+
+def spell(rank: int) -> str:
+    """A word of its own for every number, in one of several alphabets."""
+    rank, alphabet = divmod(rank, 8)
+    letters = ALPHABETS[alphabet] if alphabet < len(ALPHABETS) else ALPHABETS[0]
+    word = ""
+    while rank or not word:
+        rank, letter = divmod(rank, len(letters))
+        word += letters[letter]
+    return word
+
+
+def write_gigabyte(path: Path, random_words: bool) -> None:
+    """Stories; with random_words every fifth word is drawn from an endless vocabulary with Zipf's frequencies."""
+    text = "".join(stories(0, 8_000_000))
+    with path.open("w", encoding="utf-8") as file:
+        rng = np.random.default_rng(0)
+        spelled = functools.lru_cache(1 << 18)(spell)
+        while file.tell() < GIGABYTE:
+            if random_words:
+                words = text.split(" ")
+                words[::5] = map(spelled, rng.zipf(1.2, len(words[::5])).tolist())
+                file.write(" ".join(words))
+            else:
+                file.write(text)
+
+
+PREPARE_AND_MEASURE = """
+import itertools, json, resource, sys, time
+from cs336_basics.tokenizer import read_utf8, split_pieces
+from cs336_systems.config import DataConfig, ModelConfig, RunConfig
+from cs336_systems.training.prepare import prepare_data
+
+start = time.perf_counter()
+model = ModelConfig(vocab_size=10_000, d_model=32, d_ff=64, num_layers=1, num_heads=2)
+text = "text.txt"
+data = prepare_data(RunConfig(model=model, data=DataConfig(source="text", train_text=text, valid_fraction=0.01)))
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+blocks = list(itertools.islice(read_utf8(text), 16))
+pieces = list(split_pieces(blocks))
+library = data.tokenizer._tokenizer
+ways = {
+    "own": lambda: list(data.tokenizer.encode_stream(blocks)),
+    "library": lambda: [e.ids for e in library.encode_batch(pieces, add_special_tokens=False)],
+    "library fast": lambda: [e.ids for e in library.encode_batch_fast(pieces, add_special_tokens=False)],
+}
+times = {name: [] for name in ways}
+for _ in range(5):
+    for name, encode in ways.items():
+        start = time.perf_counter()
+        encode()
+        times[name].append(time.perf_counter() - start)
+size = sum(len(block.encode()) for block in blocks)
+print(json.dumps({
+    "seconds": seconds, "peak": peak, "vocab": data.tokenizer.vocab_size, "tokens": len(data.train) + len(data.valid),
+    "rates": {name: size / min(taken) for name, taken in times.items()},
+}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("random_words", [False, True], ids=["stories", "stories and random words"])
+def test_a_gigabyte_needs_less_than_2_gb_of_memory_and_encodes_as_fast_as_the_library(
+    folder: Path, random_words: bool
+) -> None:
+    write_gigabyte(folder / "text.txt", random_words)
+    done = subprocess.run([sys.executable, "-c", PREPARE_AND_MEASURE], capture_output=True, text=True)
+    (folder / "text.txt").unlink()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rates = found["rates"]
+    print(
+        f"prepared in {found['seconds']:.0f} s, {found['tokens']:,} tokens, peak memory {found['peak'] / 1e9:.2f} GB, "
+        + ", ".join(f"{name} {rate / 1e6:.1f} MB/s" for name, rate in rates.items())
+    )
+    assert found["vocab"] == 10_000
+    assert found["peak"] < 2e9
+    assert rates["own"] > 0.9 * rates["library"]

@@ -1,0 +1,139 @@
+"""What the documents say of the code: imports run one way, and what README and docs name is there."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.cli import _COMMANDS, make_report, parse_run_config, train_parser
+from cs336_systems.report.documents import fill_blocks
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md"]
+
+# What each part may import, besides itself. Order is that of docs/design.md.
+BASE = {"cs336_systems.config", "cs336_systems.accounting", "cs336_systems.hardware", "cs336_basics"}
+TRAINING = {*BASE, "cs336_systems.kernels", "cs336_systems.parallel"}
+ALLOWED = {
+    "cs336_basics": set(),
+    "cs336_systems.config": {"cs336_basics"},
+    "cs336_systems.accounting": {"cs336_basics"},
+    "cs336_systems.hardware": set(),
+    "cs336_systems.kernels": BASE,
+    "cs336_systems.parallel": BASE,
+    "cs336_systems.training": TRAINING,
+    "cs336_systems.bench": {*TRAINING, "cs336_systems.training"},
+    "cs336_systems.report": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
+}
+
+
+def part_of(module: str) -> str:
+    pieces = module.split(".")
+    return pieces[0] if pieces[0] == "cs336_basics" else ".".join(pieces[:2])
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of the project's modules that a file imports, wherever in it."""
+    package = path.relative_to(ROOT).parent.parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            found.add(".".join(filter(None, (base, node.module))))
+    return {name for name in found if name.startswith("cs336_")}
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_imports_run_one_way(part: str) -> None:
+    place = ROOT / part.replace(".", "/")
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    assert files
+    for file in files:
+        outside = {part_of(name) for name in imports_of(file)} - {part}
+        assert outside <= ALLOWED[part], f"{file} imports {outside - ALLOWED[part]}"
+
+
+def test_the_import_test_sees_relative_imports() -> None:
+    assert "cs336_systems.config" in imports_of(ROOT / "cs336_systems/training/pipeline.py")
+
+
+def readme_tree() -> list[str]:
+    """The paths of README's tree."""
+    block = re.search(r"## Where things are\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block
+    folder, paths = "", []
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        if line.startswith(" "):
+            paths.append(folder + name)
+        else:
+            folder = name
+            paths.append(name)
+    return paths
+
+
+def test_readmes_tree_is_there() -> None:
+    missing = [path for path in readme_tree() if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_readmes_tree_leaves_no_module_of_the_packages_out() -> None:
+    named = {path.rstrip("/") for path in readme_tree()}
+    for package in ("cs336_basics", "cs336_systems"):
+        for path in (ROOT / package).iterdir():
+            relative = f"{package}/{path.name}"
+            if path.name.startswith("__") or not (path.is_dir() or path.suffix == ".py"):
+                continue
+            assert any(name == relative or name.startswith(f"{relative}/") for name in named), relative
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_documents_name_are_there(document: str) -> None:
+    text = (ROOT / document).read_text()
+    names = set(re.findall(r"(?:cs336_basics|cs336_systems|configs|docs|results|tests)/[\w./-]*[\w/]", text))
+    assert not [name for name in names if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_and_fields_that_documents_name_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    commands = set(re.findall(r"(?:\.venv/bin/|`|uv run )cs336 ([a-z][a-z-]*)", text))
+    assert commands <= set(_COMMANDS)
+    fields = {option for action in train_parser()._actions for option in action.option_strings}
+    assert set(re.findall(r"(--[a-z]+\.\w+)", text)) <= fields
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"\bmake ([a-z-]+)(?= |`|$)", text, re.M)) & {"demo", "test", "help", "lint"} <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks_of_documents_are_up_to_date(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / document).read_text()
+    assert fill_blocks(text, make_report) == text, f"cs336 report update {document}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
+def test_configurations_are_valid_and_use_every_field_they_give(path: Path) -> None:
+    given, (config, _) = json.loads(path.read_text()), parse_run_config(["--config", str(path)])
+    resolved = config.to_dict()
+    for group, values in given.items():
+        for name, value in values.items():
+            assert resolved[group][name] == value
+
+
+def test_make_help_lists_every_target() -> None:
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert phony
+    assert set(re.findall(r"make ([a-z-]+)", listed)) == set(phony[1].split())
+
+
+def test_importing_the_packages_does_no_work() -> None:
+    code = "import cs336_basics, cs336_systems, cs336_systems.config, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)

@@ -1,0 +1,146 @@
+"""Models out of runs: sampling, export, import and starting from other weights, through the command."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from cs336_systems.cli import main, parse_run_config
+from cs336_systems.training import train
+from cs336_systems.training.load import load_model
+from cs336_systems.training.metrics import read_metrics
+
+
+def arguments(folder: Path, run: str, **fields: object) -> list[str]:
+    values = {
+        "run_dir": folder / run,
+        "data.data_dir": folder / "data",
+        "data.story_chars": 20_000,
+        "model.vocab_size": 300,
+        "model.context_length": 32,
+        "model.d_model": 32,
+        "model.d_ff": 64,
+        "model.num_layers": 2,
+        "model.num_heads": 2,
+        "train.max_steps": 3,
+        "train.batch_size": 4,
+        **fields,
+    }
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(parse_run_config(arguments(folder, "run"))[0])
+    return folder / "run"
+
+
+def run_command(*words: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def test_generate_continues_the_prompt_and_repeats_by_seed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for seed in (1, 1, 2):
+        assert run_command("generate", trained, "--prompt", "One day", "--seed", seed) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert all(output.startswith("One day") and len(output) > 10 for output in outputs)
+
+
+def test_export_gives_what_transformers_loads(trained: Path, tmp_path: Path) -> None:
+    assert run_command("export", trained, "--format", "hf", "--out", tmp_path / "hf") == 0
+    llama, ours = LlamaForCausalLM.from_pretrained(tmp_path / "hf"), load_model(trained)
+    tokens = torch.randint(0, 300, (2, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(llama(tokens).logits, ours.build(torch.device("cpu"))(tokens), atol=1e-4, rtol=0)
+    assert ours.tokenizer is not None
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("a cat")["input_ids"] == ours.tokenizer.encode("a cat")
+
+
+def test_import_brings_the_same_weights_back(trained: Path, tmp_path: Path) -> None:
+    assert run_command("export", trained, "--out", tmp_path / "hf") == 0
+    assert run_command("import-hf", tmp_path / "hf", "--out", tmp_path / "back") == 0
+    there, back = load_model(trained), load_model(tmp_path / "back")
+    assert there.shape == back.shape
+    assert there.state_dict.keys() == back.state_dict.keys()
+    assert all(torch.equal(tensor, back.state_dict[name]) for name, tensor in there.state_dict.items())
+    assert run_command("generate", tmp_path / "back", "--max_new_tokens", 3) == 0
+
+
+def test_init_from_starts_where_the_other_run_ended(trained: Path, tmp_path: Path) -> None:
+    """Training on with learning rate 0 must show the trained model's loss, not a new one's."""
+    fields = {"data.data_dir": trained.parent / "data", "optimizer.lr": 0, "train.max_steps": 1, "train.seed": 7}
+    result = train(parse_run_config(arguments(tmp_path, "on", init_from=trained, **fields))[0])
+    expected = next(row["valid_loss"] for row in read_metrics(trained / "metrics.jsonl") if "valid_loss" in row)
+    assert result.valid_loss == pytest.approx(expected, rel=1e-6)
+    fresh = train(parse_run_config(arguments(tmp_path, "fresh", **fields))[0])
+    assert abs(fresh.valid_loss - expected) > 1e-3  # type: ignore[operator]
+
+
+def test_init_from_another_architecture_or_tokenizer_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = arguments(
+        tmp_path, "wide", init_from=trained, **{"model.d_ff": 96, "data.data_dir": trained.parent / "data"}
+    )
+    assert run_command("train", *wide) == 2
+    assert "model.d_ff is 96 here and 64 there" in capsys.readouterr().err
+    other_text = arguments(tmp_path, "other", init_from=trained, **{"data.seed": 5})
+    assert run_command("train", *other_text) == 2
+    error = capsys.readouterr().err
+    assert "tokenizer is" in error
+    assert not (tmp_path / "other").exists()
+
+
+def test_another_text_can_be_trained_on_with_the_tokenizer_given(trained: Path, tmp_path: Path) -> None:
+    given = trained / "tokenizer.json"
+    before = given.read_bytes()
+    fields = {"init_from": trained, "data.seed": 5, "data.tokenizer": given}
+    train(parse_run_config(arguments(tmp_path, "other", **fields))[0])
+    assert given.read_bytes() == before
+
+
+def test_a_run_with_another_tokenizer_in_its_folder_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    tokenizer = json.loads((tmp_path / "run" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["lstrip"] = True
+    (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert run_command("generate", tmp_path / "run") == 2
+    assert "is not the tokenizer that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", "nowhere"), "nowhere does not exist"),
+        (("export", "nowhere"), "nowhere does not exist"),
+        (("generate", "."), "has no whole one in checkpoints"),
+        (("generate", ".", "--top_p", "2"), "sample.top_p is 2.0"),
+        (("import-hf", ".", "--out", "x"), "config.json does not exist"),
+        (("export", ".", "--format", "gguf"), "format"),
+        (("report", "runs", "nowhere"), "config.json does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(*words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cs336: ")
+    assert error.count("\n") == 1
+    assert message in error

@@ -1,0 +1,297 @@
+"""What a run tells is what it did, wherever it tells it, and nothing is loaded that was not asked for."""
+
+import dataclasses
+import io
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from cs336_systems.training import train
+from cs336_systems.training.metrics import (
+    METRICS_FILE,
+    JsonLines,
+    Progress,
+    plot_loss_curves,
+    read_metrics,
+    summarise,
+)
+
+from .helpers import checkpoint_path, make_config, one_thread, run_train  # noqa: F401
+
+ROW = dict(
+    step=10,
+    loss=2.34567,
+    lr=0.00123,
+    grad_norm=0.5,
+    step_ms=12.0,
+    data_wait_ms=0.1,
+    tokens_per_s=12345.6,
+    mfu=0.4567,
+    memory_bytes=3 * 2**29,
+    skipped_steps=0,
+)
+
+
+# metrics.jsonl
+
+
+def write_lines(path: Path, *rows: dict[str, Any], end: str = "") -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    return path
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    rows = [ROW, {"step": 10, "valid_loss": 1.25}, {**ROW, "step": 11, "mfu": None}]
+    sink = JsonLines(path)
+    for i, row in enumerate(rows, start=1):
+        sink.write(row)
+        assert read_metrics(path) == rows[:i], "a row is not in the file as soon as it is written"
+    sink.close()
+
+
+@pytest.mark.parametrize("cut", range(1, len(json.dumps(ROW)) + 1))
+def test_a_last_line_cut_short_at_any_place_is_left_out(tmp_path: Path, cut: int) -> None:
+    first, last = {"step": 1, "loss": 2.0}, json.dumps(ROW)
+    path = write_lines(tmp_path / METRICS_FILE, first, end=last[:cut])
+    whole = cut == len(last)  # then only the end of the line is missing
+    assert read_metrics(path) == ([first, ROW] if whole else [first])
+
+    JsonLines(path, last_step=10).close()  # a resume goes on from there
+    assert path.read_text().endswith("\n")
+    assert read_metrics(path) == ([first, ROW] if whole else [first])
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / METRICS_FILE, {"step": 1}, end='{"step": 2, "lo\n{"step": 3}\n')
+    for use in (lambda: read_metrics(path), lambda: JsonLines(path, last_step=3)):
+        with pytest.raises(ValueError, match="line 2") as caught:
+            use()
+        assert str(path) in str(caught.value)
+    assert '{"step": 2, "lo\n' in path.read_text(), "what a person may want to mend is gone"
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(st.integers(1, 20), max_size=12), last_step=st.integers(0, 20))
+def test_a_resume_cuts_off_the_rows_after_its_step_and_only_those(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], last_step: int
+) -> None:
+    rows = [{"step": step, "loss": float(i)} for i, step in enumerate(steps)]
+    path = write_lines(tmp_path_factory.mktemp("rows") / METRICS_FILE, *rows)
+    sink = JsonLines(path, last_step)
+    sink.write({"step": last_step + 1, "loss": 9.0})
+    sink.close()
+    kept = [row for row in rows if row["step"] <= last_step]
+    assert read_metrics(path) == [*kept, {"step": last_step + 1, "loss": 9.0}]
+
+
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(write_lines(tmp_path / METRICS_FILE)) == []
+
+
+@given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=50))
+@settings(max_examples=50, deadline=None)
+def test_a_summary_lies_between_the_extremes_and_in_order(times: list[float]) -> None:
+    summary = summarise(times)
+    ordered = [min(times), summary["p20"], summary["p50"], summary["p80"], max(times)]
+    assert ordered == pytest.approx(sorted(ordered))
+    assert summary["mean"] == pytest.approx(sum(times) / len(times))
+    assert summary["std"] == pytest.approx(
+        math.sqrt(sum((t - summary["mean"]) ** 2 for t in times) / len(times)), abs=1e-6
+    )
+
+
+def test_a_summary_of_known_times() -> None:
+    assert summarise([1, 2, 3, 4, 5, 6]) == pytest.approx(dict(p20=2, p50=3.5, p80=5, mean=3.5, std=1.7078251))
+    assert summarise([]) == {}
+
+
+# The progress line
+
+
+def progress_at(monkeypatch: pytest.MonkeyPatch, console: Console, first_step: int, max_steps: int) -> Progress:
+    monkeypatch.setattr("cs336_systems.training.metrics.time.perf_counter", lambda: 100.0)
+    monkeypatch.setattr("cs336_systems.training.metrics.rich.get_console", lambda: console)
+    return Progress(first_step, max_steps)
+
+
+@pytest.mark.parametrize(
+    "row, first_step, max_steps, seconds, expected",
+    [
+        (
+            ROW,
+            0,
+            30,
+            10.0,
+            "step 10/30  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 0:20",
+        ),
+        (
+            {**ROW, "step": 1010, "mfu": None, "loss": 11.0},
+            1000,  # resumed there: the time is that of ten steps
+            2010,
+            1.0,
+            "step 1,010/2,010  loss 11.0000  lr 1.23e-03  12,346 tok/s  mfu n/a  mem 1.50 GiB  left 1:40",
+        ),
+        (
+            {**ROW, "step": 30, "loss": math.nan},
+            0,
+            30,
+            10.0,
+            "step 30/30  loss nan  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 0:00",
+        ),
+        (
+            {**ROW, "step": 1},
+            0,
+            100_001,
+            1.0,
+            "step 1/100,001  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 1666:40",
+        ),
+    ],
+)
+def test_the_progress_line_of_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, Any],
+    first_step: int,
+    max_steps: int,
+    seconds: float,
+    expected: str,
+) -> None:
+    progress = progress_at(monkeypatch, Console(file=io.StringIO()), first_step, max_steps)
+    assert progress.format(row, 100.0 + seconds) == expected
+
+
+def test_without_a_terminal_there_are_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    progress = progress_at(monkeypatch, Console(file=out, width=40), 0, 30)
+    with progress:
+        for second, step in ((101, 1), (109, 9), (111, 11), (112, 12), (122, 22)):
+            monkeypatch.setattr("cs336_systems.training.metrics.time.perf_counter", lambda second=second: float(second))
+            progress.update({**ROW, "step": step})
+        progress.update({"step": 22, "valid_loss": 1.5})
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 11/30", "step 22/30", "step 22/30 valid 1.5000"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_the_line_is_live_and_remembers_the_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    progress = progress_at(monkeypatch, Console(file=out, force_terminal=True, width=160), 0, 30)
+    with progress:
+        progress.update({**ROW, "step": 1})
+        progress.update({"step": 1, "valid_loss": 1.5})
+        progress.update({**ROW, "step": 2})
+    assert "step 1/30" in out.getvalue()
+    assert "step 2/30" in out.getvalue().replace("\x1b[1m", "")
+    assert "valid 1.5000" in out.getvalue()
+    assert "\x1b" in out.getvalue()
+
+
+# The loss curve
+
+
+def dark_columns(path: Path) -> np.ndarray:
+    return (matplotlib.image.imread(path)[..., :3].min(axis=-1) < 0.9).sum(axis=0)
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_curve_has_something_on_it_for_every_run(tmp_path: Path, runs: int) -> None:
+    rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)] + [{"step": 49, "valid_loss": 0.2}]
+    plot_loss_curves({"empty": []}, tmp_path / "empty.png")
+    plot_loss_curves({f"run {i}": rows for i in range(runs)}, tmp_path / "a.png", {"unigram entropy": 3.0})
+    assert dark_columns(tmp_path / "a.png").sum() > dark_columns(tmp_path / "empty.png").sum() + 500
+
+
+# TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = accumulators.EventAccumulator(str(folder), size_guidance={accumulators.SCALARS: 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def told(run_dir: Path, key: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[key]) for row in read_metrics(run_dir / METRICS_FILE) if key in row]
+
+
+def test_tensorboard_has_every_loss_once_also_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config = make_config(tmp_path, log=dict(tensorboard=True), checkpoint=dict(checkpointing_interval=5))
+    for again in (False, True):
+        if again:
+            shutil.rmtree(checkpoint_path(config, 10))
+            config = dataclasses.replace(config, resume="auto")
+        train(config)
+        found = scalars(tmp_path / "run" / "tensorboard")
+        for key in ("loss", "valid_loss", "lr", "grad_norm"):
+            expected = told(tmp_path / "run", key)
+            assert [step for step, _ in found[key]] == [step for step, _ in expected], f"{key}, resumed: {again}"
+            assert [value for _, value in found[key]] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+# Weights & Biases
+
+
+def test_wandb_offline_keeps_its_run_in_the_run_folder_and_needs_no_setting(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = make_config(tmp_path, log=dict(wandb="offline", wandb_project="tiny"), train=dict(max_steps=3))
+    done = run_train(config)  # by itself: wandb leaves a service behind until its process ends
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("*.wandb")
+    content = file.read_bytes()
+    for name in (b"valid_loss", b"grad_norm", b"tiny"):
+        assert name in content
+    assert not (tmp_path / "wandb").exists()
+
+
+# What is not asked for, and what is not there
+
+_MODULES = """
+import sys
+from cs336_systems.cli import main
+try:
+    main()
+finally:
+    print("loaded:", *sorted({name.split(".")[0] for name in sys.modules} & {"wandb", "tensorboard"}))
+"""
+
+
+def test_neither_tensorboard_nor_wandb_is_imported_unasked(tmp_path: Path) -> None:
+    done = run_train(make_config(tmp_path, train=dict(max_steps=1)), _MODULES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
+@pytest.mark.parametrize(
+    "log, module, field",
+    [
+        (dict(tensorboard=True), "tensorboard", "log.tensorboard is true"),
+        (dict(wandb="offline"), "wandb", "log.wandb is 'offline'"),
+        (dict(wandb="online"), "wandb", "log.wandb is 'online'"),
+    ],
+)
+def test_a_missing_package_is_a_value_error_that_names_field_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: dict[str, Any], module: str, field: str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"pip install {module}") as caught:
+        train(make_config(tmp_path, log=log))
+    assert field in str(caught.value)

@@ -1,0 +1,757 @@
+"""A run ends with the same bits however often it was stopped, and says clearly what it will not do."""
+
+import dataclasses
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_basics.tokenizer import Tokenizer
+from cs336_systems.cli import load_config
+from cs336_systems.config import RunConfig
+from cs336_systems.training import RunResult, train
+from cs336_systems.training.checkpoint import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
+from cs336_systems.training.loop import BatchLoader, NonFiniteError, Trainer
+from cs336_systems.training.metrics import METRICS_FILE, read_metrics
+from cs336_systems.training.prepare import prepare_data
+
+from .helpers import (
+    DAMAGE,
+    TENSOR_DAMAGE,
+    assert_same_tensors,
+    checkpoint_names,
+    checkpoint_path,
+    has_rows,
+    loss_rows,
+    make_config,
+    one_thread,  # noqa: F401
+    read_independently,
+    run_train,
+    running_train,
+    tensor_file,
+    wait_until,
+    warnings_of,
+)
+
+EVERY_FIVE = dict(checkpointing_interval=5)
+# The rest of them in test_checkpoint.py.
+SOME_DAMAGE = [
+    "no tensor file",
+    "half a tensor file",
+    "a byte flipped",
+    "no manifest",
+    "half a manifest",
+    "manifest of another format",
+    "manifest whose files have no size",
+]
+
+
+def resumed(config: RunConfig, resume: str | Path = "auto", **changes: Any) -> RunConfig:
+    return dataclasses.replace(config, resume=str(resume), **changes)
+
+
+def run_dir(config: RunConfig) -> Path:
+    return Path(str(config.run_dir))
+
+
+def without_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs336_systems.training.pipeline.plot_loss_curves", lambda *_: None)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Asks for the loss curve to be drawn."""
+
+
+@pytest.fixture(autouse=True)
+def fast_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than training these models: only the tests of what a run leaves behind do it."""
+    if "drawn" not in request.fixturenames:
+        without_plot(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run of ten steps with checkpoints 5 and 10. Not to be written to: `copy_of` makes one that may be."""
+    config = make_config(tmp_path_factory.mktemp("finished"), checkpoint=EVERY_FIVE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(config)
+    torch.set_num_threads(threads)
+    return config
+
+
+def copy_of(finished: RunConfig, tmp_path: Path) -> RunConfig:
+    shutil.copytree(str(finished.run_dir), tmp_path / "run")
+    return dataclasses.replace(finished, run_dir=str(tmp_path / "run"))
+
+
+# Five and five steps are ten
+
+
+@dataclasses.dataclass
+class End:
+    """All that a run comes to."""
+
+    tensors: dict[str, Tensor]
+    sequences: int
+    trainer: dict[str, Any]
+    losses: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+
+
+def end_of(config: RunConfig, step: int = 10) -> End:
+    path = checkpoint_path(config, step)
+    manifest = verify_checkpoint(path)
+    rows = read_metrics(run_dir(config) / METRICS_FILE)
+    validations = [row for row in rows if "valid_loss" in row]
+    return End(read_independently(path), manifest.sequences, manifest.trainer, loss_rows(config), validations)
+
+
+def assert_same_end(one: End, other: End) -> None:
+    assert_same_tensors(one.tensors, other.tensors)
+    for name in ("sequences", "trainer", "losses", "validations"):
+        assert getattr(one, name) == getattr(other, name), name
+
+
+def run_in_process(config: RunConfig) -> None:
+    train(config)
+
+
+def run_in_a_new_process(config: RunConfig) -> None:
+    done = run_train(config, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def check_that_five_and_five_are_ten(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
+    run(config)
+    uninterrupted = end_of(config)
+    assert {name.split(".")[0] for name in uninterrupted.tensors} == {"model", "optimizer", "rng"}
+    assert uninterrupted.sequences == 10 * config.train.batch_size
+    assert [row["step"] for row in uninterrupted.losses] == list(range(1, 11))
+
+    shutil.rmtree(checkpoint_path(config, 10))
+    run(resumed(config))
+    assert_same_end(end_of(config), uninterrupted)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("implementation", ["own", "torch_fused", "torch_foreach"])
+def test_five_and_five_resumed_steps_are_ten_bit_for_bit(
+    tmp_path: Path, implementation: str, accumulation: int, precision: str
+) -> None:
+    config = make_config(
+        tmp_path,
+        optimizer=dict(implementation=implementation),
+        train=dict(gradient_accumulation_steps=accumulation, precision=precision),
+        checkpoint=EVERY_FIVE,
+    )
+    check_that_five_and_five_are_ten(config, run_in_process)
+
+
+def test_five_and_five_steps_are_ten_in_a_new_process_each(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train=dict(gradient_accumulation_steps=2), checkpoint=EVERY_FIVE)
+    run_in_process(config)
+    uninterrupted = end_of(config)
+    shutil.rmtree(checkpoint_path(config, 10))
+    done = run_train(resumed(config))
+    assert done.returncode == 0, done.stderr
+    assert_same_end(end_of(config), uninterrupted)
+    # And what a person sees where there is no terminal: plain lines.
+    assert "\x1b" not in done.stdout
+    assert any(line.startswith("step 10/10") and "valid" in line for line in done.stdout.splitlines())
+    assert f"resume: from {checkpoint_path(config, 5)}, step 5" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("implementation", ["own", "torch_fused", "torch_foreach"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_five_and_five_resumed_steps_are_ten_bit_for_bit_on_a_gpu(
+    tmp_path: Path, compile: bool, implementation: str, accumulation: int
+) -> None:
+    config = make_config(
+        tmp_path,
+        optimizer=dict(implementation=implementation),
+        train=dict(
+            device="cuda",
+            precision="bf16",
+            deterministic=True,
+            compile=compile,
+            gradient_accumulation_steps=accumulation,
+        ),
+        checkpoint=EVERY_FIVE,
+    )
+    # New processes, because deterministic algorithms are a setting of the whole process.
+    check_that_five_and_five_are_ten(config, run_in_a_new_process)
+
+
+def test_the_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train=dict(precision="fp16"), checkpoint=EVERY_FIVE)
+    check_that_five_and_five_are_ten(config, run_in_process)
+    trainer = end_of(config).trainer
+    assert trainer["scaler"]["_growth_tracker"] == 10 - trainer["skipped_steps"]
+
+
+def test_skipped_steps_are_counted_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 3 and 8 see a loss that is not finite, in both ways through the run."""
+    step = Trainer.train_step
+
+    def poisoned(trainer: Trainer) -> dict[str, Any]:
+        if trainer.position.step + 1 not in (3, 8):
+            return step(trainer)
+        weight = trainer.model.ln_final.weight
+        kept = weight[0].item()
+        with torch.no_grad():
+            weight[0] = math.nan
+        row = step(trainer)
+        with torch.no_grad():
+            weight[0] = kept
+        return {**row, "loss": 0.0, "grad_norm": 0.0}  # NaN equals nothing, not even itself
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    config = make_config(tmp_path, train=dict(skip_nonfinite=True), checkpoint=EVERY_FIVE)
+    check_that_five_and_five_are_ten(config, run_in_process)
+    assert [row["skipped_steps"] for row in loss_rows(config)] == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+
+
+def test_random_numbers_drawn_in_training_go_on_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.train_step
+
+    def noisy(trainer: Trainer) -> dict[str, Any]:
+        with torch.no_grad():
+            trainer.model.ln_final.weight.add_(torch.randn(32) * 1e-3)  # as dropout would draw
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", noisy)
+    check_that_five_and_five_are_ten(make_config(tmp_path, checkpoint=EVERY_FIVE), run_in_process)
+
+
+def test_a_run_can_be_resumed_after_every_step(tmp_path: Path, finished: RunConfig) -> None:
+    config = make_config(tmp_path, train=dict(max_steps=10), checkpoint=dict(checkpointing_interval=1))
+    config = dataclasses.replace(config, data=finished.data)
+    train(config)
+    for step in range(9, 0, -1):
+        shutil.rmtree(checkpoint_path(config, step + 1))
+        for later in range(step + 2, 11):
+            shutil.rmtree(checkpoint_path(config, later), ignore_errors=True)
+        if step % 3 == 0:
+            train(resumed(config))
+            assert_same_end(end_of(config), end_of(finished))
+
+
+def test_a_run_goes_on_from_another_runs_checkpoint_in_a_folder_of_its_own(tmp_path: Path, finished: RunConfig) -> None:
+    elsewhere = resumed(finished, checkpoint_path(finished, 5), run_dir=str(tmp_path / "elsewhere"))
+    train(elsewhere)
+    assert_same_tensors(end_of(elsewhere).tensors, end_of(finished).tensors)
+    assert [row["step"] for row in loss_rows(elsewhere)] == [6, 7, 8, 9, 10]
+    assert loss_rows(elsewhere) == loss_rows(finished)[5:]
+
+
+def test_after_a_resume_each_step_is_in_the_metrics_once(tmp_path: Path, finished: RunConfig) -> None:
+    config = copy_of(finished, tmp_path)
+    before = (run_dir(config) / METRICS_FILE).read_text()
+    (run_dir(config) / METRICS_FILE).write_text(before + '{"step": 11, "lo')  # as a crash leaves it
+    for _ in range(2):
+        shutil.rmtree(checkpoint_path(config, 10))
+        train(resumed(config))
+        rows = read_metrics(run_dir(config) / METRICS_FILE)
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
+        assert [row["step"] for row in rows if "valid_loss" in row] == [4, 8, 10]
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, finished: RunConfig) -> None:
+    config = copy_of(finished, tmp_path)
+    result = train(resumed(config))
+    assert result.step == 10
+    assert_same_end(end_of(config), end_of(finished))
+
+
+# Torn checkpoints
+
+
+@pytest.mark.parametrize("damage", SOME_DAMAGE)
+def test_resume_auto_passes_over_a_torn_checkpoint_loudly_and_ends_the_same(
+    tmp_path: Path, finished: RunConfig, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    config = copy_of(finished, tmp_path)
+    file = tensor_file(checkpoint_path(config, 10)).name if damage in TENSOR_DAMAGE else MANIFEST
+    DAMAGE[damage](checkpoint_path(config, 10))
+    train(resumed(config))
+    (warning,) = warnings_of(caplog)
+    assert str(checkpoint_path(config, 10)) in warning
+    assert file in warning
+    assert_same_end(end_of(config), end_of(finished))
+
+
+@pytest.mark.parametrize("damage", SOME_DAMAGE)
+def test_resume_path_refuses_a_torn_checkpoint_by_name(tmp_path: Path, finished: RunConfig, damage: str) -> None:
+    config = copy_of(finished, tmp_path)
+    path = checkpoint_path(config, 5)
+    file = tensor_file(path).name if damage in TENSOR_DAMAGE else MANIFEST
+    DAMAGE[damage](path)
+    with pytest.raises(ValueError, match=str(path)) as caught:
+        train(resumed(config, path))
+    assert file in str(caught.value)
+
+
+@pytest.mark.parametrize("torn", [True, False], ids=["all torn", "none there"])
+def test_resume_auto_starts_from_the_beginning_where_nothing_is_whole_and_says_so(
+    tmp_path: Path, finished: RunConfig, caplog: pytest.LogCaptureFixture, torn: bool
+) -> None:
+    caplog.set_level(logging.INFO, "cs336_systems")
+    if torn:
+        config = copy_of(finished, tmp_path)
+        for step in (5, 10):
+            DAMAGE["half a tensor file"](checkpoint_path(config, step))
+    else:
+        config = dataclasses.replace(finished, run_dir=str(tmp_path / "run"))
+    train(resumed(config))
+    assert len(warnings_of(caplog)) == (2 if torn else 0)
+    assert "no whole checkpoint" in caplog.text
+    assert "starting from the beginning" in caplog.text
+    assert_same_end(end_of(config), end_of(finished))
+    verify_checkpoint(checkpoint_path(config, 5))
+
+
+def test_a_torn_checkpoint_of_the_last_step_is_replaced(tmp_path: Path, finished: RunConfig) -> None:
+    config = dataclasses.replace(copy_of(finished, tmp_path), checkpoint=make_config(tmp_path).checkpoint)
+    assert config.checkpoint.checkpointing_interval == 0
+    DAMAGE["half a tensor file"](checkpoint_path(config, 10))
+    result = train(resumed(config))
+    assert result.checkpoint == str(checkpoint_path(config, 10))
+    assert_same_end(end_of(config), end_of(finished))
+
+
+def test_torn_checkpoints_do_not_count_among_those_that_are_kept(tmp_path: Path, finished: RunConfig) -> None:
+    config = copy_of(finished, tmp_path)
+    keep_one = make_config(tmp_path, checkpoint=dict(checkpointing_interval=3, keep_last=1)).checkpoint
+    DAMAGE["half a tensor file"](checkpoint_path(config, 10))
+    stopped = stop_after(8, lambda: train(resumed(config, checkpoint=keep_one)))
+    assert stopped.step == 8
+    assert Path(stopped.checkpoint).is_dir(), f"{stopped.checkpoint} was saved and deleted again"
+    verify_checkpoint(Path(stopped.checkpoint))
+    train(resumed(config, checkpoint=keep_one))
+    assert_same_end(end_of(config), end_of(finished))
+
+
+def stop_after(step: int, run: Callable[[], RunResult]) -> RunResult:
+    """Run, with a SIGTERM to this process during that step."""
+    train_step = Trainer.train_step
+
+    def stopping(trainer: Trainer) -> dict[str, Any]:
+        row = train_step(trainer)
+        if row["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return row
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", stopping)
+        return run()
+
+
+# Checkpoints of another run
+
+
+@pytest.mark.parametrize(
+    "change, fields",
+    [
+        (dict(model=dict(d_model=64)), ["model.d_model is 64 here and 32 there"]),
+        (dict(model=dict(num_layers=2, d_ff=32)), ["model.num_layers", "model.d_ff"]),
+        (dict(model=dict(rope_theta=5000.0)), ["model.rope_theta"]),
+        (dict(train=dict(seed=1)), ["train.seed is 1 here and 0 there"]),
+        (dict(data=dict(seed=1)), ["training tokens"]),
+        (dict(train=dict(seed=3), data=dict(random_tokens=6000)), ["train.seed", "training tokens"]),
+    ],
+    ids=["width", "depth", "rope", "seed", "data", "seed and data"],
+)
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_checkpoint_of_another_run_is_refused_by_the_fields_that_differ(
+    tmp_path: Path, finished: RunConfig, change: dict[str, Any], fields: list[str], resume: str
+) -> None:
+    config = copy_of(finished, tmp_path)
+    other = make_config(tmp_path, resume="auto" if resume == "auto" else str(checkpoint_path(config, 5)), **change)
+    with pytest.raises(ValueError, match="of another run") as caught:
+        train(other)
+    assert str(checkpoint_path(config, 10 if resume == "auto" else 5)) in str(caught.value)
+    for field in fields:
+        assert field in str(caught.value)
+    named = [name for name in ("d_model", "num_layers", "d_ff", "rope", "seed", "tokens") if name in str(caught.value)]
+    assert len(named) == len(fields)
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    def text_config(resume: str, skip_data: bool) -> RunConfig:
+        data = dict(source="text", train_text=str(tmp_path / "text.txt"))
+        return make_config(tmp_path, resume=resume, skip_data=skip_data, data=data, train=dict(max_steps=1))
+
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog saw the cat. " * 100)
+    train(text_config("none", skip_data=False))
+    tokenizer = tmp_path / "data" / "tokenizer.json"
+    Tokenizer.train(["a bird in a tree sang a song of a king and a queen. " * 100], 300).save(tokenizer)
+    with pytest.raises(ValueError, match="of another run: tokenizer is"):
+        train(text_config("auto", skip_data=True))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(tmp_path: Path, finished: RunConfig) -> None:
+    config = copy_of(finished, tmp_path)
+    before = contents(run_dir(config))
+    with pytest.raises(ValueError, match="of another run"):
+        train(make_config(tmp_path, resume="auto", model=dict(d_model=64)))
+    after = contents(run_dir(config))
+    assert sorted(name for name in after if after[name] != before.get(name)) == []
+    assert after.keys() == before.keys()
+
+
+# What is kept
+
+
+@pytest.mark.parametrize(
+    "interval, keep_last, kept",
+    [
+        (0, None, [10]),
+        (-1, None, [10]),
+        (3, None, [3, 6, 9, 10]),
+        (5, None, [5, 10]),
+        (99, None, [10]),
+        (1, 1, [10]),
+        (3, 2, [9, 10]),
+        (5, 1, [10]),
+        (3, 99, [3, 6, 9, 10]),
+    ],
+)
+def test_the_last_step_is_always_saved_and_keep_last_counts_it(
+    tmp_path: Path, interval: int, keep_last: int | None, kept: list[int]
+) -> None:
+    config = make_config(tmp_path, checkpoint=dict(checkpointing_interval=interval, keep_last=keep_last))
+    result = train(config)
+    assert checkpoint_names(config) == [checkpoint_name(step) for step in kept]
+    assert result.checkpoint == str(checkpoint_path(config, 10))
+    for path in find_checkpoints(run_dir(config) / "checkpoints"):
+        assert verify_checkpoint(path).sequences == 4 * int(path.name[5:])
+
+
+def test_a_folder_that_holds_a_run_is_refused_with_advice(tmp_path: Path, finished: RunConfig) -> None:
+    config = copy_of(finished, tmp_path)
+    before = contents(run_dir(config))
+    with pytest.raises(ValueError, match=r"holds a run already.*--resume auto.*another run_dir") as caught:
+        train(config)
+    assert str(config.run_dir) in str(caught.value)
+    assert contents(run_dir(config)) == before
+
+
+# One run at a time
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_folder_in_use_is_refused_before_anything_is_read_or_made(
+    tmp_path: Path, finished: RunConfig, caplog: pytest.LogCaptureFixture, resume: str
+) -> None:
+    config = make_config(tmp_path, resume=resume, data=dict(data_dir=str(tmp_path / "unmade")))
+    if resume == "auto":
+        copy_of(finished, tmp_path)
+        DAMAGE["half a tensor file"](checkpoint_path(config, 10))  # half written, for all that a reader can know
+    run_dir(config).mkdir(exist_ok=True)
+    with (run_dir(config) / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="in use by another process") as caught:
+            train(config)
+    assert str(config.run_dir) in str(caught.value)
+    assert warnings_of(caplog) == []
+    assert not (tmp_path / "unmade").exists()
+
+
+def test_of_two_processes_that_start_in_one_folder_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins, and ends, while the first prepares its data."""
+    config = make_config(tmp_path)
+    outcomes: list[str] = []
+
+    def start() -> None:
+        try:
+            train(config)
+            outcomes.append("ran")
+        except ValueError:
+            outcomes.append("refused")
+
+    def prepare_slowly(of: RunConfig) -> Any:
+        monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", prepare_data)
+        start()
+        return prepare_data(of)
+
+    monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", prepare_slowly)
+    start()
+    assert sorted(outcomes) == ["ran", "refused"]
+
+
+# The end of a run in other ways
+
+
+def test_a_run_that_stops_on_a_loss_that_is_not_finite_keeps_its_checkpoint_and_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.train_step
+
+    def poisoned(trainer: Trainer) -> dict[str, Any]:
+        if trainer.position.step == 6:
+            with torch.no_grad():
+                trainer.model.ln_final.weight[0] = math.inf
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    config = make_config(tmp_path, checkpoint=EVERY_FIVE)
+    threads = threading.active_count()
+    with pytest.raises(NonFiniteError, match=r"step 7: .*sequences 24 to 27"):
+        train(config)
+    assert threading.active_count() == threads
+    assert checkpoint_names(config) == [checkpoint_name(5)]
+    verify_checkpoint(checkpoint_path(config, 5))
+    assert [row["step"] for row in loss_rows(config)] == list(range(1, 7))
+
+    monkeypatch.undo()
+    without_plot(monkeypatch)
+    train(resumed(config))  # the cause was taken away
+    assert [row["step"] for row in loss_rows(config)] == list(range(1, 11))
+
+
+def test_an_error_in_the_loaders_thread_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = BatchLoader._prepare
+
+    def failing(loader: BatchLoader, first: int, count: int) -> Any:
+        if first >= 12:
+            raise OSError(5, "Input/output error")
+        return prepare(loader, first, count)
+
+    monkeypatch.setattr(BatchLoader, "_prepare", failing)
+    config = make_config(tmp_path)
+    with pytest.raises(OSError, match="Input/output error"):
+        train(config)
+    assert [row["step"] for row in loss_rows(config)] == [1, 2, 3]
+
+
+def test_a_run_stopped_from_python_says_so_and_goes_on_to_the_same_end(tmp_path: Path, finished: RunConfig) -> None:
+    config = dataclasses.replace(finished, run_dir=str(tmp_path / "run"), checkpoint=make_config(tmp_path).checkpoint)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    result = stop_after(6, lambda: train(config))
+    assert (result.step, result.interrupted, result.sample) == (6, "SIGTERM", None)
+    assert checkpoint_names(config) == [checkpoint_name(6)]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    train(resumed(config))
+    assert_same_end(end_of(config), end_of(finished))
+
+
+def test_a_signal_during_the_last_step_is_no_interruption(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    result = stop_after(10, lambda: train(config))
+    assert (result.step, result.interrupted) == (10, None)
+    assert result.valid_loss is not None
+
+
+# Real processes and real signals
+
+LONG = dict(max_steps=200, batch_size=8, gradient_accumulation_steps=4, validation_interval=0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run long enough to be hit in its midst."""
+    config = make_config(tmp_path_factory.mktemp("undisturbed"), train=LONG)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(config)
+    torch.set_num_threads(threads)
+    return config
+
+
+def assert_same_long_end(config: RunConfig, undisturbed: RunConfig) -> None:
+    assert_same_tensors(end_of(config, 200).tensors, end_of(undisturbed, 200).tensors)
+    assert loss_rows(config) == loss_rows(undisturbed)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_process_after_its_step_with_a_checkpoint_from_which_the_run_goes_on_to_the_same_end(
+    tmp_path: Path, undisturbed: RunConfig, number: signal.Signals, code: int
+) -> None:
+    config = dataclasses.replace(undisturbed, run_dir=str(tmp_path / "run"))
+    with running_train(config) as process:
+        wait_until(has_rows(config, 5), process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (code, "")
+    assert f"{number.name}: stopping after this step" in out
+    assert "--resume auto" in out
+
+    result = json.loads((run_dir(config) / "result.json").read_text())
+    step = result["step"]
+    assert 5 <= step < 200, "the signal came too late for this test"
+    assert result["interrupted"] == number.name
+    assert [row["step"] for row in loss_rows(config)] == list(range(1, step + 1))
+    assert checkpoint_names(config) == [checkpoint_name(step)]
+    assert verify_checkpoint(checkpoint_path(config, step)).step == step
+
+    train(resumed(config))
+    assert_same_long_end(config, undisturbed)
+
+
+def test_a_second_process_is_refused_and_a_killed_one_leaves_a_folder_that_goes_on_to_the_same_end(
+    tmp_path: Path, undisturbed: RunConfig
+) -> None:
+    config = dataclasses.replace(
+        undisturbed,
+        run_dir=str(tmp_path / "run"),
+        checkpoint=make_config(tmp_path, checkpoint=dict(checkpointing_interval=3, keep_last=2)).checkpoint,
+    )
+    with running_train(config) as process:
+        wait_until(has_rows(config, 10), process)
+        with pytest.raises(ValueError, match="in use by another process") as caught:
+            train(resumed(config))
+        assert str(config.run_dir) in str(caught.value)
+        assert process.poll() is None, "the run ended too soon for this test"
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    train(resumed(config))
+    assert_same_long_end(config, undisturbed)
+    assert checkpoint_names(config) == [checkpoint_name(198), checkpoint_name(200)]
+
+
+HANGING = """
+import sys, time
+from cs336_systems.cli import main
+from cs336_systems.training.loop import Trainer
+def hang(self):
+    print("in the step", flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+Trainer.train_step = hang
+main()
+"""
+
+
+def test_a_second_sigint_ends_a_run_at_once_whose_step_does_not_end(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with running_train(config, HANGING) as process:
+        lines = read_until(process, "in the step")
+        process.send_signal(signal.SIGINT)
+        lines += read_until(process, "SIGINT: stopping after this step")
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=15)
+    assert process.returncode != 0
+    assert checkpoint_names(config) == []
+    with (run_dir(config) / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the folder is free
+
+
+def read_until(process: subprocess.Popen, text: str) -> list[str]:
+    """The lines that a process prints up to the one with the text; its end is an end, too."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    return pytest.fail(f"{text!r} was not printed: {lines}")
+
+
+# What a run leaves behind
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_run_from_python_returns_its_result_and_leaves_its_files(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, data=dict(source="stories", story_chars=10_000), sample=dict(prompt="The", max_new_tokens=5)
+    )
+    result = train(config)
+    folder = run_dir(config)
+    assert json.loads((folder / "result.json").read_text()) == dataclasses.asdict(result)
+    assert result.run_dir == str(folder)
+    assert load_config(folder / "config.json") == config
+    assert Path(result.checkpoint) == checkpoint_path(config, 10)
+    assert result.step == 10
+    assert result.interrupted is None
+
+    rows = read_metrics(folder / METRICS_FILE)
+    assert result.train_loss == next(row["loss"] for row in rows if row["step"] == 10)
+    assert result.valid_loss == rows[-1]["valid_loss"]
+    assert result.sample is not None
+    assert result.sample.startswith("The")
+    assert (folder / "sample.txt").read_text() == result.sample
+    assert Tokenizer.load(folder / "tokenizer.json").sha256 == Tokenizer.load(tmp_path / "data/tokenizer.json").sha256
+    assert result.tokens_per_s is not None
+    assert result.tokens_per_s == pytest.approx(4 * 16 / result.step_ms["p50"] * 1e3)
+
+    curve = Path(result.loss_curve)
+    assert curve.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    image = matplotlib.image.imread(curve)[..., :3]
+    height, width = image.shape[:2]
+    middle = image[height // 8 : -height // 8, width // 8 : -width // 8]
+    coloured = (middle.max(axis=-1) - middle.min(axis=-1)) > 0.2
+    assert coloured.any(axis=0).mean() > 0.5, "no curve runs over the width of the picture"
+
+
+@pytest.mark.usefixtures("drawn")
+def test_an_interrupted_runs_result_is_written_and_drawn_too(tmp_path: Path) -> None:
+    result = stop_after(1, lambda: train(make_config(tmp_path)))
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == dataclasses.asdict(result)
+    assert matplotlib.image.imread(result.loss_curve).std() > 0
+
+
+def strict_json(text: str) -> Any:
+    """As other programs read JSON: NaN and Infinity are none of it (RFC 8259)."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_the_files_of_a_run_with_unlimited_gradients_are_json_and_can_be_run_again(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train=dict(max_grad_norm=math.inf, max_steps=1))
+    result = train(config)
+    assert load_config(tmp_path / "run" / "config.json") == config
+    for path in (tmp_path / "run" / "config.json", Path(result.checkpoint) / MANIFEST):
+        strict_json(path.read_text())
+
+
+def test_the_metrics_of_a_skipped_step_are_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.train_step
+
+    def poisoned(trainer: Trainer) -> dict[str, Any]:
+        with torch.no_grad():
+            trainer.model.ln_final.weight[0] = math.nan
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    train(make_config(tmp_path, train=dict(skip_nonfinite=True, max_steps=2)))
+    for line in (tmp_path / "run" / METRICS_FILE).read_text().splitlines():
+        strict_json(line)
+
+
+def test_without_a_run_folder_one_is_named_after_source_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(dataclasses.replace(make_config(tmp_path, train=dict(max_steps=1)), run_dir=None))
+    assert result.run_dir.startswith("runs/random-2")
+    assert (tmp_path / result.run_dir / "result.json").is_file()
