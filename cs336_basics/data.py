@@ -61,20 +61,25 @@ def write_tokens(
 ) -> TokenFileInfo:
     """Write a stream of lists of token IDs as a token file with its sidecar, without holding it in memory.
 
-    Both files appear complete or not at all; the sidecar is written last.
+    Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is no
+    integer from 0 to vocab_size - 1.
     """
     path, dtype = Path(path), token_dtype(vocab_size)
     beside = path.with_suffix(".npy.tmp")
     count = 0
-    with beside.open("wb") as file:
-        # NumPy leaves room in the header for the count to grow, so it can be written again at the end.
-        _write_header(file, 0, dtype)
-        for chunk in chunks:
-            ids = np.asarray(chunk, dtype=dtype)
-            file.write(ids.data)
-            count += len(ids)
-        file.seek(0)
-        _write_header(file, count, dtype)
+    try:
+        with beside.open("wb") as file:
+            # NumPy leaves room in the header for the count to grow, so it can be written again at the end.
+            _write_header(file, 0, dtype)
+            for chunk in chunks:
+                ids = _checked_ids(chunk, vocab_size, path).astype(dtype)
+                file.write(ids.tobytes())
+                count += len(ids)
+            file.seek(0)
+            _write_header(file, count, dtype)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     info = TokenFileInfo(
         count=count,
         vocab_size=vocab_size,
@@ -87,6 +92,16 @@ def write_tokens(
     os.replace(beside, path)
     write_json(sidecar, asdict(info))
     return info
+
+
+def _checked_ids(chunk: npt.ArrayLike, vocab_size: int, path: Path) -> npt.NDArray[Any]:
+    ids = np.asarray(chunk)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"tokens for {path} are {ids.dtype} of shape {ids.shape}: they must be lists of integers")
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"token ID {wrong} for {path}: it must be from 0 to {vocab_size - 1}")
+    return ids
 
 
 def _write_header(file: BinaryIO, count: int, dtype: np.dtype) -> None:
@@ -114,7 +129,7 @@ def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 
     if not Path(path).is_file():
         raise FileNotFoundError(f"token file {path} does not exist")
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"token file {path} is truncated or not a .npy array: {error}") from error
     if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):

@@ -115,5 +115,7 @@ def _sample(
 ) -> Int[Tensor, " B"]:
     if temperature == 0:
         return logits.argmax(dim=-1)
+    # From the largest down, so that a small temperature cannot overflow, nor one below float32's range divide by zero.
+    logits, temperature = logits - logits.amax(dim=-1, keepdim=True), max(temperature, torch.finfo(torch.float32).tiny)
     probability = filter_logits(logits, temperature, top_k, top_p).softmax(dim=-1)
     return probability.multinomial(1, generator=generator).squeeze(-1)

@@ -28,11 +28,12 @@ def scaled_dot_product_attention(
     Scores and softmax are float32 whatever the inputs are; float64 stays float64. Holds all queries x keys scores.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
-    if is_causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, float("-inf"))
-    return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # which would compute the products in its own type again
+        scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
+        if is_causal:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~visible, float("-inf"))
+        return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
 
 
 def _truncated_normal(shape: tuple[int, ...], std: float) -> nn.Parameter:
@@ -205,6 +206,8 @@ class TransformerLM(nn.Module):
         rope_theta: float = 10000.0,
         attention: Attention = scaled_dot_product_attention,
     ) -> None:
+        if d_model % num_heads:
+            raise ValueError(f"d_model is {d_model}: it must be divisible by num_heads, which is {num_heads}")
         super().__init__()
         self.vocab_size = vocab_size
         self.context_length = context_length

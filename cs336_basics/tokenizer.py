@@ -132,6 +132,7 @@ class Tokenizer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write tokenizer.json; a reader never sees half of it."""
         beside = Path(f"{path}.tmp")
+        beside.parent.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(beside))
         os.replace(beside, path)
 

@@ -144,6 +144,7 @@ class DataConfig:
         _require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
         _require_at_least(self, "data", 10_000, "story_chars")
         _require_at_least(self, "data", 2, "random_tokens")
+        _require_at_least(self, "data", 0, "seed")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
         for name, file in (
@@ -217,7 +218,7 @@ class TrainConfig:
         _require_at_least(
             self, "train", 1, "max_steps", "batch_size", "gradient_accumulation_steps", "validation_sequences"
         )
-        _require_at_least(self, "train", 0, "validation_interval")
+        _require_at_least(self, "train", 0, "validation_interval", "seed")
         _require(
             not (self.cuda_graph and self.precision == "fp16"),
             "train.cuda_graph",

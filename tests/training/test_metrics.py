@@ -5,6 +5,7 @@ import io
 import json
 import math
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,16 +61,17 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     sink.close()
 
 
-@pytest.mark.parametrize("cut", range(1, len(json.dumps(ROW)) + 1))
-def test_a_last_line_cut_short_at_any_place_is_left_out(tmp_path: Path, cut: int) -> None:
+def test_a_last_line_cut_short_at_any_place_is_left_out(tmp_path: Path) -> None:
     first, last = {"step": 1, "loss": 2.0}, json.dumps(ROW)
-    path = write_lines(tmp_path / METRICS_FILE, first, end=last[:cut])
-    whole = cut == len(last)  # then only the end of the line is missing
-    assert read_metrics(path) == ([first, ROW] if whole else [first])
+    for cut in range(1, len(last) + 1):
+        path = write_lines(tmp_path / METRICS_FILE, first, end=last[:cut])
+        expected = (
+            [first, ROW] if cut == len(last) else [first]
+        )  # where only the end of the line is missing, all is there
+        assert read_metrics(path) == expected, last[:cut]
 
-    JsonLines(path, last_step=10).close()  # a resume goes on from there
-    assert path.read_text().endswith("\n")
-    assert read_metrics(path) == ([first, ROW] if whole else [first])
+        JsonLines(path, last_step=10).close()  # a resume goes on from there
+        assert path.read_text() == "".join(json.dumps(row) + "\n" for row in expected), last[:cut]
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
@@ -106,9 +108,7 @@ def test_a_summary_lies_between_the_extremes_and_in_order(times: list[float]) ->
     ordered = [min(times), summary["p20"], summary["p50"], summary["p80"], max(times)]
     assert ordered == pytest.approx(sorted(ordered))
     assert summary["mean"] == pytest.approx(sum(times) / len(times))
-    assert summary["std"] == pytest.approx(
-        math.sqrt(sum((t - summary["mean"]) ** 2 for t in times) / len(times)), abs=1e-6
-    )
+    assert summary["std"] == pytest.approx(statistics.pstdev(times), abs=1e-6)
 
 
 def test_a_summary_of_known_times() -> None:
@@ -199,16 +199,17 @@ def test_on_a_terminal_the_line_is_live_and_remembers_the_validation(monkeypatch
 # The loss curve
 
 
-def dark_columns(path: Path) -> np.ndarray:
-    return (matplotlib.image.imread(path)[..., :3].min(axis=-1) < 0.9).sum(axis=0)
+def coloured_columns(path: Path) -> np.ndarray:
+    """How many pixels of each column are neither white nor grey nor black."""
+    image = matplotlib.image.imread(path)[..., :3]
+    return ((image.max(axis=-1) - image.min(axis=-1)) > 0.1).sum(axis=0)
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_the_curve_has_something_on_it_for_every_run(tmp_path: Path, runs: int) -> None:
+def test_curves_run_over_the_width_of_the_picture(tmp_path: Path, runs: int) -> None:
     rows = [{"step": i, "loss": 5 / i} for i in range(1, 50)] + [{"step": 49, "valid_loss": 0.2}]
-    plot_loss_curves({"empty": []}, tmp_path / "empty.png")
     plot_loss_curves({f"run {i}": rows for i in range(runs)}, tmp_path / "a.png", {"unigram entropy": 3.0})
-    assert dark_columns(tmp_path / "a.png").sum() > dark_columns(tmp_path / "empty.png").sum() + 500
+    assert (coloured_columns(tmp_path / "a.png") > 0).mean() > 0.7
 
 
 # TensorBoard
