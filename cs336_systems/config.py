@@ -166,8 +166,8 @@ class OptimizerConfig:
     """Largest learning rate."""
     min_lr: float | None = None
     """Learning rate at the end (default: lr / 10)."""
-    warmup_steps: int = 100
-    """Steps of linear warm-up."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up (default: a tenth of train.max_steps, at most 100)."""
     weight_decay: float = 0.1
     """Decay of matrices; norm weights are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -193,8 +193,8 @@ class TrainConfig:
     """Sequences an optimizer step, over all micro-batches and processes."""
     gradient_accumulation_steps: int = 1
     """Micro-batches an optimizer step; must divide batch_size."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; inf only measures it."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; null only measures it."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -225,7 +225,10 @@ class TrainConfig:
             self.cuda_graph,
             "false with train.precision 'fp16', whose loss scaling decides on the host",
         )
-        _require(self.max_grad_norm > 0, "train.max_grad_norm", self.max_grad_norm, "above 0 (inf: do not clip)")
+        if self.max_grad_norm == math.inf:  # which JSON cannot say
+            object.__setattr__(self, "max_grad_norm", None)
+        limit = self.max_grad_norm
+        _require(limit is None or limit > 0, "train.max_grad_norm", limit, "above 0, or null: do not clip")
         _require(
             self.batch_size % self.gradient_accumulation_steps == 0,
             "train.gradient_accumulation_steps",
@@ -305,6 +308,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.resume == "auto":
             _require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
+        if self.optimizer.warmup_steps is None:
+            warmup_steps = min(100, self.train.max_steps // 10)
+            object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, warmup_steps=warmup_steps))
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON types."""

@@ -8,6 +8,7 @@ leaves either no folder of that name or a whole one. Nothing is ever unpickled.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.api
 from torch import Tensor, nn
 
 from cs336_basics.data import sha256_of_file
@@ -55,6 +57,30 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     """Per file its `bytes` and `sha256`."""
     format: int = _FORMAT
+
+    def to_json(self) -> str:
+        """The manifest as text, with a checksum of itself."""
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, "checksum": _checksum(fields)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The manifest that `to_json` wrote. Raises ValueError for anything else."""
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("it is not a JSON object")
+        if raw.get("format") != _FORMAT:
+            raise ValueError(f"format {raw.get('format')!r}, this version reads format {_FORMAT}")
+        if raw.pop("checksum", None) != _checksum(raw):
+            raise ValueError("its checksum is wrong")
+        names = {field.name for field in dataclasses.fields(cls)}
+        if raw.keys() != names:
+            raise ValueError(f"its fields are not {', '.join(sorted(names))}")
+        return cls(**raw)
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_name(step: int) -> str:
@@ -93,17 +119,29 @@ def save_checkpoint(
             versions=versions,
             files=_describe_files(saving),
         )
-        _write_and_flush(saving / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+        _write_and_flush(saving / MANIFEST, manifest.to_json())
         _flush_folder(saving)
-        if final.exists():  # a torn one, or the same step again after resuming from an earlier one
-            final.rename(folder / f"{_DELETING}{final.name}")
-        saving.rename(final)
+        _put_in_place(saving, final)
         _flush_folder(folder)
     except Exception as error:
         shutil.rmtree(saving, ignore_errors=True)
         raise CheckpointError(f"checkpoint {final} could not be written: {_reason(error)}") from error
     _delete_leftovers(folder)
     return final
+
+
+def _put_in_place(saving: Path, final: Path) -> None:
+    """Rename, after moving away what is there: a torn checkpoint, or the step of a try before this one."""
+    aside = final.with_name(f"{_DELETING}{final.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    try:
+        saving.rename(final)
+    except BaseException:
+        if aside.exists():
+            aside.rename(final)
+        raise
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -116,22 +154,25 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         file_of[name] = index
         filled += tensor.nbytes
     writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
-    with _quiet():
+    with _single_process():
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
     """Fill the tensors of `into` in place from a checkpoint's tensors of the same names."""
-    with _quiet():
+    with _single_process():
         dcp.load(dict(into), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that there is only one process, which no_dist has said already."""
+def _single_process() -> Iterator[None]:
+    """torch.distributed.checkpoint without its warning of being alone, and with the errors it wraps as they were."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except dcp.api.CheckpointException as error:  # no Exception, and no cause: {rank: (exception, traceback)}
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -191,12 +232,11 @@ def verify_checkpoint(path: Path) -> Manifest:
     if not (path / MANIFEST).is_file():
         raise ValueError(f"checkpoint {path} is torn: it has no {MANIFEST}")
     try:
-        raw = json.loads((path / MANIFEST).read_text())
-        if raw.get("format") != _FORMAT:
-            raise ValueError(f"format {raw.get('format')}, this version reads format {_FORMAT}")
-        manifest = Manifest(**raw)
-    except (ValueError, TypeError, AttributeError) as error:
+        manifest = Manifest.from_json((path / MANIFEST).read_text())
+    except (ValueError, OSError) as error:
         raise ValueError(f"checkpoint file {path / MANIFEST} cannot be read: {error}") from error
+    if path.name != checkpoint_name(manifest.step) and _STEP.fullmatch(path.name):
+        raise ValueError(f"checkpoint {path} is of step {manifest.step}, its manifest says")
     for name, expected in manifest.files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -215,7 +255,7 @@ def newest_whole_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
     for path in find_checkpoints(folder):
         try:
             return path, verify_checkpoint(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             logger.warning("PASSED OVER: %s", error)
     return None
 
@@ -230,6 +270,19 @@ def check_identity(path: Path, manifest: Manifest, identity: dict[str, Any]) -> 
     ]
     if differing:
         raise ValueError(f"checkpoint {path} is of another run: {'; '.join(differing)}")
+
+
+def set_newer_aside(folder: Path, step: int) -> None:
+    """Rename checkpoints after `step` to `superseded-*`: torn ones, and those of a try that is not gone on with.
+
+    They would otherwise be taken for this try's. Nothing deletes them but the next of the same name.
+    """
+    for path in find_checkpoints(folder):
+        if int(path.name[5:]) > step:
+            aside = folder / f"superseded-{path.name}"
+            logger.warning("resume: %s is set aside as %s", path, aside.name)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None) -> None:

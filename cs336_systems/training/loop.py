@@ -140,6 +140,12 @@ class Trainer:
         self.config, self.model, self.device = config, model, device
         self.context_length = config.model.shape.context_length
         self.optimizer = build_optimizer(model, config.optimizer)
+        if (config.optimizer.warmup_steps or 0) > config.train.max_steps:
+            logger.warning(
+                "optimizer.warmup_steps is %d, more than train.max_steps, %d: the largest learning rate is not reached",
+                config.optimizer.warmup_steps,
+                config.train.max_steps,
+            )
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
@@ -166,6 +172,7 @@ class Trainer:
         """The rate of step 1, 2, ... max_steps; the last step has min_lr."""
         c = self.config.optimizer
         assert c.min_lr is not None
+        assert c.warmup_steps is not None
         return get_cosine_lr(step, c.lr, c.min_lr, c.warmup_steps, self.config.train.max_steps)
 
     def train_step(self) -> dict[str, Any]:
@@ -208,7 +215,7 @@ class Trainer:
         """Leave the clipped gradient of the mean loss in `.grad`; return loss and norm, (2,) on the device."""
         loss = self._forward_backward(inputs, targets)
         self.scaler.unscale_(self.optimizer)
-        norm = clip_gradient(self.model.parameters(), self.config.train.max_grad_norm)
+        norm = clip_gradient(self.model.parameters(), self.config.train.max_grad_norm or math.inf)
         return torch.stack((loss, norm.to(loss)))
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:

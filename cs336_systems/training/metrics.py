@@ -1,6 +1,7 @@
 """What a run tells: metrics.jsonl always, a progress line for a person, TensorBoard and Weights & Biases when asked."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,14 @@ class JsonLines:
     def __init__(self, path: Path, last_step: int = 0) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
         beside = path.with_suffix(".jsonl.tmp")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        beside.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
         os.replace(beside, path)
         self._file = path.open("a", buffering=1)
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        # NaN and Infinity are no JSON: a loss that is no number is null.
+        plain = {k: finite_or_none(v) if isinstance(v, float) else v for k, v in row.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -46,14 +49,14 @@ class JsonLines:
 class TensorBoard:
     """TensorBoard event files in the run folder."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, last_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
                 "log.tensorboard is true, but tensorboard is not installed: pip install tensorboard"
             ) from error
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, row: Row) -> None:
         for name, value in _numbers(row).items():
@@ -92,11 +95,16 @@ def _numbers(row: Row) -> dict[str, float]:
     return {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
 
 
+def finite_or_none(value: float) -> float | None:
+    """The value, or None where it is infinite or no number."""
+    return value if math.isfinite(value) else None
+
+
 def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
     """All sinks that the configuration asks for. Raises ValueError for one whose package is not installed."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
-        sinks.append(TensorBoard(run_dir))
+        sinks.append(TensorBoard(run_dir, last_step))
     if config.log.wandb != "off":
         sinks.append(WeightsAndBiases(run_dir, config))
     return [JsonLines(run_dir / METRICS_FILE, last_step), *sinks]
@@ -186,10 +194,11 @@ def plot_loss_curves(
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy (nats a token)")
     for i, (name, rows) in enumerate(runs.items()):
-        train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+        train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+        valid = [(row["step"], row["valid_loss"]) for row in rows if row.get("valid_loss") is not None]
         prefix = f"{name}: " if len(runs) > 1 else ""
-        axes.plot(*zip(*train, strict=True), color=f"C{i}", alpha=0.35, linewidth=0.8, label=f"{prefix}training")
+        if train:
+            axes.plot(*zip(*train, strict=True), color=f"C{i}", alpha=0.35, linewidth=0.8, label=f"{prefix}training")
         if valid:
             axes.plot(*zip(*valid, strict=True), color=f"C{i}", marker="o", markersize=3, label=f"{prefix}validation")
     for i, (name, value) in enumerate((baselines or {}).items()):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import json
 import logging
 import os
 import time
@@ -29,15 +30,17 @@ from .checkpoint import (
     check_identity,
     checkpoint_name,
     collect_state,
+    find_checkpoints,
     newest_whole_checkpoint,
     prune_checkpoints,
     restore_state,
     save_checkpoint,
+    set_newer_aside,
     verify_checkpoint,
 )
 from .load import CHECKPOINTS, TOKENIZER, LoadedModel, load_model
 from .loop import Position, StopRequest, Trainer
-from .metrics import METRICS_FILE, Progress, Row, open_sinks, plot_loss_curves, read_metrics, summarise
+from .metrics import METRICS_FILE, Progress, Row, finite_or_none, open_sinks, plot_loss_curves, read_metrics, summarise
 from .prepare import PreparedData, prepare_data
 
 logger = logging.getLogger(__name__)
@@ -82,15 +85,18 @@ def train(config: RunConfig) -> RunResult:
     check_precision(device, config.train.precision)
     attention = get_attention(config.model.attention)
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
-    resumed = _find_resume(config, run_dir)
-    first_weights = load_model(config.init_from) if config.init_from is not None and resumed is None else None
-    data = prepare_data(config)
-    identity = _identity(config, data)
-    if resumed is not None:
-        check_identity(*resumed, identity)
-    if first_weights is not None:
-        _check_first_weights(first_weights, identity)
     with _locked(run_dir), _determinism(config.train.deterministic):
+        resumed = _find_resume(config, run_dir)
+        first_weights = load_model(config.init_from) if config.init_from is not None and resumed is None else None
+        data = prepare_data(config)
+        identity = _identity(config, data)
+        if resumed is not None:
+            check_identity(*resumed, identity)
+            if (finished := _finished_result(config, run_dir, resumed)) is not None:
+                return finished
+        set_newer_aside(run_dir / CHECKPOINTS, resumed[1].step if resumed is not None else -1)
+        if first_weights is not None:
+            _check_first_weights(first_weights, identity)
         write_json(run_dir / "config.json", config.to_dict())
         if data.tokenizer is not None:
             data.tokenizer.save(run_dir / TOKENIZER)
@@ -124,14 +130,24 @@ def _determinism(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Keep a second process out of the run folder; the lock goes with the process, however it ends."""
+    """Keep a second process out of the run folder; the lock goes with the process, however it ends.
+
+    A folder that an error leaves empty is removed again.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
+    lock = run_dir / ".lock"
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"run_dir {run_dir} is in use by another process") from error
-        yield
+        try:
+            yield
+        except BaseException:
+            if list(run_dir.iterdir()) == [lock]:
+                lock.unlink()
+                run_dir.rmdir()
+            raise
 
 
 def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | None:
@@ -141,13 +157,29 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
         if found is None:
             logger.info("resume: no whole checkpoint in %s, starting from the beginning", checkpoints)
         return found
-    if config.resume != "none":
-        return Path(config.resume), verify_checkpoint(Path(config.resume))
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        raise ValueError(
-            f"run_dir {run_dir} holds a run already: give --resume auto to go on with it, or another run_dir"
-        )
-    return None
+    taken = (run_dir / METRICS_FILE).exists() or bool(find_checkpoints(checkpoints))
+    if config.resume == "none":
+        if taken:
+            raise ValueError(
+                f"run_dir {run_dir} holds a run already: give --resume auto to go on with it, or another run_dir"
+            )
+        return None
+    path = Path(config.resume)
+    if taken and path.resolve().parent != checkpoints.resolve():
+        raise ValueError(f"run_dir {run_dir} holds another run than resume, {path}: give another run_dir")
+    return path, verify_checkpoint(path)
+
+
+def _finished_result(config: RunConfig, run_dir: Path, resumed: tuple[Path, Manifest]) -> RunResult | None:
+    """What the run came to, where it is being resumed after its last step."""
+    path, step = run_dir / "result.json", resumed[1].step
+    if step < config.train.max_steps or not path.is_file():
+        return None
+    known = json.loads(path.read_text())
+    if known.get("step") != step or known.get("interrupted") is not None:
+        return None
+    logger.info("resume: %s is finished, at step %d", run_dir, step)
+    return RunResult(**known)
 
 
 def _identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
@@ -295,8 +327,8 @@ class _Run:
             loss_curve=str(loss_curve),
             step=self.trainer.position.step,
             interrupted=interrupted,
-            train_loss=self.rows[-1]["loss"] if self.rows else None,
-            valid_loss=self.validated[1] if self.validated else None,
+            train_loss=finite_or_none(self.rows[-1]["loss"]) if self.rows else None,
+            valid_loss=finite_or_none(self.validated[1]) if self.validated else None,
             unigram_entropy=unigram,
             bigram_entropy=bigram,
             bigram_model_loss=bigram_loss,

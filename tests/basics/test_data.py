@@ -117,9 +117,20 @@ def test_a_stream_that_breaks_makes_no_file(tmp_path):
     assert not (tmp_path / "t.json").exists()
 
 
-def test_an_id_too_large_for_the_file_is_not_wrapped_around(tmp_path):
-    with pytest.raises(OverflowError, match="70000"):
-        write_tokens(tmp_path / "t.npy", [[1, 70_000]], 300, source="")
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        ([1, 70_000], "token ID 70000 for .*: it must be from 0 to 299"),
+        (np.array([300], dtype=np.uint16), "token ID 300"),
+        (np.array([1, -1]), "token ID -1"),
+        ([1.5], "float64 of shape"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
+    ],
+)
+def test_what_is_no_token_id_is_refused_and_nothing_is_left(tmp_path, chunk, message):
+    with pytest.raises(ValueError, match=message):
+        write_tokens(tmp_path / "t.npy", [[1, 2], chunk], 300, source="")
+    assert not list(tmp_path.iterdir())
 
 
 # Loading and its errors

@@ -295,9 +295,10 @@ def test_resume_auto_passes_over_a_torn_checkpoint_loudly_and_ends_the_same(
     file = tensor_file(checkpoint_path(config, 10)).name if damage in TENSOR_DAMAGE else MANIFEST
     DAMAGE[damage](checkpoint_path(config, 10))
     train(resumed(config))
-    (warning,) = warnings_of(caplog)
-    assert str(checkpoint_path(config, 10)) in warning
-    assert file in warning
+    passed_over, set_aside = warnings_of(caplog)
+    assert str(checkpoint_path(config, 10)) in passed_over
+    assert file in passed_over
+    assert f"{checkpoint_path(config, 10)} is set aside as superseded-step_00000010" in set_aside
     assert_same_end(end_of(config), end_of(finished))
 
 
@@ -324,7 +325,7 @@ def test_resume_auto_starts_from_the_beginning_where_nothing_is_whole_and_says_s
     else:
         config = dataclasses.replace(finished, run_dir=str(tmp_path / "run"))
     train(resumed(config))
-    assert len(warnings_of(caplog)) == (2 if torn else 0)
+    assert len(warnings_of(caplog)) == (4 if torn else 0)  # passed over and set aside, each of two
     assert "no whole checkpoint" in caplog.text
     assert "starting from the beginning" in caplog.text
     assert_same_end(end_of(config), end_of(finished))
@@ -766,3 +767,43 @@ def test_without_a_run_folder_one_is_named_after_source_and_time(
     result = train(dataclasses.replace(make_config(tmp_path, train=dict(max_steps=1)), run_dir=None))
     assert result.run_dir.startswith("runs/random-2")
     assert (tmp_path / result.run_dir / "result.json").is_file()
+
+
+def test_newer_checkpoints_of_a_try_that_is_not_gone_on_with_are_set_aside_not_lost(
+    tmp_path: Path, finished: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resume at 5, stop at 7: a later --resume auto must go on from 7, not from the earlier try's 10."""
+    config = copy_of(finished, tmp_path)
+    before = read_independently(checkpoint_path(config, 10))
+    step = Trainer.train_step
+
+    def stopping(trainer: Trainer) -> dict[str, Any]:
+        row = step(trainer)
+        if row["step"] == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+        return row
+
+    monkeypatch.setattr(Trainer, "train_step", stopping)
+    train(resumed(config, checkpoint_path(config, 5)))
+    assert checkpoint_names(config) == [checkpoint_name(5), checkpoint_name(7), "superseded-step_00000010"]
+    aside = checkpoint_path(config, 10).with_name("superseded-step_00000010")
+    assert_same_tensors(read_independently(aside), before)
+    monkeypatch.setattr(Trainer, "train_step", step)
+    train(resumed(config))
+    assert [row["step"] for row in loss_rows(config)] == list(range(1, 11))
+    assert_same_tensors(read_independently(checkpoint_path(config, 10)), before)
+
+
+def test_a_checkpoint_of_one_run_is_not_gone_on_from_in_the_folder_of_another(
+    tmp_path: Path, finished: RunConfig
+) -> None:
+    config = copy_of(finished, tmp_path)
+    with pytest.raises(ValueError, match="holds another run than resume"):
+        train(resumed(config, checkpoint_path(finished, 5)))
+
+
+def test_a_mistake_leaves_no_empty_run_folder(tmp_path: Path) -> None:
+    config = make_config(tmp_path, data=dict(source="text", train_text=str(tmp_path / "missing.txt")))
+    with pytest.raises(FileNotFoundError):
+        train(config)
+    assert not Path(str(config.run_dir)).exists()
