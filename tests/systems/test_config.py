@@ -118,6 +118,9 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     *_cases("train", "max_steps batch_size gradient_accumulation_steps validation_sequences", (0, -1, NAN), AT_LEAST_1),
     *_cases("train", "validation_interval", (-1, NAN), AT_LEAST_0),
     *_cases("train", "max_grad_norm", (0.0, -1.0, NAN), ABOVE_0),
+    # NumPy refuses a negative one for random tokens, and for stories -1 would silently be the same text as 1.
+    ("data", "seed", -1, AT_LEAST_0),
+    ("train", "seed", -1, AT_LEAST_0),
     *_cases("checkpoint", "keep_last", (0, -1, NAN), AT_LEAST_1),
     *_cases("sample", "max_new_tokens", (-1, NAN), AT_LEAST_0),
     *_cases("sample", "temperature", (-0.1, NAN, INF), AT_LEAST_0),
@@ -166,12 +169,6 @@ def test_a_choice_that_is_none_of_the_accepted_is_an_error_where_it_is_built(
 ) -> None:
     with pytest.raises(ValueError, match=rf"^{group}\.{field} is '{value}': it must be .*{one_accepted}"):
         GROUPS[group](**{field: value})
-
-
-def test_a_negative_data_seed_is_an_error() -> None:
-    # NumPy refuses it for random tokens, and for stories -1 would silently be the same text as 1.
-    with pytest.raises(ValueError, match=r"^data\.seed is -1: it must be at least 0"):
-        DataConfig(source="random", seed=-1)
 
 
 def test_the_width_must_divide_into_its_heads() -> None:
@@ -226,7 +223,7 @@ def test_resume_auto_needs_a_run_dir() -> None:
         ("data", dict(random_tokens=2)),
         ("optimizer", dict(lr=0.0, warmup_steps=0, weight_decay=0.0, eps=0.0, betas=(0.0, 0.0))),
         ("train", dict(max_steps=1, batch_size=1, validation_interval=0, validation_sequences=1)),
-        ("train", dict(max_grad_norm=INF)),
+        ("train", dict(max_grad_norm=None)),
         ("checkpoint", dict(checkpointing_interval=0, keep_last=1)),
         ("checkpoint", dict(checkpointing_interval=-1)),
         ("sample", dict(temperature=0.0, top_k=1, top_p=1.0, max_new_tokens=0)),
@@ -245,6 +242,21 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
         "elsewhere.npy",
     )
     assert DataConfig(source="random").data_dir == "data/random"
+
+
+def test_an_infinite_limit_of_the_gradient_is_none() -> None:
+    assert TrainConfig(max_grad_norm=INF).max_grad_norm is None
+
+
+def test_the_warm_up_is_a_tenth_of_the_steps_but_at_most_100_unless_given() -> None:
+    def warmup(max_steps: int, **optimizer: Any) -> int | None:
+        run = RunConfig(
+            model=ModelConfig(**TINY), train=TrainConfig(max_steps=max_steps), optimizer=OptimizerConfig(**optimizer)
+        )
+        return run.optimizer.warmup_steps
+
+    assert [warmup(steps) for steps in (5, 50, 1000, 5000)] == [0, 5, 100, 100]
+    assert warmup(50, warmup_steps=20) == 20
 
 
 def test_min_lr_is_a_tenth_of_lr_unless_given() -> None:
