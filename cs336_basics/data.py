@@ -42,8 +42,8 @@ def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
 
 
 def sidecar_path(path: str | os.PathLike[str]) -> Path:
-    """Where the JSON sidecar of a token file lies: train.npy -> train.json."""
-    return Path(path).with_suffix(".json")
+    """Where the JSON sidecar of a token file lies: train.npy -> train.json, train -> train.json."""
+    return Path(f"{str(path).removesuffix('.npy')}.json")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -65,7 +65,7 @@ def write_tokens(
     integer from 0 to vocab_size - 1.
     """
     path, dtype = Path(path), token_dtype(vocab_size)
-    beside = path.with_suffix(".npy.tmp")
+    beside = path.with_name(f"{path.name}.tmp")
     count = 0
     try:
         with beside.open("wb") as file:
@@ -162,8 +162,8 @@ def get_batch(
     """batch_size sequences from random places: inputs and the targets one token on, both (B, T) int64 on `device`."""
     rng = rng or np.random.default_rng()
     starts = rng.integers(0, count_starts(tokens, context_length), size=batch_size)
-    inputs, targets = gather_sequences(tokens, starts, context_length)
-    return inputs.to(device), targets.to(device)
+    both = gather_sequences(tokens, starts, context_length).to(device)
+    return both[:, :-1], both[:, 1:]
 
 
 def count_starts(tokens: npt.NDArray[np.integer], context_length: int) -> int:
@@ -177,13 +177,10 @@ def count_starts(tokens: npt.NDArray[np.integer], context_length: int) -> int:
     return count
 
 
-def gather_sequences(
-    tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.integer], context_length: int
-) -> tuple[Tensor, Tensor]:
-    """The sequences at `starts` and their targets, both (B, T) int64 views of one array on the CPU."""
+def gather_sequences(tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.integer], context_length: int) -> Tensor:
+    """The sequences at `starts` with the token after each, (B, T + 1) int64: inputs are [:, :-1], targets [:, 1:]."""
     windows = np.stack([tokens[s : s + context_length + 1] for s in starts.tolist()]).astype(np.int64)
-    both = torch.from_numpy(windows)
-    return both[:, :-1], both[:, 1:]
+    return torch.from_numpy(windows)
 
 
 def sequence_starts(seed: int, first: int, count: int, num_starts: int) -> npt.NDArray[np.int64]:

@@ -30,7 +30,9 @@ def filter_logits(
         ordered, order = logits.sort(descending=True)
         probability = ordered.softmax(dim=-1)
         before = probability.cumsum(dim=-1) - probability
-        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(
+            -1, order, before >= max(top_p, torch.finfo(torch.float32).tiny)
+        )
         logits = logits.masked_fill(dropped, float("-inf"))
     return logits
 

@@ -132,13 +132,14 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
         raise ValueError(f"{folder} has no weight {missing[0]} ({len(missing)} of {len(names)} are missing)")
     if extra := sorted(set(weights) - set(names.values())):
         raise ValueError(f"{folder} has a weight {extra[0]} that this model has no place for")
-    state = {}
-    for ours, theirs in names.items():
-        weight = weights[theirs].float()
-        state[ours] = _to_pairs(weight, shape.num_heads) if ours.endswith(_TURNED) else weight
+    state = {ours: weights[theirs].float() for ours, theirs in names.items()}
     _check_shapes(folder, shape, state)
+    state = {name: _to_pairs(w, shape.num_heads) if name.endswith(_TURNED) else w for name, w in state.items()}
     tokenizer_path = folder / "tokenizer.json"
-    return shape, state, Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() else None
+    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() else None
+    if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
+        raise ValueError(f"{tokenizer_path} has {tokenizer.vocab_size} tokens, config.json says {shape.vocab_size}")
+    return shape, state, tokenizer
 
 
 def _read_config(path: Path) -> ModelShape:
@@ -165,13 +166,21 @@ def _read_config(path: Path) -> ModelShape:
             "head_dim": (shape.d_model // heads, config.get("head_dim") or shape.d_model // heads),
             "hidden_act": ("silu", config.get("hidden_act", "silu")),
             "rms_norm_eps": (_NORM_EPS, config.get("rms_norm_eps", 1e-6)),
+            "partial_rotary_factor": (
+                1.0,
+                rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
+            ),
             "attention_bias": (False, config.get("attention_bias", False)),
             "mlp_bias": (False, config.get("mlp_bias", False)),
             "tie_word_embeddings": (False, config.get("tie_word_embeddings", False)),
-            "rope type": ("default", scaling.get("rope_type", rope.get("rope_type", "default"))),
+            "rope type": ("default", scaling.get("rope_type", scaling.get("type", rope.get("rope_type", "default")))),
         }
     except (ValueError, KeyError, AttributeError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} cannot be read as a Llama configuration: {type(error).__name__} {error}") from error
+    for name, value in asdict(shape).items():
+        kinds = (int, float) if name == "rope_theta" else (int,)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
+            raise ValueError(f"{path}: {name} is {value!r}: it must be a positive number")
     for name, (accepted, found) in required.items():
         if found != accepted:
             raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")

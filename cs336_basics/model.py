@@ -6,6 +6,7 @@ Attention is an argument of the model: any function `attention(q, k, v, is_causa
 Shapes: B batch, T positions in this call, S positions in the cache, H heads, D size of a head.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -28,12 +29,18 @@ def scaled_dot_product_attention(
     Scores and softmax are float32 whatever the inputs are; float64 stays float64. Holds all queries x keys scores.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):  # which would compute the products in its own type again
+    with _without_autocast(q.device.type):  # which would compute the products in its own type again
         scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
         if is_causal:
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~visible, float("-inf"))
         return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()  # the meta device has none
 
 
 def _truncated_normal(shape: tuple[int, ...], std: float) -> nn.Parameter:

@@ -115,7 +115,12 @@ class Tokenizer:
             show_progress=False,
         )
         # The trainer does not take special tokens out of the text, so that is done here.
-        documents = (part for piece in split_pieces(blocks) for part in piece.split(END_OF_TEXT) if part)
+        documents = (
+            part[start : start + _PIECE_CHARS]
+            for piece in split_pieces(blocks)
+            for part in piece.split(END_OF_TEXT)
+            for start in range(0, len(part), _PIECE_CHARS)
+        )
         tokenizer.train_from_iterator(documents, trainer)
         return cls(tokenizer)
 

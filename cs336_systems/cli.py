@@ -1,21 +1,24 @@
 """One command, `cs336`. Thin: it reads arguments, calls the library and prints.
 
-A user's mistake is one line on stderr and exit code 2, a failed run one line and exit code 1. A run that SIGINT stopped
-ends with 0 after it has saved; SIGTERM ends with 143 (128 + 15), so that a scheduler sees that it was not finished.
+A user's mistake is one line on stderr and exit code 2, a failed run one line and exit code 1. A run that SIGINT
+stopped ends with 0 after it has saved; SIGTERM ends with 143 (128 + 15) and a hang-up with 129, so that a scheduler
+sees that it was not finished.
 """
 
 import dataclasses
 import difflib
 import json
 import logging
+import os
 import re
 import sys
+import time
 from argparse import ArgumentError
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import rich
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from .config import (
@@ -38,7 +41,7 @@ _GROUPS: dict[str, type] = {
     "sample": SampleConfig,
     "log": LogConfig,
 }
-EXIT_SIGTERM = 143
+_EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
 
 
 def train_parser() -> ArgumentParser:
@@ -65,9 +68,57 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
-    built = _parse(train_parser(), arguments)
+    parser = train_parser()
+    built = _parse(parser, _config_files_first(list(arguments), parser))
     fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *_GROUPS)}
     return RunConfig(**fields), built.print_config
+
+
+def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
+    """The arguments with --config in front, so that fields of the command line win wherever they stand."""
+    files, others = [], []
+    while arguments:
+        word = arguments.pop(0)
+        if word == "--config" and arguments:
+            files.append(arguments.pop(0))
+        elif word.startswith("--config="):
+            files.append(word.removeprefix("--config="))
+        else:
+            others.append(word)
+    for file in files:
+        _check_config_file(Path(file), parser)
+    return [word for file in files for word in ("--config", file)] + others
+
+
+def _check_config_file(path: Path, parser: ArgumentParser) -> None:
+    """Raise ValueError or FileNotFoundError naming the file, and the field, for one that is no configuration."""
+    if not path.exists():
+        raise FileNotFoundError(f"config file {path} does not exist")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"config file {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"config file {path} holds {type(content).__name__}: it must be a JSON object")
+    for name, value in content.items():
+        if name in _GROUPS and not isinstance(value, dict):
+            raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
+        fields = [f"{name}.{key}" for key in value] if name in _GROUPS else [name]
+        for field in fields:
+            if field not in _fields(parser):
+                raise ValueError(f"{_unknown(field, parser)} (in config file {path})")
+
+
+def _fields(parser: ArgumentParser) -> list[str]:
+    return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})
+
+
+def _unknown(name: str, parser: ArgumentParser) -> str:
+    """That a field is unknown, with the nearest name there is."""
+    known = _fields(parser)
+    same_last = [field for field in known if field.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same_last or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"unknown field {name}" + (f": did you mean {near[0]}?" if near else "")
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:
@@ -86,13 +137,8 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
             types = re.sub(r"<class '(.*?)'>", r"\1", union["types"]).replace("NoneType", "null")
             return f"{name} is {union['value']}: it must be {' or '.join(types.split(', '))}"
         return f"{name}: {rest}"
-    known = sorted(action.dest for action in parser._actions)
-    unknown = re.search(r"unrecognized arguments: --([\w.]+)", message)
-    in_group = re.search(r"Group '(.*?)' does not accept option '(.*?)'", message)
-    if unknown or in_group:
-        name = unknown[1] if unknown else f"{in_group[1]}.{in_group[2]}"  # type: ignore[index]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        return f"unknown field {name}" + (f": did you mean {near[0]}?" if near else "")
+    if found := re.search(r"unrecognized arguments: --([\w.]+)", message):
+        return _unknown(found[1], parser)
     return " ".join(message.split())
 
 
@@ -103,24 +149,27 @@ def _train(arguments: Sequence[str]) -> int:
         return 0
     from .report.tables import summary
     from .training import train
+    from .training.metrics import say
 
+    started = time.perf_counter()
     result = train(config)
-    print_line = rich.get_console().print
     if result.interrupted is not None:
-        print_line(
-            f"stopped by {result.interrupted} at step {result.step}: --resume auto --run_dir {result.run_dir} goes on",
-            markup=False,
-            soft_wrap=True,
+        say(
+            f"stopped by {result.interrupted} at step {result.step}; to go on: "
+            f"cs336 train --config {result.run_dir}/config.json --resume auto"
         )
-        return EXIT_SIGTERM if result.interrupted == "SIGTERM" else 0
-    print_line(f"\n{summary(dataclasses.asdict(result))}", markup=False, highlight=False, soft_wrap=True)
+        return _EXIT_CODES[result.interrupted]
+    say(f"\n{summary(dataclasses.asdict(result))}")
+    say(f"time             {time.perf_counter() - started:.0f} s")
     return 0
 
 
 def _parser(command: str, description: str) -> ArgumentParser:
     # The docstring under each field of a dataclass becomes its help.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    return ArgumentParser(prog=f"cs336 {command}", description=description, exit_on_error=False, print_config=None)
+    return ArgumentParser(
+        prog=f"cs336 {command}", description=description, exit_on_error=False, print_config=None, allow_abbrev=False
+    )
 
 
 def _parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
@@ -136,11 +185,11 @@ def _generate(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
     parser.add_class_arguments(SampleConfig)
     options = vars(_parse(parser, arguments))
-    from .hardware import select_device
+    from .hardware import use_device
     from .training.load import load_model
     from .training.pipeline import sample_text
 
-    device, run = select_device(options.pop("device")), options.pop("run")
+    device, run = use_device(options.pop("device")), options.pop("run")
     sampling = SampleConfig(**options)
     loaded = load_model(run)
     if loaded.tokenizer is None:
@@ -155,12 +204,12 @@ def _export(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--format", choices=["hf"], default="hf", help="hf: what LlamaForCausalLM.from_pretrained loads."
     )
-    parser.add_argument("--out", type=str, default=None, help="Folder to write (default: RUN/hf).")
+    parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
     options = _parse(parser, arguments)
     from .training.load import export_run
 
-    out = options.out or f"{options.run}/{options.format}"
-    print(f"{export_run(options.run, out)} -> {out}")
+    checkpoint, out = export_run(options.run, options.out)
+    print(f"{checkpoint} -> {out}")
     return 0
 
 
@@ -224,16 +273,24 @@ class _ConsoleHandler(logging.Handler):
     """Log lines through rich's console, so that they do not tear the live progress line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        rich.get_console().print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        from .training.metrics import say
+
+        say(self.format(record))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `cs336` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # OpenMP's threads spin while they wait, which on a busy machine takes the cores from those that have work: a step
+    # then takes many times as long. Read when PyTorch is loaded, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     log = logging.getLogger("cs336_systems")
     if not log.handlers:
         log.addHandler(_ConsoleHandler())
         log.setLevel(logging.INFO)
+    if arguments == ["--version"]:
+        print(f"cs336 {metadata.version('cs336-systems')}")
+        sys.exit(0)
     if not arguments or arguments[0] not in _COMMANDS:
         asked = bool(arguments) and arguments[0] in ("-h", "--help")
         print(_usage(), file=sys.stdout if asked else sys.stderr)
@@ -244,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(RuntimeError("interrupted"), 130)
     except (ValueError, FileNotFoundError) as error:
         _fail(error, 2)
+    except MemoryError:
+        _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)
     except (RuntimeError, OSError) as error:
         _fail(error, 1)
 

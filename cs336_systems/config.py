@@ -7,7 +7,8 @@ Imports nothing heavy, so that `cs336 --help` is quick.
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cs336_basics.shape import ModelShape
 
@@ -32,6 +33,37 @@ _SHAPE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:
     if not condition:
         raise ValueError(f"{name} is {value!r}: it must be {accepted}")
+
+
+def _check_types(config: Any, group: str) -> None:
+    """Hold every field to its annotation, as the command line's parser does, for JSON's null and for Python."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        accepted = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not any(_is_a(value, kind) for kind in accepted):
+            raise ValueError(f"{group}{name} is {value!r}: it must be {' or '.join(map(_describe, accepted))}")
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return kind in (int, float)  # left to the check of the range, which no NaN passes
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"{len(get_args(kind))} numbers"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+    return names.get(kind, kind.__name__)
 
 
 def _require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:
@@ -66,9 +98,10 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     attention: str = "auto"
-    """Attention kernel by its registered name; auto picks by device."""
+    """Attention kernel by its registered name; auto is sdpa, PyTorch's own choice."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "model.")
         preset: dict[str, int] = {}
         if self.size is not None:
             _require(self.size in MODEL_SIZES, "model.size", self.size, f"one of {', '.join(MODEL_SIZES)}")
@@ -78,7 +111,7 @@ class ModelConfig:
             given = getattr(self, name)
             if given is None:
                 object.__setattr__(self, name, preset.get(name, defaults.get(name)))
-            elif name in _SHAPE_FIELDS and given != preset.get(name, given):
+            elif name in _SHAPE_FIELDS and name in preset and given != preset[name]:
                 raise ValueError(
                     f"model.{name} is {given}, but model.size {self.size!r} means {preset[name]}: give the size, or "
                     f"leave it out and give {', '.join(_SHAPE_FIELDS)}"
@@ -86,8 +119,9 @@ class ModelConfig:
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
         _require_at_least(self, "model", 1, "vocab_size", "context_length", *_SHAPE_FIELDS)
-        _require(self.rope_theta > 0, "model.rope_theta", self.rope_theta, "above 0")
+        _require(0 < self.rope_theta < math.inf, "model.rope_theta", self.rope_theta, "above 0 and finite")
         s = self.shape
+        _require(s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, "at most 2^24")
         if s.d_model % s.num_heads:
             raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
         if (s.d_model // s.num_heads) % 2:
@@ -131,6 +165,7 @@ class DataConfig:
     """Seed of the stories or of the random tokens."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "data.")
         if self.source == "text":
             _require(bool(self.train_text), "data.train_text", self.train_text, "a path, because data.source is 'text'")
         else:
@@ -144,7 +179,7 @@ class DataConfig:
         _require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
         _require_at_least(self, "data", 10_000, "story_chars")
         _require_at_least(self, "data", 2, "random_tokens")
-        _require_at_least(self, "data", 0, "seed")
+        _require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
         for name, file in (
@@ -154,6 +189,11 @@ class DataConfig:
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, f"{folder}/{file}")
+        taken: dict[str, str] = {f"{folder}/stories.txt": "the generated text"}
+        for name in ("train_text", "valid_text", "tokenizer", "train_tokens", "valid_tokens"):
+            path = getattr(self, name)
+            if path is not None and taken.setdefault(path, f"data.{name}") != f"data.{name}":
+                raise ValueError(f"data.{name} is {path!r}: it must be another file than {taken[path]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +216,7 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "optimizer.")
         _require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
         for i, beta in enumerate(self.betas):
             _require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
@@ -215,10 +256,12 @@ class TrainConfig:
     """Seed of the weights and of the order of the data."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "train.")
         _require_at_least(
             self, "train", 1, "max_steps", "batch_size", "gradient_accumulation_steps", "validation_sequences"
         )
-        _require_at_least(self, "train", 0, "validation_interval", "seed")
+        _require_at_least(self, "train", 0, "validation_interval")
+        _require(0 <= self.seed < 1 << 63, "train.seed", self.seed, "at least 0 and below 2^63")
         _require(
             not (self.cuda_graph and self.precision == "fp16"),
             "train.cuda_graph",
@@ -247,6 +290,7 @@ class CheckpointConfig:
     """Keep only this many of the newest checkpoints (default: all)."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "checkpoint.")
         _require_at_least(self, "checkpoint", 1, "keep_last")
 
 
@@ -268,8 +312,12 @@ class SampleConfig:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "sample.")
         _require_at_least(self, "sample", 0, "max_new_tokens", "temperature")
         _require_at_least(self, "sample", 1, "top_k")
+        _require(0 <= self.seed < 1 << 63, "sample.seed", self.seed, "at least 0 and below 2^63")
+        if any("\ud800" <= character <= "\udfff" for character in self.prompt):
+            raise ValueError(f"sample.prompt is {self.prompt!r}: it must be valid UTF-8")
         _require(self.top_p is None or 0 < self.top_p <= 1, "sample.top_p", self.top_p, "above 0 and at most 1")
 
 
@@ -283,6 +331,9 @@ class LogConfig:
     """Also log to Weights & Biases."""
     wandb_project: str = "cs336"
     """Project name at Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "log.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +357,16 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self, "")
         if self.resume == "auto":
             _require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
+        room = self.model.shape.context_length - 1
+        _require(
+            (self.sample.max_new_tokens or 0) <= room,
+            "sample.max_new_tokens",
+            self.sample.max_new_tokens,
+            f"at most {room}, so that a prompt and it fit into model.context_length",
+        )
         if self.optimizer.warmup_steps is None:
             warmup_steps = min(100, self.train.max_steps // 10)
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, warmup_steps=warmup_steps))

@@ -15,6 +15,7 @@ import torch
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GB200", dict(bf16=2500, fp16=2500, tf32=1250, fp32=80)),
     ("B200", dict(bf16=2250, fp16=2250, tf32=1100, fp32=75)),
+    ("H200 NVL", dict(bf16=835, fp16=835, tf32=417, fp32=60)),
     ("H200", dict(bf16=989, fp16=989, tf32=494, fp32=67)),
     ("H100 PCIe", dict(bf16=756, fp16=756, tf32=378, fp32=51)),
     ("H100 NVL", dict(bf16=835, fp16=835, tf32=417, fp32=60)),
@@ -36,7 +37,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     None where the device or its rate in this precision is not known.
     """
     for name, rates in _PEAK_TFLOPS:
-        if re.search(rf"\b{re.escape(name)}\b", device_name):
+        # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.
+        if re.search(rf"\b{re.escape(name)}\b(?! (?:Ti|D|Laptop|Max-Q|SUPER)\b)", device_name):
             rate = rates.get(precision)
             return None if rate is None else rate * 1e12
     return None
@@ -66,6 +68,15 @@ def select_device(name: str) -> torch.device:
                 f"train.device is {name!r}: PyTorch {torch.__version__} sees {there} here (cpu always works)"
             )
     return torch.device(name)
+
+
+def use_device(name: str) -> torch.device:
+    """`select_device`, made the current device too: streams and graphs are made on the current one."""
+    device = select_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    return device
 
 
 def check_precision(device: torch.device, precision: str) -> None:

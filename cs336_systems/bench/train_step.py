@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cs336_basics.data import token_dtype
 from cs336_basics.model import TransformerLM
 
 from ..accounting import training_flops
 from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from ..hardware import device_peak_flops, select_device
+from ..hardware import device_peak_flops, use_device
 from ..kernels.attention import get_attention
 from ..training.loop import Trainer
 from ..training.metrics import summarise
@@ -45,8 +46,8 @@ def step_config(model: ModelConfig, **train: Any) -> RunConfig:
 
 def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     """Times of `Trainer.train_step`, step by step."""
-    device, shape = select_device(config.train.device), config.model.shape
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(np.uint16)
+    device, shape = use_device(config.train.device), config.model.shape
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
     started = time.perf_counter()
     torch.manual_seed(config.train.seed)
     with device:
@@ -75,7 +76,7 @@ def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, An
     """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    device, shape = select_device(config.train.device), config.model.shape
+    device, shape = use_device(config.train.device), config.model.shape
     started = time.perf_counter()
     with device:
         model: Any = LlamaForCausalLM(
@@ -92,7 +93,10 @@ def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, An
         )
     if config.train.compile:
         model = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, fused=True)
+    adamw = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), adamw.lr, adamw.betas, adamw.eps, weight_decay=adamw.weight_decay, fused=True
+    )
     tokens = torch.randint(0, shape.vocab_size, (config.train.batch_size, shape.context_length), device=device)
 
     def step() -> None:
@@ -127,7 +131,7 @@ def measure(config: RunConfig, variant: str, warmup: int = 5, steps: int = 20) -
     metrics = (measure_hf_llama if variant == "hf_llama" else measure_cs336)(config, warmup, steps)
     shape, train = config.model.shape, config.train
     seconds = metrics["step_ms"]["mean"] / 1e3
-    peak = device_peak_flops(select_device(train.device), train.precision)
+    peak = device_peak_flops(use_device(train.device), train.precision)
     metrics["tokens_per_s"] = train.batch_size * shape.context_length / seconds
     flops = training_flops(shape, train.batch_size, shape.context_length)
     metrics["mfu"] = flops / seconds / peak if peak else None
@@ -143,7 +147,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--context_length", type=int, default=1024)
     parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--out", type=Path, default=Path("results/train-step.jsonl"))

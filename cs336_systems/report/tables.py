@@ -1,6 +1,7 @@
 """Markdown tables: of runs, from their result.json, and of measured rows."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from ..accounting import num_parameters
 from ..bench.case import Row, read_rows
 from ..config import ModelConfig
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -31,6 +34,9 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
     """One line a run: model, machine, losses beside the baselines, speed."""
     lines = []
     for run_dir in run_dirs:
+        if run_dir.is_dir() and not (run_dir / "result.json").exists():
+            logger.warning("%s is not finished, left out", run_dir)
+            continue
         config, result = _read_json(run_dir / "config.json"), _read_json(run_dir / "result.json")
         shape = ModelConfig(**config["model"]).shape
         env = result["env"]
@@ -55,7 +61,7 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
 def summary(result: Mapping[str, Any]) -> str:
     """What a run came to, in the words that `cs336 train` ends with; `result` as in result.json."""
     lines = [
-        f"validation loss  {result['valid_loss']:.4f} nats a token",
+        f"validation loss  {_number(result['valid_loss'], '.4f')} nats a token",
         f"unigram entropy  {result['unigram_entropy']:.4f} of the same text: how frequent each token is in it",
         f"bigram entropy   {result['bigram_entropy']:.4f} of the same text: how frequent each token is after another",
         f"bigram model     {result['bigram_model_loss']:.4f} on the same text, from the pairs of the training text",
@@ -80,7 +86,10 @@ def summary_block(run_dir: Path) -> str:
 
 def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
     """The loss curves of some runs in one picture."""
-    plot_loss_curves({run_dir.name: read_metrics(run_dir / METRICS_FILE) for run_dir in run_dirs}, path)
+    names = [run_dir.name for run_dir in run_dirs]
+    if len(set(names)) < len(names):
+        names = [str(run_dir) for run_dir in run_dirs]
+    plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
 
 
 def rows_table(paths: Sequence[Path]) -> str:
@@ -97,9 +106,11 @@ def rows_table(paths: Sequence[Path]) -> str:
 def _train_step_table(rows: Sequence[Row]) -> str:
     def line(row: Row) -> tuple[str, ...]:
         metrics, model, train = row.metrics, row.config["model"], row.config["train"]
+        what = (f"{model['size']}, {train['batch_size']} x {model['context_length']}", row.variant)
+        if row.status != "ok":
+            return (*what, row.status, *["-"] * 5)
         return (
-            f"{model['size']}, {train['batch_size']} x {model['context_length']}",
-            row.variant,
+            *what,
             _number(metrics["step_ms"]["mean"], ".1f"),
             _number(metrics["tokens_per_s"], ",.0f"),
             _number(metrics["mfu"], ".1%"),

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ def save_checkpoint(
             trainer=trainer,
             config=config,
             versions=versions,
-            files=_describe_files(saving),
+            files=_describe_files([path for path in saving.iterdir() if path.name != MANIFEST]),
         )
         _write_and_flush(saving / MANIFEST, manifest.to_json())
         _flush_folder(saving)
@@ -181,8 +181,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]
 
 
-def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+def _describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    files = sorted(files)
     with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
         hashes = list(pool.map(sha256_of_file, files))
     return {path.name: {"bytes": path.stat().st_size, "sha256": h} for path, h in zip(files, hashes, strict=True)}
@@ -243,7 +243,7 @@ def verify_checkpoint(path: Path) -> Manifest:
         if size != expected["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
             raise ValueError(f"checkpoint file {file} is torn: it {found}, the manifest says {expected['bytes']} bytes")
-    found_files = _describe_files(path)
+    found_files = _describe_files(path / name for name in manifest.files)
     for name, expected in manifest.files.items():
         if found_files[name]["sha256"] != expected["sha256"]:
             raise ValueError(f"checkpoint file {path / name} is damaged: its SHA-256 is not the manifest's")

@@ -16,6 +16,7 @@ from cs336_basics.tokenizer import Tokenizer
 from ..hardware import environment
 from ..kernels.attention import get_attention
 from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
+from .metrics import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
@@ -67,7 +68,7 @@ def load_model(path: str | Path) -> LoadedModel:
     read_tensors(checkpoint, tensors)
     tokenizer = None
     if (expected := manifest.identity.get("tokenizer")) is not None:
-        tokenizer_path = checkpoint.parent.parent / TOKENIZER
+        tokenizer_path = checkpoint.resolve().parent.parent / TOKENIZER
         tokenizer = Tokenizer.load(tokenizer_path)
         if tokenizer.sha256 != expected:
             raise ValueError(f"{tokenizer_path} is not the tokenizer that {checkpoint} was made with")
@@ -75,21 +76,29 @@ def load_model(path: str | Path) -> LoadedModel:
     return LoadedModel(checkpoint, manifest, shape, state_dict, tokenizer)
 
 
-def export_run(path: str | Path, out: str | Path) -> Path:
-    """Write a run's newest model as a Hugging Face folder; returns the checkpoint that it is from."""
+def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
+    """Write a run's newest model as a Hugging Face folder (default: hf in the run folder).
+
+    Returns the checkpoint that it is from, and the folder. Raises ValueError for a folder that is a run or checkpoint.
+    """
     loaded = load_model(path)
+    out = Path(out) if out is not None else loaded.checkpoint.resolve().parent.parent / "hf"
+    if any((out / name).exists() for name in (CHECKPOINTS, MANIFEST, METRICS_FILE)):
+        raise ValueError(f"{out} is a run or a checkpoint, whose files an export would replace: give another folder")
+    if out.exists() and not (out / "model.safetensors").exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} holds other files than an export's: give another folder")
     export_hf(loaded.state_dict, loaded.shape, loaded.tokenizer, out)
-    return loaded.checkpoint
+    return loaded.checkpoint, out
 
 
 def import_run(folder: str | Path, run_dir: str | Path) -> Path:
     """Make a run folder, at step 0, out of a Hugging Face Llama of our kind; returns its checkpoint.
 
-    Raises ValueError where run_dir holds a run already or the folder is something else.
+    Raises ValueError where run_dir is not empty or the folder is something else.
     """
     run_dir = Path(run_dir)
-    if (run_dir / CHECKPOINTS).exists():
-        raise ValueError(f"{run_dir} holds a run already: give another folder")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ValueError(f"{run_dir} is there and not empty: give a new folder for the run")
     shape, state_dict, tokenizer = import_hf(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"model": asdict(shape)}

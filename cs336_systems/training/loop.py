@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class NonFiniteError(RuntimeError):
 
 
 class StopRequest:
-    """While active, the first SIGINT or SIGTERM asks the loop to stop after its step; a second SIGINT interrupts."""
+    """While active, SIGINT, SIGTERM or SIGHUP asks the loop to stop after its step; a second SIGINT interrupts."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -52,7 +53,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -63,8 +64,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
-        logger.warning("%s: stopping after this step, which is then saved", self.signal)
+        self.signal = signal.Signals(number).name  # nothing else: printing here could cut into a print of the loop's
 
 
 class BatchLoader:
@@ -81,11 +81,11 @@ class BatchLoader:
         return sequence_starts(self._seed, first, count, self._num_starts)
 
     def _prepare(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
+        both = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
         if self._device.type == "cuda":
-            # From pinned memory the copy waits in the GPU's queue, and this thread for nothing.
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+            # From pinned, contiguous memory the copy waits in the GPU's queue, and this thread for nothing.
+            both = both.pin_memory().to(self._device, non_blocking=True)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def get(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets (count, T) of sequences first .. first+count-1 on the device; begins the batch after."""
@@ -119,6 +119,16 @@ def compile_model(model: TransformerLM) -> None:
     for layer in model.layers:
         layer.compile()
     model.ln_final.compile()
+
+
+def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: int) -> npt.NDArray[np.int64]:
+    """Where the sequences of a validation start: up to `wanted`, one after another from the beginning, (batches, B).
+
+    Whole micro-batches only, where there is one, so that a compiled model sees one shape.
+    """
+    count = min(wanted, (num_tokens - 1) // length)
+    micro_batch = min(count, micro_batch)
+    return (np.arange(count - count % micro_batch) * length).reshape(-1, micro_batch)
 
 
 @dataclass
@@ -155,10 +165,6 @@ class Trainer:
         self.strategy = STRATEGIES["none"](model)
         self._compute_gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
         if config.train.cuda_graph:
-            if device.type != "cuda":
-                raise ValueError(
-                    f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}"
-                )
             self._compute_gradients = RecordedStep(self._gradients, self.optimizer.zero_grad)
         self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak = device_peak_flops(device, config.train.precision)
@@ -169,7 +175,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
 
     def learning_rate(self, step: int) -> float:
-        """The rate of step 1, 2, ... max_steps; the last step has min_lr."""
+        """The rate of step 1, 2, ... max_steps; the last step has min_lr, if the warm-up is over by then."""
         c = self.config.optimizer
         assert c.min_lr is not None
         assert c.warmup_steps is not None
@@ -260,19 +266,16 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tokens) -> float:
-        """Mean loss over validation_sequences consecutive sequences from the start of `tokens`.
-
-        Whole micro-batches only, where there is one, so that a compiled model sees one shape.
-        """
+        """Mean loss over the sequences of `validation_starts`."""
         train, length = self.config.train, self.context_length
-        count = min(train.validation_sequences, (len(tokens) - 1) // length)
-        micro_batch = min(count, train.batch_size // train.gradient_accumulation_steps)
-        count -= count % micro_batch
+        micro_batch = train.batch_size // train.gradient_accumulation_steps
+        starts = validation_starts(len(tokens), length, train.validation_sequences, micro_batch)
         total = torch.zeros((), device=self.device)
-        for starts in (np.arange(count) * length).reshape(-1, micro_batch):
-            x, y = (t.to(self.device) for t in gather_sequences(tokens, starts, length))
+        for some in starts:
+            both = gather_sequences(tokens, some, length).to(self.device)
             with self._autocast():
-                total += self._loss(self.strategy(x), y, reduction="sum") / (count * length)
+                logits = self.strategy(both[:, :-1].contiguous())
+                total += self._loss(logits, both[:, 1:].contiguous(), reduction="sum") / (starts.size * length)
         return total.item()
 
     def reset_clock(self) -> None:
@@ -289,4 +292,5 @@ class Trainer:
             return torch.cuda.max_memory_allocated(self.device)
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,5 +1,6 @@
 """What a run tells: metrics.jsonl always, a progress line for a person, TensorBoard and Weights & Biases when asked."""
 
+import contextlib
 import json
 import math
 import os
@@ -131,6 +132,12 @@ def summarise(times_ms: Sequence[float]) -> dict[str, float]:
     return {"p20": p20, "p50": p50, "p80": p80, "mean": float(np.mean(times_ms)), "std": float(np.std(times_ms))}
 
 
+def say(line: str) -> None:
+    """Print a line. A reader that has gone (`| head`, a closed terminal) is no reason to lose a run."""
+    with contextlib.suppress(OSError):
+        rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 class Progress:
     """One line that says how the run goes: live on a terminal, now and then a plain line elsewhere."""
 
@@ -158,17 +165,15 @@ class Progress:
         if "valid_loss" in row:
             self._valid = f"  valid {row['valid_loss']:.4f}"
             if not self._live:
-                self._print(f"step {row['step']:,}/{self._max_steps:,} {self._valid.strip()}")
+                say(f"step {row['step']:,}/{self._max_steps:,} {self._valid.strip()}")
             return
         line = self.format(row, now)
         if self._live:
-            self._live.update(Text(line + self._valid), refresh=True)
+            with contextlib.suppress(OSError):
+                self._live.update(Text(line + self._valid), refresh=True)
         elif now - self._last_plain >= self.PLAIN_INTERVAL_S:
             self._last_plain = now
-            self._print(line)
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
 
     def format(self, row: Row, now: float) -> str:
         """The progress line of a step's row at a time."""

@@ -23,7 +23,7 @@ from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import num_parameters
 from ..config import RunConfig, SampleConfig
-from ..hardware import check_precision, environment, select_device
+from ..hardware import check_precision, environment, use_device
 from ..kernels.attention import get_attention
 from .checkpoint import (
     Manifest,
@@ -39,7 +39,7 @@ from .checkpoint import (
     verify_checkpoint,
 )
 from .load import CHECKPOINTS, TOKENIZER, LoadedModel, load_model
-from .loop import Position, StopRequest, Trainer
+from .loop import Position, StopRequest, Trainer, validation_starts
 from .metrics import METRICS_FILE, Progress, Row, finite_or_none, open_sinks, plot_loss_curves, read_metrics, summarise
 from .prepare import PreparedData, prepare_data
 
@@ -81,14 +81,19 @@ def train(config: RunConfig) -> RunResult:
     Raises ValueError or FileNotFoundError for what the user can mend, NonFiniteError for a loss that is no number, and
     CheckpointError where a checkpoint cannot be written.
     """
-    device = select_device(config.train.device)
+    device = use_device(config.train.device)
     check_precision(device, config.train.precision)
+    if config.train.cuda_graph and device.type != "cuda":
+        raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
     attention = get_attention(config.model.attention)
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
-    with _locked(run_dir), _determinism(config.train.deterministic):
+    config = dataclasses.replace(config, run_dir=str(run_dir))
+    with _locked(run_dir):
         resumed = _find_resume(config, run_dir)
         first_weights = load_model(config.init_from) if config.init_from is not None and resumed is None else None
         data = prepare_data(config)
+        if data.tokenizer is not None:
+            _check_prompt(data.tokenizer, config.sample, config.model.shape.context_length)
         identity = _identity(config, data)
         if resumed is not None:
             check_identity(*resumed, identity)
@@ -107,10 +112,14 @@ def train(config: RunConfig) -> RunResult:
         if first_weights is not None:
             model.load_state_dict(first_weights.state_dict)
             logger.info("weights: from %s", first_weights.checkpoint)
+            del first_weights
         with contextlib.closing(Trainer(config, model, data.train, device)) as trainer:
             if resumed is not None:
                 _restore(trainer, *resumed)
-            result = _Run(config, run_dir, trainer, data, identity, started, resumed).run()
+            run = _Run(config, run_dir, trainer, data, identity, started, resumed)
+            with _determinism(config.train.deterministic):
+                interrupted = run.run()
+            result = run.report(interrupted)
         write_json(run_dir / "result.json", dataclasses.asdict(result))
     return result
 
@@ -134,9 +143,13 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
     A folder that an error leaves empty is removed again.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     lock = run_dir / ".lock"
-    with lock.open("w") as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        opened = lock.open("a")
+    except OSError as error:
+        raise ValueError(f"run_dir {run_dir} cannot be written to: {error.strerror}") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -175,11 +188,14 @@ def _finished_result(config: RunConfig, run_dir: Path, resumed: tuple[Path, Mani
     path, step = run_dir / "result.json", resumed[1].step
     if step < config.train.max_steps or not path.is_file():
         return None
-    known = json.loads(path.read_text())
-    if known.get("step") != step or known.get("interrupted") is not None:
+    try:
+        known = RunResult(**json.loads(path.read_text()))
+    except (ValueError, TypeError):  # of another version, or damaged: made again
+        return None
+    if known.step != step or known.interrupted is not None:
         return None
     logger.info("resume: %s is finished, at step %d", run_dir, step)
-    return RunResult(**known)
+    return known
 
 
 def _identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
@@ -196,6 +212,16 @@ def _check_first_weights(weights: LoadedModel, identity: dict[str, Any]) -> None
     wanted = {name: value for name, value in identity.items() if name.startswith("model.") or name == "tokenizer"}
     known = {name: value for name, value in weights.manifest.identity.items() if name in wanted}
     check_identity(weights.checkpoint, dataclasses.replace(weights.manifest, identity=known), wanted)
+
+
+def _check_prompt(tokenizer: Tokenizer, sample: SampleConfig, context_length: int) -> None:
+    """Tell before training of a sample that cannot be drawn after it."""
+    length = len(tokenizer.encode(sample.prompt)) or 1
+    if length + (sample.max_new_tokens or 0) > context_length:
+        raise ValueError(
+            f"sample.prompt has {length} tokens and sample.max_new_tokens is {sample.max_new_tokens}: together they "
+            f"must be at most model.context_length, {context_length}"
+        )
 
 
 def _restore(trainer: Trainer, path: Path, manifest: Manifest) -> None:
@@ -230,8 +256,8 @@ class _Run:
         self.saved_step = trainer.position.step if own else None
         self.sinks = open_sinks(run_dir, config, trainer.position.step)
 
-    def run(self) -> RunResult:
-        """Train to the last step or to a signal, save, plot and sample."""
+    def run(self) -> str | None:
+        """Train to the last step, or to a signal, whose name is returned; then save."""
         position, max_steps = self.trainer.position, self.config.train.max_steps
         self._describe()
         try:
@@ -240,14 +266,16 @@ class _Run:
                 while position.step < max_steps and stop.signal is None:
                     self._step(progress)
                 interrupted = stop.signal if position.step < max_steps else None
-                if interrupted is None and (self.validated is None or self.validated[0] != position.step):
+                if interrupted is not None:
+                    logger.warning("%s: stopping after step %d, which is saved now", interrupted, position.step)
+                elif self.validated is None or self.validated[0] != position.step:
                     self._validate(progress)
                 if self.saved_step != position.step:
                     self._save()
         finally:
             for sink in self.sinks:
                 sink.close()
-        return self._report(interrupted)
+        return interrupted
 
     def _describe(self) -> None:
         shape, train, trainer = self.config.model.shape, self.config.train, self.trainer
@@ -308,9 +336,14 @@ class _Run:
         prune_checkpoints(self.checkpoints, self.config.checkpoint.keep_last)
         trainer.reset_clock()
 
-    def _report(self, interrupted: str | None) -> RunResult:
-        unigram, bigram = unigram_bigram_entropy(self.data.valid)
-        bigram_loss = bigram_model_loss(self.data.train, self.data.valid, self.config.model.shape.vocab_size)
+    def report(self, interrupted: str | None) -> RunResult:
+        """Plot, sample and put together what the run came to."""
+        train, shape = self.config.train, self.config.model.shape
+        micro_batch = train.batch_size // train.gradient_accumulation_steps
+        starts = validation_starts(len(self.data.valid), shape.context_length, train.validation_sequences, micro_batch)
+        measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss is of
+        unigram, bigram = unigram_bigram_entropy(measured)
+        bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
         loss_curve = self.run_dir / "loss_curve.png"
         baselines = {"unigram entropy": unigram, "bigram model": bigram_loss, "bigram entropy": bigram}
         plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
@@ -320,7 +353,7 @@ class _Run:
             (self.run_dir / "sample.txt").write_text(sample)
         timed = self.rows[5:]
         step_ms = summarise([row["step_ms"] for row in timed])
-        tokens = self.config.train.batch_size * self.config.model.shape.context_length
+        tokens = train.batch_size * shape.context_length
         return RunResult(
             run_dir=str(self.run_dir),
             checkpoint=str(self.checkpoints / checkpoint_name(self.trainer.position.step)),

@@ -4,6 +4,8 @@ Beside every output lies a stamp with the hashes of what it was made from and of
 output was damaged is done again, too.
 """
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cs336_basics.data import load_tokens, sha256_of_file, write_json, write_tokens
+from cs336_basics.data import load_tokens, read_info, sha256_of_file, sidecar_path, write_json, write_tokens
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8
 
@@ -78,9 +80,9 @@ def prepare_data(config: RunConfig) -> PreparedData:
                 )
         logger.info("data: as it is (--skip_data)")
     else:
-        tokenizer_path.parent.mkdir(parents=True, exist_ok=True)
         make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
-        make(config, tokenizer_path, train_path, valid_path)
+        with _one_at_a_time(Path(str(data.data_dir))):
+            make(config, tokenizer_path, train_path, valid_path)
 
     shape = config.model.shape
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() and data.source != "random" else None
@@ -89,11 +91,32 @@ def prepare_data(config: RunConfig) -> PreparedData:
             f"model.vocab_size is {shape.vocab_size}: it must be at least {tokenizer.vocab_size}, the size of the "
             f"tokenizer {tokenizer_path}"
         )
+    for path in (train_path, valid_path):
+        made_with = read_info(path).tokenizer_sha256 if sidecar_path(path).is_file() else ""
+        if tokenizer is not None and made_with and made_with != tokenizer.sha256:
+            raise ValueError(f"token file {path} was not made with the tokenizer {tokenizer_path}, its sidecar says")
     train, valid = (load_tokens(path, shape.vocab_size, shape.context_length + 1) for path in (train_path, valid_path))
     return PreparedData(train, valid, tokenizer, sha256_of_file(train_path))
 
 
-def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes files in the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ValueError(f"data.data_dir {folder} cannot be written to: {error.strerror}") from error
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("data: waiting for another process that makes files in %s", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], None], *companions: Path) -> None:
     """Make `output` unless it is there as its stamp describes it, made from the same inputs.
 
     A file without a stamp was not made here: it is used as it is, and never written over.
@@ -104,14 +127,18 @@ def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], N
             logger.info("%s: %s was not made here, used as it is", name, output)
             return
         known = _read_stamp(stamp)
-        if known.get("inputs") == inputs and known.get("sha256") == sha256_of_file(output):
+        if known == {"inputs": inputs, "sha256": _hashes(output, *companions)}:
             logger.info("%s: %s is up to date, skipped", name, output)
             return
     logger.info("%s: making %s", name, output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(stamp, {"inputs": None, "sha256": None})  # being made: if that is cut short, it is made again
     make()
-    write_json(stamp, {"inputs": inputs, "sha256": sha256_of_file(output)})
+    write_json(stamp, {"inputs": inputs, "sha256": _hashes(output, *companions)})
+
+
+def _hashes(*paths: Path) -> dict[str, str | None]:
+    return {path.name: sha256_of_file(path) if path.is_file() else None for path in paths}
 
 
 def _read_stamp(path: Path) -> dict[str, Any]:
@@ -134,7 +161,7 @@ def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Pat
             chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
             write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
 
-        _stage("tokens", path, inputs, make)
+        _stage("tokens", path, inputs, make, sidecar_path(path))
 
 
 def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
@@ -167,7 +194,7 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
             )
             logger.info("tokens: %s has %s tokens", path, f"{info.count:,}")
 
-        _stage("tokens", path, inputs, encode)
+        _stage("tokens", path, inputs, encode, sidecar_path(path))
 
 
 def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
@@ -221,7 +248,7 @@ def find_split(path: Path, valid_fraction: float) -> int:
         if 0 <= found < len(following) - len(mark):
             return wanted + found + len(mark)
     # Bytes 10xxxxxx continue a character.
-    return wanted + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), 0)
+    return wanted + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
 
 def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> TextSpan:
@@ -232,7 +259,8 @@ def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> T
     from huggingface_hub import hf_hub_download
 
     path = folder / name
-    if not path.is_file():
+    fetched = not path.is_file()
+    if fetched:
         logger.info("text: fetching %s of %s", name, TINYSTORIES_REPOSITORY)
         try:
             hf_hub_download(
@@ -249,6 +277,8 @@ def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> T
             ) from error
     found, expected = sha256_of_file(path), TINYSTORIES_SHA256[name]
     if found != expected:
-        path.unlink()
-        raise ValueError(f"{path} has SHA-256 {found}, not {expected}: it was removed, run again to fetch it anew")
+        if fetched:
+            path.unlink()
+        advice = "it was removed, run again to fetch it anew" if fetched else "remove it to have it fetched"
+        raise ValueError(f"{path} has SHA-256 {found}, not {expected}: {advice}")
     return TextSpan(path, found)

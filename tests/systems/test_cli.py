@@ -710,7 +710,7 @@ def test_an_attention_kernel_that_does_not_exist_brings_those_that_do(cs336: Run
 def test_a_precision_the_device_has_not_brings_those_it_has(
     cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cs336_systems.training.pipeline.select_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("cs336_systems.training.pipeline.use_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -747,6 +748,7 @@ def test_a_gigabyte_needs_less_than_2_gb_of_memory_and_encodes_as_fast_as_the_li
     write_gigabyte(folder / "text.txt", exponent)
     done = subprocess.run([sys.executable, "-c", PREPARE_AND_MEASURE], capture_output=True, text=True)
     (folder / "text.txt").unlink()
+    shutil.rmtree(folder / "data", ignore_errors=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rates = found["rates"]
