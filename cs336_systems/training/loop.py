@@ -7,6 +7,7 @@ parallelism are chosen elsewhere.
 import contextlib
 import logging
 import math
+import os
 import signal
 import sys
 import threading
@@ -64,7 +65,10 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name  # nothing else: printing here could cut into a print of the loop's
+        self.signal = signal.Signals(number).name
+        # Not by print or log: a signal can come in the middle of one, and they cannot be entered twice.
+        with contextlib.suppress(OSError):
+            os.write(1, f"{self.signal}: stopping after this step, which is then saved\n".encode())
 
 
 class BatchLoader:

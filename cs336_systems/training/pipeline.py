@@ -266,9 +266,7 @@ class _Run:
                 while position.step < max_steps and stop.signal is None:
                     self._step(progress)
                 interrupted = stop.signal if position.step < max_steps else None
-                if interrupted is not None:
-                    logger.warning("%s: stopping after step %d, which is saved now", interrupted, position.step)
-                elif self.validated is None or self.validated[0] != position.step:
+                if interrupted is None and (self.validated is None or self.validated[0] != position.step):
                     self._validate(progress)
                 if self.saved_step != position.step:
                     self._save()

@@ -79,13 +79,16 @@ def prepare_data(config: RunConfig) -> PreparedData:
                     f"data.{name} {path} does not exist, and --skip_data was given: leave it out to make the file"
                 )
         logger.info("data: as it is (--skip_data)")
-    else:
-        make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
-        with _one_at_a_time(Path(str(data.data_dir))):
-            make(config, tokenizer_path, train_path, valid_path)
+        return _load(config, tokenizer_path, train_path, valid_path)
+    make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
+    with _one_at_a_time(train_path.parent):  # loading included: what is mapped stays, whatever another run makes later
+        make(config, tokenizer_path, train_path, valid_path)
+        return _load(config, tokenizer_path, train_path, valid_path)
 
+
+def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> PreparedData:
     shape = config.model.shape
-    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() and data.source != "random" else None
+    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() and config.data.source != "random" else None
     if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(
             f"model.vocab_size is {shape.vocab_size}: it must be at least {tokenizer.vocab_size}, the size of the "

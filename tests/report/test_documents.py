@@ -80,4 +80,8 @@ def test_markdown_table_has_one_rule_cell_a_column() -> None:
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
-        runs_table([tmp_path])
+        runs_table([tmp_path / "nowhere"])
+
+
+def test_a_run_that_is_not_finished_is_left_out(tmp_path: Path) -> None:
+    assert len(runs_table([tmp_path]).splitlines()) == 2

@@ -1,9 +1,11 @@
 """Text to token files: each stage done when it must be and only then, whatever happened to the files in between."""
 
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -286,24 +288,25 @@ def test_a_run_that_broke_off_over_older_tokens_does_not_leave_them_as_up_to_dat
     assert prepare_data(text_config()).tokenizer.decode(np.load("d/train.npy")) in VALID_TEXT  # type: ignore[union-attr]
 
 
-def test_two_runs_that_prepare_the_same_data_at_once_both_end_well(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = Tokenizer.encode_stream
-    others: list[prepare.PreparedData] = []
+def prepare_and_tell(vocab_size: int, results: Any) -> None:
+    data = prepare_data(dataclasses.replace(text_config(), model=run_config(vocab_size=vocab_size).model))
+    assert data.tokenizer is not None
+    text = data.tokenizer.decode(data.train)
+    results.put((vocab_size, data.tokenizer.vocab_size, text in TEXT, text[:20] == TEXT[:20]))
 
-    def while_another_run_prepares(self: Tokenizer, blocks: Any) -> Iterator[list[int]]:
-        ids = encode(self, blocks)
-        yield next(ids)
-        monkeypatch.undo()
-        monkeypatch.chdir(folder)
-        others.append(prepare_data(text_config()))
-        yield from ids
 
-    monkeypatch.setattr(Tokenizer, "encode_stream", while_another_run_prepares)
-    data = prepare_data(text_config())
-    assert np.array_equal(data.train, others[0].train)
-    assert prepare_data(text_config()).train_sha256 == data.train_sha256
+def test_runs_that_prepare_the_same_folder_at_once_each_get_what_they_asked_for(folder: Path) -> None:
+    """Each a process: the later one waits, then makes its own; the earlier one keeps what it has mapped."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    sizes = (290, 280, 270)
+    processes = [context.Process(target=prepare_and_tell, args=(size, results)) for size in sizes]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in sizes)
+    for process in processes:
+        process.join(timeout=60)
+    assert found == [(size, size, True, True) for size in sorted(sizes)]
 
 
 # Where a text is cut

@@ -417,6 +417,10 @@ def test_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -> None:
     train(text_config("none", skip_data=False))
     tokenizer = tmp_path / "data" / "tokenizer.json"
     Tokenizer.train(["a bird in a tree sang a song of a king and a queen. " * 100], 300).save(tokenizer)
+    with pytest.raises(ValueError, match="was not made with the tokenizer"):
+        train(text_config("auto", skip_data=True))
+    for sidecar in (tmp_path / "data" / "train.json", tmp_path / "data" / "valid.json"):
+        sidecar.unlink()
     with pytest.raises(ValueError, match="of another run: tokenizer is"):
         train(text_config("auto", skip_data=True))
 
