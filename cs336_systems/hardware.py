@@ -74,7 +74,7 @@ def use_device(name: str) -> torch.device:
     """`select_device`, made the current device too: streams and graphs are made on the current one."""
     device = select_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         torch.cuda.reset_peak_memory_stats(device)
     return device
 
