@@ -18,6 +18,7 @@ from ..config import RunConfig
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
+_READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 
 
 class Sink(Protocol):
@@ -134,7 +135,7 @@ def summarise(times_ms: Sequence[float]) -> dict[str, float]:
 
 def say(line: str) -> None:
     """Print a line. A reader that has gone (`| head`, a closed terminal) is no reason to lose a run."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_READER_GONE):
         rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -169,7 +170,7 @@ class Progress:
             return
         line = self.format(row, now)
         if self._live:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*_READER_GONE):
                 self._live.update(Text(line + self._valid), refresh=True)
         elif now - self._last_plain >= self.PLAIN_INTERVAL_S:
             self._last_plain = now

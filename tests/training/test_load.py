@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,50 @@ def test_mistakes_are_one_line(
     assert error.startswith("cs336: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_an_export_does_not_write_over_a_run_a_checkpoint_or_other_files(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    for out in (trained, load_model(trained).checkpoint, tmp_path / "mine"):
+        assert run_command("export", trained, "--out", out) == 2
+        assert "give another folder" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "config.json").read_text() == "{}"
+
+
+def test_an_exported_checkpoint_is_still_one(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    checkpoint = load_model(tmp_path / "run").checkpoint
+    assert run_command("export", checkpoint) == 0
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+    (checkpoint / "stray").mkdir()
+    assert load_model(tmp_path / "run").checkpoint == checkpoint
+
+
+def test_an_import_does_not_write_into_a_folder_with_files(trained: Path, tmp_path: Path) -> None:
+    assert run_command("export", trained, "--out", tmp_path / "hf") == 0
+    before = (tmp_path / "hf" / "config.json").read_bytes()
+    assert run_command("import-hf", tmp_path / "hf", "--out", tmp_path / "hf") == 2
+    assert (tmp_path / "hf" / "config.json").read_bytes() == before
+
+
+def test_a_sample_that_cannot_be_drawn_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("train", *arguments(tmp_path, "run", **{"sample.prompt": "One day " * 40})) == 2
+    assert "sample.prompt has" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
+    """`cs336 train | head -1`."""
+    words = arguments(tmp_path, "run", **{"train.max_steps": 20, "train.validation_interval": 1})
+    command = [sys.executable, "-m", "cs336_systems", "train", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(timeout=120)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == 20
