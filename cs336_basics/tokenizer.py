@@ -20,6 +20,7 @@ MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 _READ_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
+_LONGEST_WORD = 1 << 10
 _CUT = re.compile(r"(?<=\S)[ \n]")  # Python's \s holds all of Unicode's White_Space, so \S is safely visible text
 
 
@@ -85,6 +86,14 @@ def split_pieces(blocks: Iterable[str], piece_chars: int = _PIECE_CHARS) -> Iter
         yield "".join(held)
 
 
+def _break_up(part: str) -> Iterator[str]:
+    """The text itself, or pieces of it where it is a word too long to learn pairs from in any sensible time."""
+    if len(part) <= 2 * _PIECE_CHARS:
+        yield part
+    else:
+        yield from (part[start : start + _LONGEST_WORD] for start in range(0, len(part), _LONGEST_WORD))
+
+
 class Tokenizer:
     """Text to token IDs and back. `train` or `load` makes one; `save` writes the library's own tokenizer.json."""
 
@@ -116,10 +125,7 @@ class Tokenizer:
         )
         # The trainer does not take special tokens out of the text, so that is done here.
         documents = (
-            part[start : start + _PIECE_CHARS]
-            for piece in split_pieces(blocks)
-            for part in piece.split(END_OF_TEXT)
-            for start in range(0, len(part), _PIECE_CHARS)
+            word for piece in split_pieces(blocks) for part in piece.split(END_OF_TEXT) for word in _break_up(part)
         )
         tokenizer.train_from_iterator(documents, trainer)
         return cls(tokenizer)
