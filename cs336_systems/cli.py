@@ -168,7 +168,12 @@ def _parser(command: str, description: str) -> ArgumentParser:
     # The docstring under each field of a dataclass becomes its help.
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     return ArgumentParser(
-        prog=f"cs336 {command}", description=description, exit_on_error=False, print_config=None, allow_abbrev=False
+        prog=f"cs336 {command}",
+        description=description,
+        exit_on_error=False,
+        parser_mode="json",
+        print_config=None,
+        allow_abbrev=False,
     )
 
 

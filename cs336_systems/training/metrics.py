@@ -118,7 +118,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
     rows = []
     for i, line in enumerate(lines):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("it is no row of metrics, an object with a step")
+            rows.append(row)
         except ValueError as error:
             if i < len(lines) - 1:
                 raise ValueError(f"{path}, line {i + 1}: {error}") from error

@@ -764,3 +764,12 @@ def test_ctrl_c_before_the_first_step_ends_without_a_traceback(
         main(["train", *TINY, *SHORT])
     assert ended.type is SystemExit
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_any_json_text_comes_through_a_file(write_config: WriteConfig) -> None:
+    """Escapes, and words that another notation would take for something else."""
+    for prompt in ("😀", "yes", "null", "1e3", "a: b", "\u2028"):
+        config, _ = parse_run_config(
+            ["--config", write_config({"model": {"size": "small"}, "sample": {"prompt": prompt}})]
+        )
+        assert config.sample.prompt == prompt
