@@ -24,7 +24,7 @@ from cs336_basics.model import TransformerLM
 
 from ..accounting import training_flops
 from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from ..hardware import device_peak_flops, use_device
+from ..hardware import device_peak_flops, select_device, use_device
 from ..kernels.attention import get_attention
 from ..training.loop import Trainer
 from ..training.metrics import summarise
@@ -131,7 +131,7 @@ def measure(config: RunConfig, variant: str, warmup: int = 5, steps: int = 20) -
     metrics = (measure_hf_llama if variant == "hf_llama" else measure_cs336)(config, warmup, steps)
     shape, train = config.model.shape, config.train
     seconds = metrics["step_ms"]["mean"] / 1e3
-    peak = device_peak_flops(use_device(train.device), train.precision)
+    peak = device_peak_flops(select_device(train.device), train.precision)
     metrics["tokens_per_s"] = train.batch_size * shape.context_length / seconds
     flops = training_flops(shape, train.batch_size, shape.context_length)
     metrics["mfu"] = flops / seconds / peak if peak else None
