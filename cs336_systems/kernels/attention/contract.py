@@ -1,0 +1,67 @@
+"""What every attention kernel shares: the checks of its arguments, the (B, H, N, D) view, the count of its work.
+
+Shapes: B batch, H heads, N_q queries, N_k keys, D size of a head. See `docs/design.md`, Contracts, Attention.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *, dtypes: Sequence[torch.dtype] | None = None, max_head_size: int | None = None
+) -> None:
+    """Raise a ValueError that names the argument which breaks the contract, its value and what is accepted.
+
+    q is (..., N_q, D), k and v are (..., N_k, D), of one dtype, on one device, with the same leading dimensions.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim < 2:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be (..., length, head size)")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}: it must be of q's dtype, which is {q.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}: it must be on q's device, which is {q.device}")
+        if tensor.shape[:-2] != q.shape[:-2]:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: its leading dimensions must be those of q, "
+                f"which are {tuple(q.shape[:-2])}"
+            )
+        if tensor.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: its head size must be that of q, which is {q.shape[-1]}"
+            )
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v has {v.shape[-2]} positions: it must have as many as k, which has {k.shape[-2]}")
+    if dtypes is not None and q.dtype not in dtypes:
+        raise ValueError(f"q is {q.dtype}: it must be one of {', '.join(map(str, dtypes))}")
+    largest = max_head_size or q.shape[-1]
+    if not 1 <= q.shape[-1] <= largest:
+        raise ValueError(f"q has head size {q.shape[-1]}: it must be 1 to {max_head_size or 'any'}")
+
+
+def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
+    """x with exactly two leading dimensions: a view up to four dimensions, and beyond them where strides allow it."""
+    if x.ndim > 4:
+        return x.flatten(0, -4)
+    return x[(None,) * (4 - x.ndim)]
+
+
+def visible_pairs(n_q: int, n_k: int, is_causal: bool) -> int:
+    """How many (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q."""
+    if not is_causal:
+        return n_q * n_k
+    triangle = min(n_q, n_k)
+    return triangle * (triangle + 1) // 2 + (n_q - triangle) * n_k
+
+
+def attention_flops(q_shape: Sequence[int], n_k: int, is_causal: bool, products: int = 2) -> int:
+    """Operations of `products` matrix products over the visible pairs: 2 D a pair each.
+
+    The forward pass has 2 (scores, values); the backward pass 5 (scores, dV, dP, dQ, dK). What a kernel computes again
+    beyond these is not useful work and is not counted.
+    """
+    *leading, n_q, d = q_shape
+    return products * 2 * d * visible_pairs(n_q, n_k, is_causal) * torch.Size(leading).numel()

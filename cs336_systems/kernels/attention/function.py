@@ -1,0 +1,132 @@
+"""One pair of functions, a forward and a backward pass, made into what PyTorch needs of a flash kernel.
+
+`flash_function` gives the `autograd.Function` of a kernel and registers both passes as custom operators: the way in
+for torch.compile, which then has no graph break, for fake tensors, and for the FLOP counter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
+
+from .contract import attention_flops
+
+Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+"""forward(q, k, v, is_causal) -> o, logsumexp"""
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool, bool], tuple[Tensor, Tensor, Tensor]]
+"""backward(dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv) -> dq, dk, dv; what is not needed may be empty"""
+
+
+def flash_function(name: str, forward: Forward, backward: Backward) -> type[torch.autograd.Function]:
+    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` gives O.
+
+    Saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64), for backward.
+    Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Called eagerly, the kernel is reached
+    directly: the dispatch of a custom operator costs more than the launch of a small kernel.
+    """
+    forward_op, backward_op = _register_operators(name, forward, backward)
+
+    class FlashAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+            o, logsumexp = (forward_op if _traced() else forward)(Q, K, V, is_causal)
+            ctx.save_for_backward(Q, K, V, o, logsumexp)
+            ctx.is_causal = is_causal
+            return o
+
+        @staticmethod
+        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+            need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+            run = backward_op if _traced() else backward
+            dQ, dK, dV = run(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
+            return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
+
+    FlashAttention.__doc__ = f"FlashAttention-2 as an autograd.Function: `{name}`."
+    return FlashAttention
+
+
+def _traced() -> bool:
+    """Whether someone looks at operators rather than at results: torch.compile, fake tensors, the FLOP counter."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+def _register_operators(
+    name: str, forward: Forward, backward: Backward
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    @torch.library.custom_op(f"cs336::{name}_forward", mutates_args=())
+    def forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        return forward(q, k, v, is_causal)
+
+    @torch.library.custom_op(f"cs336::{name}_backward", mutates_args=())
+    def backward_op(
+        dO: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        logsumexp: Tensor,
+        is_causal: bool,
+        need_dq: bool,
+        need_dkv: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
+
+    @forward_op.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        return new_outputs(q)
+
+    @backward_op.register_fake
+    def _(
+        dO: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        logsumexp: Tensor,
+        is_causal: bool,
+        need_dq: bool,
+        need_dkv: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return new_gradients(q, k, v, need_dq, need_dkv)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, is_causal = inputs
+        o, logsumexp = output
+        ctx.mark_non_differentiable(logsumexp)
+        ctx.save_for_backward(q, k, v, o, logsumexp)
+        ctx.is_causal = is_causal
+
+    def op_backward(ctx: Any, dO: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
+        dq, dk, dv = backward_op(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
+        return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+
+    forward_op.register_autograd(op_backward, setup_context=setup_context)
+    operators = torch.ops.cs336
+
+    @register_flop_formula(getattr(operators, f"{name}_forward"))
+    def _(q_shape: Any, k_shape: Any, v_shape: Any, is_causal: bool, *args: Any, **kwargs: Any) -> int:
+        return attention_flops(q_shape, k_shape[-2], is_causal, products=2)
+
+    @register_flop_formula(getattr(operators, f"{name}_backward"))
+    def _(*shapes_and_flags: Any, **kwargs: Any) -> int:
+        _, q_shape, k_shape, _, _, _, is_causal, *_ = shapes_and_flags
+        return attention_flops(q_shape, k_shape[-2], is_causal, products=5)
+
+    return forward_op, backward_op
+
+
+def new_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Unfilled o, laid out in memory as q is, and logsumexp, of q's shape without the head size."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+
+
+def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Unfilled dq, dk, dv, laid out in memory as q, k, v are; of no elements where they are not needed."""
+    dq = torch.empty_like(q) if need_dq else q.new_empty(0)
+    dk, dv = (torch.empty_like(x) if need_dkv else x.new_empty(0) for x in (k, v))
+    return dq, dk, dv
