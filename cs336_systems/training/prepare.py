@@ -6,9 +6,11 @@ output was damaged is done again, too.
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +105,11 @@ def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def _one_at_a_time(folder: Path, lock: str = ".lock") -> Iterator[None]:
     """Wait until no other process makes files in the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        opened = (folder / ".lock").open("a")
+        opened = (folder / lock).open("a")
     except OSError as error:
         raise ValueError(f"data.data_dir {folder} cannot be written to: {error.strerror}") from error
     with opened as file:
@@ -255,33 +257,73 @@ def find_split(path: Path, valid_fraction: float) -> int:
 
 
 def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> TextSpan:
-    """Download one file of TinyStories at the pinned revision, unless it is there; resumes a broken download.
+    """Download one file of TinyStories at the pinned revision, unless it is there.
 
-    Raises ValueError where the content has another hash than it should; such a file is removed.
+    What has come before a download broke off, whatever ended it, is kept as NAME.partial, and the next call asks for
+    the rest. Raises ConnectionError where the file cannot be fetched, and ValueError where the content has another
+    hash than it should; what was fetched is then removed.
     """
-    from huggingface_hub import hf_hub_download
-
-    path = folder / name
-    fetched = not path.is_file()
-    if fetched:
-        logger.info("text: fetching %s of %s", name, TINYSTORIES_REPOSITORY)
-        try:
-            hf_hub_download(
-                TINYSTORIES_REPOSITORY,
-                name,
-                repo_type="dataset",
-                revision=TINYSTORIES_REVISION,
-                local_dir=folder,
-                endpoint=endpoint,
-            )
-        except Exception as error:  # the library's network errors have no common base
-            raise ConnectionError(
-                f"{name} of {TINYSTORIES_REPOSITORY} could not be fetched: {error} (a file at {path} is used instead)"
-            ) from error
-    found, expected = sha256_of_file(path), TINYSTORIES_SHA256[name]
+    path, expected = folder / name, TINYSTORIES_SHA256[name]
+    if not path.is_file():
+        # A lock of its own: the one of the token files need not be in this folder, and may be held by this process.
+        with _one_at_a_time(folder, ".fetch.lock"):
+            if not path.is_file():  # as it may be by now, from the process that had the lock
+                _fetch(path, expected, endpoint)
+                return TextSpan(path, expected)
+    found = sha256_of_file(path)
     if found != expected:
-        if fetched:
-            path.unlink()
-        advice = "it was removed, run again to fetch it anew" if fetched else "remove it to have it fetched"
-        raise ValueError(f"{path} has SHA-256 {found}, not {expected}: {advice}")
+        raise ValueError(f"{path} has SHA-256 {found}, not {expected}: remove it to have it fetched")
     return TextSpan(path, found)
+
+
+def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+
+    of = dict(repo_id=TINYSTORIES_REPOSITORY, filename=path.name, repo_type="dataset", revision=TINYSTORIES_REVISION)
+    partial = path.with_name(f"{path.name}.partial")
+    logger.info("text: fetching %s of %s", path.name, TINYSTORIES_REPOSITORY)
+    try:
+        cached = try_to_load_from_cache(**of)
+        if isinstance(cached, str) and sha256_of_file(cached) == expected:
+            shutil.copyfile(cached, partial)
+        else:
+            _download(hf_hub_url(**of, endpoint=endpoint), partial, expected)
+    except Exception as error:  # the library's network errors have no common base
+        reason = " ".join(str(error).split())
+        raise ConnectionError(
+            f"{path.name} of {TINYSTORIES_REPOSITORY} could not be fetched: {reason} (a file at {path} is used instead)"
+        ) from error
+    found = sha256_of_file(partial)
+    if found != expected:
+        partial.unlink()
+        raise ValueError(
+            f"{path} as fetched has SHA-256 {found}, not {expected}: it was removed, run again to fetch it anew"
+        )
+    os.replace(partial, path)
+
+
+def _download(url: str, partial: Path, expected: str) -> None:
+    """Fetch a URL into a file that may hold the beginning of it. A server that answers with the whole starts it anew.
+
+    `hf_hub_download` would do, but for its partial files, which no other process finds again.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = build_hf_headers() | {"accept-encoding": "identity"}  # a range of compressed bytes would be no use
+    get = functools.partial(http_get, url, headers=headers, displayed_filename=partial.stem)
+    with partial.open("ab") as file:
+        if there := file.tell():
+            logger.info("text: %s bytes of it are here already", f"{there:,}")
+        try:
+            get(file, resume_size=there)
+        except HfHubHTTPError as error:
+            if there == 0 or error.response.status_code != 416:
+                raise
+            # Range Not Satisfiable: nothing follows, because it is whole or because it is something else.
+            if sha256_of_file(partial) != expected:
+                logger.warning("text: %s is not the beginning of the file, which is fetched anew", partial)
+                file.seek(0)
+                file.truncate()
+                get(file)

@@ -1,5 +1,6 @@
 """Text to token files: each stage done when it must be and only then, whatever happened to the files in between."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,14 +10,17 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -488,7 +492,10 @@ SERVED = {TRAIN_FILE: (TEXT * 20).encode(), VALID_FILE: VALID_TEXT.encode()}
 
 
 class Hub(ThreadingHTTPServer):
-    """A small Hub: files by name, every request in `requests`, and a body cut off after `break_after` bytes, once."""
+    """A small Hub: files by name, every request in `requests`.
+
+    Once each: a body cut off after `break_after` bytes, and one that waits for `go_on` after `stall_after` bytes.
+    """
 
     daemon_threads = True
 
@@ -496,12 +503,15 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.files = dict(SERVED)
         self.requests: list[tuple[str, str, str | None]] = []
+        self.knows_ranges = True
         self.break_after: int | None = None
+        self.stall_after: int | None = None
+        self.go_on = threading.Event()
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
 
     def ranges(self) -> list[str | None]:
-        """The Range header of every GET."""
-        return [range_ for method, _, range_ in self.requests if method == "GET"]
+        """The Range header of every GET of a file."""
+        return [range_ for method, name, range_ in self.requests if method == "GET" and name in SERVED]
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -518,7 +528,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def _answer(self, send_body: bool) -> None:
         hub = self.server
-        prefix, _, name = self.path.rpartition("/")
+        prefix, _, name = urlsplit(self.path).path.rpartition("/")  # a proxy is sent the whole URL
         hub.requests.append((self.command, name, self.headers.get("Range")))
         body = hub.files.get(name)
         if body is None or prefix != f"/datasets/roneneldan/TinyStories/resolve/{REVISION}":
@@ -527,8 +537,14 @@ class HubHandler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "") if hub.knows_ranges else None
         start = int(wanted[1]) if wanted else 0
+        if wanted and start >= len(body):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(body)}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
@@ -543,6 +559,13 @@ class HubHandler(BaseHTTPRequestHandler):
             self.wfile.write(body[start : start + hub.break_after])
             hub.break_after = None
             self.close_connection = True
+        elif hub.stall_after is not None:
+            middle = start + hub.stall_after
+            hub.stall_after = None
+            self.wfile.write(body[start:middle])
+            hub.go_on.wait(60)
+            with contextlib.suppress(OSError):  # nobody may be there any more
+                self.wfile.write(body[middle:])
         else:
             self.wfile.write(body[start:])
 
@@ -617,12 +640,163 @@ def test_a_file_with_a_wrong_hash_is_removed_and_fetched_anew(hub: Hub, tmp_path
     assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
 
 
+# A download that goes on
+
+
+FETCH = """
+import logging, sys
+from pathlib import Path
+from huggingface_hub import constants
+from cs336_systems.training import prepare
+
+name, revision, sha256, folder = sys.argv[1:]
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 12
+prepare.TINYSTORIES_REVISION, prepare.TINYSTORIES_SHA256 = revision, {name: sha256}
+prepare.fetch_tinystories(name, Path(folder))
+"""
+
+
+@pytest.fixture
+def fetching(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that fetches the training file into `folder`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(**environment: str) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        kept |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint} | environment
+        sha256 = hashlib.sha256(SERVED[TRAIN_FILE]).hexdigest()
+        arguments = [TRAIN_FILE, REVISION, sha256, str(tmp_path / "folder")]
+        started.append(
+            subprocess.Popen([sys.executable, "-c", FETCH, *arguments], env=kept, stderr=subprocess.PIPE, text=True)
+        )
+        return started[-1]
+
+    yield start
+    hub.go_on.set()
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for a minute")
+
+
+def test_a_download_whose_process_was_killed_goes_on_in_another_one(hub: Hub, fetching: Any, tmp_path: Path) -> None:
+    partial = tmp_path / "folder" / f"{TRAIN_FILE}.partial"
+    hub.stall_after = 100_000
+    process = fetching()
+    wait_until(lambda: partial.is_file() and partial.stat().st_size > 50_000)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    here = partial.stat().st_size
+    assert SERVED[TRAIN_FILE].startswith(partial.read_bytes())
+
+    second = fetching()
+    errors = second.communicate(timeout=60)[1]
+    assert second.returncode == 0, errors
+    assert f"text: {here:,} bytes of it are here already" in errors
+    assert hub.ranges() == [None, f"bytes={here}-"]
+    assert (tmp_path / "folder" / TRAIN_FILE).read_bytes() == SERVED[TRAIN_FILE]
+    assert not partial.exists()
+
+
+def test_two_processes_that_fetch_a_file_at_once_fetch_it_once(hub: Hub, fetching: Any, tmp_path: Path) -> None:
+    hub.stall_after = 100_000
+    first = fetching()
+    wait_until(lambda: hub.ranges() == [None])
+    second = fetching()
+    assert second.stderr is not None
+    assert second.stderr.readline().startswith("data: waiting for another process")
+    hub.go_on.set()
+    assert [first.wait(60), second.wait(60)] == [0, 0]
+    assert hub.ranges() == [None]
+    assert (tmp_path / "folder" / TRAIN_FILE).read_bytes() == SERVED[TRAIN_FILE]
+
+
+def test_a_proxy_is_asked_for_what_it_stands_before(hub: Hub, fetching: Any, tmp_path: Path) -> None:
+    process = fetching(HF_ENDPOINT="http://hub.invalid", http_proxy=hub.endpoint)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, errors
+    assert (tmp_path / "folder" / TRAIN_FILE).read_bytes() == SERVED[TRAIN_FILE]
+
+
+def left_over(folder: Path, content: bytes) -> Path:
+    """The file of a download that broke off."""
+    partial = folder / f"{TRAIN_FILE}.partial"
+    partial.write_bytes(content)
+    return partial
+
+
+def test_a_server_that_knows_no_ranges_is_asked_for_all_of_it(hub: Hub, tmp_path: Path) -> None:
+    hub.knows_ranges = False
+    left_over(tmp_path, SERVED[TRAIN_FILE][:1000])
+    assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
+    assert hub.ranges() == ["bytes=1000-"]
+
+
+def test_a_download_that_only_lacks_its_name_is_given_it(hub: Hub, tmp_path: Path) -> None:
+    partial = left_over(tmp_path, SERVED[TRAIN_FILE])
+    assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
+    assert hub.ranges() == [f"bytes={len(SERVED[TRAIN_FILE])}-"]
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("extra", [0, 1000], ids=["as long", "longer"])
+def test_a_partial_file_that_cannot_be_the_beginning_is_fetched_anew(hub: Hub, tmp_path: Path, extra: int) -> None:
+    size = len(SERVED[TRAIN_FILE]) + extra
+    left_over(tmp_path, b"x" * size)
+    assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
+    assert hub.ranges() == [f"bytes={size}-", None]
+
+
+def test_a_partial_file_of_something_else_is_removed_and_said_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    partial = left_over(tmp_path, b"x" * 1000)
+    with pytest.raises(ValueError, match=r"has SHA-256 \w{64}, not \w{64}: it was removed, run again") as caught:
+        fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint)
+    assert "\n" not in str(caught.value)
+    assert not partial.exists()
+    assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
+
+
+def test_a_download_that_fails_keeps_what_has_come(hub: Hub, no_waiting: None, tmp_path: Path) -> None:
+    partial = left_over(tmp_path, SERVED[TRAIN_FILE][:1000])
+    body = hub.files.pop(TRAIN_FILE)
+    the_connection_error(tmp_path, hub.endpoint)
+    assert partial.read_bytes() == body[:1000]
+
+
+@pytest.mark.parametrize("content, requests", [(SERVED[TRAIN_FILE], 0), (b"damaged", 1)])
+def test_a_copy_in_the_librarys_cache_is_taken_if_it_is_right(
+    hub: Hub, tmp_path: Path, content: bytes, requests: int
+) -> None:
+    repository = tmp_path / "cache" / "datasets--roneneldan--TinyStories"
+    (repository / "snapshots" / REVISION).mkdir(parents=True)
+    (repository / "snapshots" / REVISION / TRAIN_FILE).write_bytes(content)
+    assert fetch_tinystories(TRAIN_FILE, tmp_path / "d", hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
+    assert len(hub.requests) == requests
+
+
+def test_offline_nothing_is_asked_for(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in the_connection_error(tmp_path, hub.endpoint)
+    assert hub.requests == []
+
+
 def the_connection_error(folder: Path, endpoint: str) -> str:
     with pytest.raises(ConnectionError) as caught:
         fetch_tinystories(TRAIN_FILE, folder, endpoint)
     message = str(caught.value)
     assert message.startswith(f"{TRAIN_FILE} of roneneldan/TinyStories could not be fetched: ")
     assert message.endswith(f"(a file at {folder / TRAIN_FILE} is used instead)")
+    assert "\n" not in message
     assert not (folder / TRAIN_FILE).exists()
     return message
 
@@ -638,8 +812,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_is_down_is_one_clear_line(library: None, no_waiting: None, tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound but not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
-        message = the_connection_error(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}")
-    assert "\n" not in message
+        the_connection_error(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_a_file_that_is_not_on_the_server_is_said(hub: Hub, no_waiting: None, tmp_path: Path) -> None:
