@@ -94,6 +94,24 @@ def _break_up(part: str) -> Iterator[str]:
         yield from (part[start : start + _LONGEST_WORD] for start in range(0, len(part), _LONGEST_WORD))
 
 
+def sample_evenly(blocks: Iterable[str], sample_bytes: int, text_bytes: int) -> Iterator[str]:
+    """Yield every n-th piece of a stream of text_bytes, so many that they come to about sample_bytes.
+
+    A piece is taken whenever what was taken before it is no larger a share of the sample than what went by is of the
+    text. So the sample never departs from an even spread by more than one piece, and the same text gives the same
+    sample. Pieces begin and end where `split_pieces` cuts, which is never inside a word (but for words longer than a
+    piece): side by side they tokenize as they do apart.
+    """
+    seen = taken = 0
+    for piece in split_pieces(blocks):
+        for part in _break_up(piece):
+            size = len(part.encode())
+            if taken * text_bytes <= seen * sample_bytes:
+                taken += size
+                yield part
+            seen += size
+
+
 class Tokenizer:
     """Text to token IDs and back. `train` or `load` makes one; `save` writes the library's own tokenizer.json."""
 

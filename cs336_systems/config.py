@@ -157,6 +157,8 @@ class DataConfig:
     """Token file to train on (default: DATA_DIR/train.npy)."""
     valid_tokens: str | None = None
     """Token file to validate on (default: DATA_DIR/valid.npy)."""
+    tokenizer_sample_bytes: int = 1 << 28
+    """Bytes of text to train the tokenizer on, at most: of a longer text, an evenly spaced sample of that size."""
     story_chars: int = 4_000_000
     """Characters of text to generate (source stories)."""
     random_tokens: int = 1 << 24
@@ -179,6 +181,7 @@ class DataConfig:
         _require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
         _require_at_least(self, "data", 10_000, "story_chars")
         _require_at_least(self, "data", 2, "random_tokens")
+        _require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
         _require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)

@@ -20,7 +20,7 @@ import numpy as np
 
 from cs336_basics.data import load_tokens, read_info, sha256_of_file, sidecar_path, write_json, write_tokens
 from cs336_basics.stories import stories
-from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8
+from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8, sample_evenly
 
 from ..config import RunConfig
 from .loop import Tokens
@@ -48,6 +48,11 @@ class TextSpan:
     def blocks(self) -> Iterator[str]:
         """The text, in pieces of about a megabyte."""
         return read_utf8(self.path, self.start, self.end)
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return (self.path.stat().st_size if self.end is None else self.end) - self.start
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -173,9 +178,22 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
     train_text, valid_text = find_texts(config)
     vocab_size = config.model.shape.vocab_size
     inputs = {"text": train_text.fingerprint, "vocab_size": vocab_size, "algorithm": "byte-level BPE, GPT-2 words"}
+    # Training holds every different word of its text with the places of its pairs: memory grows with the text.
+    sample_bytes, text_bytes = config.data.tokenizer_sample_bytes, train_text.size
+    if text_bytes > sample_bytes:
+        inputs["sample_bytes"] = sample_bytes
 
     def train_tokenizer() -> None:
-        tokenizer = Tokenizer.train(train_text.blocks(), vocab_size)
+        blocks = train_text.blocks()
+        if text_bytes > sample_bytes:
+            logger.info(
+                "tokenizer: trained on an evenly spaced sample of %s of the text's %s bytes "
+                "(data.tokenizer_sample_bytes)",
+                f"{sample_bytes:,}",
+                f"{text_bytes:,}",
+            )
+            blocks = sample_evenly(blocks, sample_bytes, text_bytes)
+        tokenizer = Tokenizer.train(blocks, vocab_size)
         tokenizer.save(tokenizer_path)
         if tokenizer.vocab_size < vocab_size:
             logger.warning(

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from cs336_basics import tokenizer as module
-from cs336_basics.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer, read_utf8, split_pieces
+from cs336_basics.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer, read_utf8, sample_evenly, split_pieces
 
 CORPUS = (
     "Once upon a time there was a little cat, and the cat didn't like the rain.\r\n"
@@ -198,6 +198,77 @@ def test_pieces_come_before_the_stream_is_read_to_its_end():
             yield "some words here "
 
     next(split_pieces(blocks(), 50))
+    assert len(read) < 10
+
+
+# A sample of a long text
+
+
+def numbered(count: int) -> str:
+    """Words of eight bytes, so that a piece of a hundred characters has fifteen of them."""
+    return "".join(f"ñ{i:05}\n" for i in range(count))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.25, 0.6, 0.999])
+def test_a_sample_is_spread_evenly_over_the_text(share):
+    text = numbered(20_000)
+    size = len(text.encode())
+    with small_pieces(100):
+        sample = list(sample_evenly([text], int(size * share), size))
+    numbers = [int(word[1:]) for word in "".join(sample).split()]
+    assert numbers == sorted(set(numbers))
+    for end in range(200, 20_001, 200):  # up to every hundredth of the text there is its share of the sample
+        assert abs(sum(n < end for n in numbers) - end * share) <= 15
+
+
+@pytest.mark.parametrize("size", [7, 100, 10_000])
+def test_a_sample_does_not_depend_on_the_blocks(size):
+    text = numbered(2000)
+    blocks = (text[i : i + size] for i in range(0, len(text), size))
+    with small_pieces(100):
+        whole = list(sample_evenly([text], 5000, len(text.encode())))
+        assert list(sample_evenly(blocks, 5000, len(text.encode()))) == whole
+    assert len(whole) > 10
+
+
+def test_a_sample_as_large_as_the_text_is_the_text():
+    text = numbered(2000)
+    size = len(text.encode())
+    with small_pieces(100):
+        assert "".join(sample_evenly([text], size, size)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=utf8_text, piece=st.integers(1, 8), share=st.floats(0.01, 1))
+def test_a_sample_consists_of_whole_words_of_the_text(text, piece, share):
+    """Side by side they are the same words to the tokenizer as apart, and each is one of the text's own."""
+    size = len(text.encode())
+    with small_pieces(piece):
+        pieces = list(split_pieces([text]))
+        sample = list(sample_evenly([text], int(size * share), size))
+    words = Counter(GPT2_WORD.findall("".join(sample)))
+    assert words == Counter(word for taken in sample for word in GPT2_WORD.findall(taken))
+    if all(len(piece_) <= 2 * piece for piece_ in pieces):  # else there were words too long to be kept whole
+        assert words <= Counter(GPT2_WORD.findall(text))
+
+
+def test_a_sample_of_text_without_a_place_to_cut_is_no_larger_for_that():
+    text = "猫" * 300_000
+    size = len(text.encode())
+    taken = sum(len(part.encode()) for part in sample_evenly([text], size // 10, size))
+    assert abs(taken - size // 10) <= 3 * 1024
+
+
+def test_a_sample_is_taken_while_the_text_is_read():
+    read = []
+
+    def blocks() -> Iterator[str]:
+        for i in range(1000):
+            read.append(i)
+            yield "some words here "
+
+    with small_pieces(50):
+        next(sample_evenly(blocks(), 100, 16_000))
     assert len(read) < 10
 
 

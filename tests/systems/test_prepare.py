@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from cs336_basics.data import read_info
 from cs336_basics.stories import stories
-from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
+from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, sample_evenly
 from cs336_systems.config import DataConfig, ModelConfig, RunConfig
 from cs336_systems.training import prepare
 from cs336_systems.training.prepare import fetch_tinystories, find_split, find_texts, prepare_data
@@ -151,6 +151,61 @@ def test_a_text_with_fewer_words_than_the_vocabulary_is_said_and_used(
     assert data.tokenizer is not None
     assert data.tokenizer.vocab_size < 300
     assert any(f"a vocabulary of {data.tokenizer.vocab_size}, not 300" in message for message in caplog.messages)
+
+
+# A text that is longer than the tokenizer is to be trained on
+
+LONG_TEXT = "".join(stories(2, 400_000))
+
+
+def test_the_tokenizer_of_a_long_text_is_trained_on_a_sample_and_that_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("input.txt").write_text(LONG_TEXT)
+    with caplog.at_level(logging.INFO, "cs336_systems"):
+        data = prepare_data(two_texts(tokenizer_sample_bytes=1 << 17))
+    assert any(f"sample of 131,072 of the text's {len(LONG_TEXT):,} bytes" in message for message in caplog.messages)
+    assert data.tokenizer is not None
+    assert data.tokenizer.sha256 == Tokenizer.train(sample_evenly([LONG_TEXT], 1 << 17, len(LONG_TEXT)), 300).sha256
+    assert data.tokenizer.decode(data.train) == LONG_TEXT
+
+
+def test_the_sample_is_of_the_text_to_train_on_alone(folder: Path) -> None:
+    Path("input.txt").write_text(LONG_TEXT)
+    config = text_config(tokenizer_sample_bytes=1 << 17, valid_fraction=0.5)
+    train, _ = find_texts(config)
+    assert len("".join(train.blocks())) == train.size < len(LONG_TEXT) * 0.51
+    data = prepare_data(config)
+    assert data.tokenizer is not None
+    assert data.tokenizer.sha256 == Tokenizer.train(sample_evenly(train.blocks(), 1 << 17, train.size), 300).sha256
+
+
+def test_a_text_no_longer_than_the_sample_is_used_whole(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Path("input.txt").write_text(LONG_TEXT)
+    with caplog.at_level(logging.INFO, "cs336_systems"):
+        data = prepare_data(two_texts(tokenizer_sample_bytes=len(LONG_TEXT)))
+    assert not any("sample" in message for message in caplog.messages)
+    assert data.tokenizer is not None
+    assert data.tokenizer.sha256 == Tokenizer.train([LONG_TEXT], 300).sha256
+
+
+def test_another_size_of_sample_redoes_the_tokenizer_of_a_longer_text_only(stages: Any) -> None:
+    Path("input.txt").write_text(LONG_TEXT)
+    whole, half, quarter = (two_texts(tokenizer_sample_bytes=n) for n in (1 << 28, 1 << 18, 1 << 17))
+    assert stages(whole) == ({TOKENIZER, TRAIN, VALID}, set())
+    stamp = json.loads(Path("d/tokenizer.json.stamp.json").read_text())
+    assert stages(two_texts(tokenizer_sample_bytes=len(LONG_TEXT))) == (set(), {TOKENIZER, TRAIN, VALID})
+    for config, size in ((half, 1 << 18), (quarter, 1 << 17)):
+        assert TOKENIZER in stages(config)[0]
+        expected = stamp["inputs"] | {"sample_bytes": size}
+        assert json.loads(Path("d/tokenizer.json.stamp.json").read_text())["inputs"] == expected
+        assert stages(config) == (set(), {TOKENIZER, TRAIN, VALID})
+
+
+def test_a_sample_has_room_for_a_piece_of_text() -> None:
+    with pytest.raises(ValueError, match=r"^data\.tokenizer_sample_bytes is 65535: it must be at least 65536$"):
+        DataConfig(tokenizer_sample_bytes=65_535)
+    assert DataConfig(tokenizer_sample_bytes=65_536).tokenizer_sample_bytes == 65_536
 
 
 # What is redone
