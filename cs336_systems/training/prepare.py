@@ -18,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from cs336_basics.data import load_tokens, read_info, sha256_of_file, sidecar_path, write_json, write_tokens
+from cs336_basics.data import (
+    load_tokens,
+    read_info,
+    sha256_of_file,
+    sidecar_path,
+    token_dtype,
+    write_json,
+    write_tokens,
+)
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, read_utf8, sample_evenly
 
@@ -126,10 +134,18 @@ def _one_at_a_time(folder: Path, lock: str = ".lock") -> Iterator[None]:
         yield
 
 
-def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], None], *companions: Path) -> None:
+def _stage(
+    name: str,
+    output: Path,
+    inputs: dict[str, Any],
+    make: Callable[[], None],
+    *companions: Path,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Make `output` unless it is there as its stamp describes it, made from the same inputs.
 
-    A file without a stamp was not made here: it is used as it is, and never written over.
+    A file without a stamp was not made here: it is used as it is, and never written over. Where it has to be made,
+    `check` may refuse before anything is touched.
     """
     stamp = output.with_name(f"{output.name}.stamp.json")
     if output.is_file():
@@ -140,6 +156,7 @@ def _stage(name: str, output: Path, inputs: dict[str, Any], make: Callable[[], N
         if known == {"inputs": inputs, "sha256": _hashes(output, *companions)}:
             logger.info("%s: %s is up to date, skipped", name, output)
             return
+    check()
     logger.info("%s: making %s", name, output)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(stamp, {"inputs": None, "sha256": None})  # being made: if that is cut short, it is made again
@@ -159,11 +176,29 @@ def _read_stamp(path: Path) -> dict[str, Any]:
     return stamp if isinstance(stamp, dict) else {}
 
 
+def _require_space(field: str, value: int, sizes: list[tuple[Path, int]]) -> None:
+    """Raise a ValueError that names the field where files of these sizes do not fit on the disks of their folders."""
+    needed: dict[int, int] = {}
+    for path, size in sizes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        disk = path.parent.stat().st_dev
+        needed[disk] = needed.get(disk, 0) + size
+    for path, _ in sizes:
+        need, free = needed[path.parent.stat().st_dev], shutil.disk_usage(path.parent).free
+        if need > free:
+            raise ValueError(
+                f"{field} is {value}: the files made from it take up to {need:,} bytes, and the disk of {path.parent} "
+                f"has {free:,} bytes free"
+            )
+
+
 def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
     data, vocab_size = config.data, config.model.shape.vocab_size
-    for i, path in enumerate((train_path, valid_path)):
-        # A tenth is enough to validate on, but never less than two sequences.
-        count = max(data.random_tokens // (10 if i else 1), 2 * config.model.shape.context_length + 2)
+    # A tenth is enough to validate on, but never less than two sequences.
+    shares = (train_path, data.random_tokens), (valid_path, data.random_tokens // 10)
+    files = [(path, max(count, 2 * config.model.shape.context_length + 2)) for path, count in shares]
+    sizes = [(path, count * token_dtype(vocab_size).itemsize) for path, count in files]
+    for i, (path, count) in enumerate(files):
         inputs = {"random_tokens": count, "seed": data.seed, "split": i, "vocab_size": vocab_size}
 
         def make(path: Path = path, count: int = count, seed: tuple[int, int] = (data.seed, i)) -> None:
@@ -171,7 +206,8 @@ def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Pat
             chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
             write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
 
-        _stage("tokens", path, inputs, make, sidecar_path(path))
+        check = functools.partial(_require_space, "data.random_tokens", data.random_tokens, sizes[i:])
+        _stage("tokens", path, inputs, make, sidecar_path(path), check=check)
 
 
 def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
@@ -229,8 +265,22 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
         return train, valid
     if data.source == "stories":
         text_path = folder / "stories.txt"
-        inputs = {"story_chars": data.story_chars, "seed": data.seed, "generator": _code_version()}
-        _stage("text", text_path, inputs, lambda: _write_stories(text_path, data.seed, data.story_chars))
+        chars = data.story_chars
+        inputs = {"story_chars": chars, "seed": data.seed, "generator": _code_version()}
+        # The text is ASCII; how many tokens it makes is known only afterwards, but never more than it has characters.
+        width, valid_chars = token_dtype(config.model.shape.vocab_size).itemsize, int(chars * data.valid_fraction)
+        sizes = [
+            (text_path, chars),
+            (Path(str(data.train_tokens)), (chars - valid_chars) * width),
+            (Path(str(data.valid_tokens)), valid_chars * width),
+        ]
+        _stage(
+            "text",
+            text_path,
+            inputs,
+            lambda: _write_stories(text_path, data.seed, chars),
+            check=lambda: _require_space("data.story_chars", chars, sizes),
+        )
     else:
         text_path = Path(str(data.train_text))
     whole = _whole_text(text_path)

@@ -208,6 +208,81 @@ def test_a_sample_has_room_for_a_piece_of_text() -> None:
     assert DataConfig(tokenizer_sample_bytes=65_536).tokenizer_sample_bytes == 65_536
 
 
+# A disk that is too small
+
+
+STORIES_NEED = 10_000 + 2 * 10_000  # the text, and a token of two bytes for every character
+RANDOM_NEED = 2 * (1000 + 100)
+
+
+@pytest.mark.parametrize(
+    "make, field, value, need",
+    [
+        (stories_config, "story_chars", 10_000, STORIES_NEED),
+        (random_config, "random_tokens", 1000, RANDOM_NEED),
+        (functools.partial(random_config, vocab_size=1 << 17), "random_tokens", 1000, 2 * RANDOM_NEED),
+        (functools.partial(stories_config, story_chars=10**18), "story_chars", 10**18, 3 * 10**18),
+    ],
+    ids=["stories", "random", "tokens of four bytes", "an exabyte"],
+)
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, make: Any, field: str, value: int, need: int
+) -> None:
+    real = shutil.disk_usage
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=need - 1))
+        message = rf"^data\.{field} is {value}: .* {need:,} bytes, .* has {need - 1:,} bytes free$"
+        with pytest.raises(ValueError, match=message):
+            prepare_data(make())
+    assert [path.name for path in Path("d").iterdir()] == [".lock"]
+    if value < 10**9:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=need))
+        prepare_data(make())
+        written = sum(path.stat().st_size for path in Path("d").iterdir() if path.suffix in (".txt", ".npy"))
+        assert written < need + 2000  # the headers, and the story that goes over the number of characters
+
+
+def test_a_full_disk_does_not_matter_where_nothing_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for config in (stories_config(), random_config(data_dir="e")):
+        prepare_data(config)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: pytest.fail("nothing has to be written"))
+            prepare_data(config)
+
+
+def test_a_refused_size_leaves_the_files_of_the_run_before_as_they_are(
+    stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config, name in ((stories_config, "story_chars"), (random_config, "random_tokens")):
+        stages(config())
+        before = contents()
+        with pytest.raises(ValueError, match=rf"^data\.{name} is {10**18}: .* bytes free$"):
+            prepare_data(config(**{name: 10**18}))
+        assert contents() == before
+        shutil.rmtree("d")
+
+
+def test_each_disk_has_to_hold_what_is_put_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text here, tokens there: neither disk needs room for both."""
+    config = stories_config(train_tokens="there/a.npy", valid_tokens="there/b.npy", valid_fraction=0.5)
+    real_stat = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        found = real_stat(path, **options)
+        return os.stat_result([*found[:2], 99, *found[3:]]) if path.name == "there" else found
+
+    real = shutil.disk_usage
+    free = {"d": 10_000, "there": 20_000}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=free[Path(path).name]))
+    monkeypatch.setattr(Path, "stat", stat)
+    for short in free:
+        free[short] -= 1
+        with pytest.raises(ValueError, match=f" the disk of {short} has {free[short]:,} bytes free$"):
+            prepare_data(config)
+        free[short] += 1
+    prepare_data(config)
+
+
 # What is redone
 
 
