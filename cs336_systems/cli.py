@@ -7,6 +7,7 @@ sees that it was not finished.
 
 import dataclasses
 import difflib
+import functools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
@@ -30,6 +31,7 @@ from .config import (
     RunConfig,
     SampleConfig,
     TrainConfig,
+    describe_type,
 )
 
 _GROUPS: dict[str, type] = {
@@ -44,6 +46,7 @@ _GROUPS: dict[str, type] = {
 _EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
 
 
+@functools.cache  # most of the time of a parse would go into reading the help out of the docstrings
 def train_parser() -> ArgumentParser:
     """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
     parser = _parser("train", "Text in, trained language model out.")
@@ -96,10 +99,10 @@ def _check_config_file(path: Path, parser: ArgumentParser) -> None:
         raise FileNotFoundError(f"config file {path} does not exist")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"config file {path} holds {type(content).__name__}: it must be a JSON object")
+        raise ValueError(f"config file {path} does not hold a JSON object")
     for name, value in content.items():
         if name in _GROUPS and not isinstance(value, dict):
             raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
@@ -130,16 +133,33 @@ def load_config(path: str | Path, **overrides: Any) -> RunConfig:
 
 
 def _one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message, shortened to a line, with the nearest field name for one that is unknown."""
-    if found := re.match(r'Parser key "(?P<name>[^"]+)":\s*(?P<rest>.*)', message, re.S):
-        name, rest = found["name"], " ".join(found["rest"].split())
-        if union := re.search(r"Subtypes: \[(?P<types>.*?)\] .*Given value: (?P<value>.*)", rest):
-            types = re.sub(r"<class '(.*?)'>", r"\1", union["types"]).replace("NoneType", "null")
-            return f"{name} is {union['value']}: it must be {' or '.join(types.split(', '))}"
-        return f"{name}: {rest}"
+    """jsonargparse's message as a line without Python's types, with the nearest field for one that is unknown."""
+    message = " ".join(message.split())
     if found := re.search(r"unrecognized arguments: --([\w.]+)", message):
         return _unknown(found[1], parser)
-    return " ".join(message.split())
+    if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
+        return _unknown(f"{found[1]}.{found[2]}", parser)
+    # Of several keys the last one is the field: a group that is given as JSON repeats what its field says.
+    if found := re.match(r'.*Parser key "(?P<name>[^"]+)": (?P<rest>.*)', message):
+        return _wrong_type(found["name"], found["rest"], parser)
+    return message
+
+
+def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
+    """That a field, or a group, is of another type than it must be; `said` is what jsonargparse says of it."""
+    hints = {action.dest: action._typehint for action in parser._actions if hasattr(action, "_typehint")}
+    if name not in hints:
+        given = re.search(r"Unable to load config (['\"])(?P<value>.*?)\1", said)
+        return f"{name} is {given['value']}: it must be a JSON object" if given else f"{name}: {said}"
+    if inside := re.search(r"NestedArg\(key='(\w+)'", said):
+        return _unknown(f"{name}.{inside[1]}", parser)
+    # A union lists what each of its types says before it comes to the value.
+    value = re.search(r"Given value type: .*?Given value:(.*)", said) or re.search(r"Got value:(.*)", said)
+    if value is None:  # one that Python itself does not show, an integer of thousands of digits
+        return f"{name} must be {describe_type(hints[name])}"
+    part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
+    shown = value[1].strip() or "''"
+    return f"{name} {'holds' if part else 'is'} {shown}: it must be {describe_type(hints[name])}"
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -182,6 +202,8 @@ def _parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         return parser.instantiate(parser.parse_args(list(arguments)))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
 
 
 def _generate(arguments: Sequence[str]) -> int:

@@ -41,7 +41,7 @@ def _check_types(config: Any, group: str) -> None:
         value = getattr(config, name)
         accepted = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if not any(_is_a(value, kind) for kind in accepted):
-            raise ValueError(f"{group}{name} is {value!r}: it must be {' or '.join(map(_describe, accepted))}")
+            raise ValueError(f"{group}{name} is {value!r}: it must be {describe_type(hint)}")
 
 
 def _is_a(value: object, kind: Any) -> bool:
@@ -57,24 +57,25 @@ def _is_a(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _describe(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return ", ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"{len(get_args(kind))} numbers"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-    return names.get(kind, kind.__name__)
+def describe_type(hint: Any) -> str:
+    """What a field of this annotation accepts, in words: int | None is "an integer or null"."""
+    if isinstance(hint, UnionType):
+        return " or ".join(map(describe_type, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} numbers"
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+    return names.get(hint, f"a {hint.__name__}")
 
 
 def _require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(
-            value is None or (value >= minimum and math.isfinite(value)),
-            f"{group}.{name}",
-            value,
-            f"at least {minimum:g}",
-        )
+        # Above that bound an integer fits neither a tensor nor, soon after, a float.
+        if value is not None and not minimum <= value < 1 << 63:
+            above = " and below 2^63" if value > minimum else ""
+            raise ValueError(f"{group}.{name} is {value!r}: it must be at least {minimum:g}{above}")
 
 
 @dataclass(frozen=True, kw_only=True)

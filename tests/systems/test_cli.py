@@ -317,6 +317,79 @@ def test_a_wrong_type_in_the_file_names_the_field(write_config: WriteConfig, val
     assert error_of("--config", write_config({"train": {"max_steps": value}})).startswith("train.max_steps")
 
 
+FIELDS = {f"{group}.{name}": hint for group, cls in GROUPS.items() for name, hint in typing.get_type_hints(cls).items()}
+FIELDS |= {name: hint for name, hint in typing.get_type_hints(RunConfig).items() if name not in GROUPS}
+NOT_OF_THE_TYPE: dict[Any, list[Any]] = {  # annotation -> values that JSON can hold and the field cannot
+    int: ["abc", "", 1.5, True, [1], {"a": 1}, [None, 1]],
+    float: ["abc", "", True, [1], {"a": 1}, [None, 1]],
+    bool: ["abc", "", 1.5, 5, [1], {"a": 1}],
+    str: [1.5, 5, True, [1], {"a": 1}],
+    tuple: ["abc", "", 1.5, True, [1], {"a": 1}, [1, 2, 3], [None, 1]],
+    typing.Literal: ["abc", "", 1.5, True, [1], {"a": 1}],
+}
+IN_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", tuple: "a list of 2 numbers"}
+
+
+def _kind(hint: Any) -> Any:
+    """The type of a field without its null: int, float, bool, str, tuple or Literal."""
+    (kind,) = [k for k in typing.get_args(hint) if k is not type(None)] if _takes_null(hint) else [hint]
+    return typing.get_origin(kind) or kind
+
+
+def _check_type_error(message: str, field: str, value: Any) -> None:
+    kind = _kind(FIELDS[field])
+    accepted = IN_WORDS.get(kind) or f"one of {', '.join(typing.get_args(FIELDS[field]))}"
+    assert message.startswith(f"{field} ")
+    assert message.endswith(f"it must be {accepted}{' or null' if _takes_null(FIELDS[field]) else ''}")
+    inner = None if value == [None, 1] and kind is tuple else value
+    shown = [str(inner), json.dumps(inner)] if inner != "" else ["''"]
+    assert any(f" {text}: " in message for text in shown), message
+    for leak in ("<class", "typing", "NoneType", "Expected", "Traceback", "\n"):
+        assert leak not in message
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_wrong_type_on_the_command_line_says_in_words_what_is_accepted(field: str) -> None:
+    kind = _kind(FIELDS[field])
+    for value in NOT_OF_THE_TYPE[kind] if kind is not str else []:  # there every word is text
+        written = value if isinstance(value, str) else json.dumps(value)
+        _check_type_error(error_of(*TINY, f"--{field}={written}"), field, value)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_wrong_type_in_the_file_says_in_words_what_is_accepted(field: str, write_config: WriteConfig) -> None:
+    group, _, name = field.rpartition(".")
+    for value in NOT_OF_THE_TYPE[_kind(FIELDS[field])]:
+        content: dict[str, Any] = {"model": dict(MODEL)}
+        (content.setdefault(group, {}) if group else content)[name] = value
+        _check_type_error(error_of("--config", write_config(content)), field, value)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "abc"], "model is abc: it must be a JSON object"),
+        (["--train", "[1]"], "train is [1]: it must be a JSON object"),
+        (["--train", '{"seed": "x"}'], "train.seed is x: it must be an integer"),
+        (["--train", '{"seeds": 1}'], "unknown field train.seeds: did you mean train.seed?"),
+        (["--train.seed.x=1"], "unknown field train.seed.x: did you mean train.seed?"),
+        (["--train.seed=a\nb"], "train.seed is a b: it must be an integer"),
+        (["--sample.top_k=a\nb"], "sample.top_k is a b: it must be an integer or null"),
+    ],
+)
+def test_a_group_and_what_lies_in_a_field_are_named_too(arguments: list[str], message: str) -> None:
+    assert error_of(*TINY, *arguments) == message
+
+
+@pytest.mark.parametrize("written", ["1" + "0" * 400, "1" * 5000, "[" * 5000], ids=["400 digits", "5000", "nested"])
+@pytest.mark.parametrize("field", ["train.max_steps", "model.d_model", "optimizer.lr", "model.rope_theta"])
+def test_a_value_beyond_all_measure_is_one_line(field: str, written: str, write_config: WriteConfig) -> None:
+    assert error_of(*TINY, f"--{field}={written}")
+    group, name = field.split(".")
+    with_model = {"model": MODEL} | {group: {**(MODEL if group == "model" else {}), name: "@"}}
+    assert error_of("--config", write_config(json.dumps(with_model).replace('"@"', written)))
+
+
 def _takes_null(hint: Any) -> bool:
     return type(None) in typing.get_args(hint)
 
