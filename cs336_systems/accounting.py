@@ -1,4 +1,4 @@
-"""Counting a model: parameters and floating-point operations. Pure functions, the formula in each docstring.
+"""Counting a model: parameters, floating-point operations, memory. Pure functions, the formula in each docstring.
 
 One multiply and one add count as two operations, as in the handout and in the papers cited.
 """
@@ -43,3 +43,14 @@ def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     the MFU made from this counts useful work only (Chowdhery et al. 2022, PaLM, appendix B).
     """
     return 3 * forward_flops(shape, num_sequences, length)
+
+
+def least_training_bytes(shape: ModelShape, batch_size: int, micro_batch: int) -> int:
+    """Memory that no training step does without: 16 N + 4 T d / H + 8 B T + 2 b T V.
+
+    A float32 weight, its gradient and AdamW's two moments a parameter; the rotary tables; token IDs of a batch of B;
+    logits of a micro-batch of b, in the smallest type there is for them. The other activations are not counted.
+    """
+    length = shape.context_length
+    rotary = 4 * length * (shape.d_model // shape.num_heads)
+    return 16 * num_parameters(shape) + rotary + 8 * batch_size * length + 2 * micro_batch * length * shape.vocab_size

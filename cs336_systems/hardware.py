@@ -79,6 +79,16 @@ def use_device(name: str) -> torch.device:
     return device
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """All memory of a GPU, or of the machine for the CPU; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
 def check_precision(device: torch.device, precision: str) -> None:
     """Raise ValueError where the device does not compute in `train.precision` itself."""
     if device.type == "cuda" and precision == "bf16":

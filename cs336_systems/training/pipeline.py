@@ -21,9 +21,9 @@ from cs336_basics.generate import generate
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 
-from ..accounting import num_parameters
+from ..accounting import least_training_bytes, num_parameters
 from ..config import RunConfig, SampleConfig
-from ..hardware import check_precision, environment, use_device
+from ..hardware import check_precision, environment, memory_bytes, use_device
 from ..kernels.attention import get_attention
 from .checkpoint import (
     Manifest,
@@ -85,7 +85,8 @@ def train(config: RunConfig) -> RunResult:
     check_precision(device, config.train.precision)
     if config.train.cuda_graph and device.type != "cuda":
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
-    attention = get_attention(config.model.attention)
+    _check_memory(config, device)
+    attention = get_attention(config.model.attention, device)
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
     config = dataclasses.replace(config, run_dir=str(run_dir))
     with _locked(run_dir):
@@ -122,6 +123,21 @@ def train(config: RunConfig) -> RunResult:
             result = run.report(interrupted)
         write_json(run_dir / "result.json", dataclasses.asdict(result))
     return result
+
+
+def _check_memory(config: RunConfig, device: torch.device) -> None:
+    """Refuse what cannot fit before it is built: a billion layers would not fail, but take for ever."""
+    shape, train = config.model.shape, config.train
+    needed = least_training_bytes(shape, train.batch_size, train.batch_size // train.gradient_accumulation_steps)
+    there = memory_bytes(device)
+    if there is not None and needed > there:
+        names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers")
+        sizes = [f"model.{name} {getattr(shape, name)}" for name in names]
+        sizes += [f"train.{name} {getattr(train, name)}" for name in ("batch_size", "gradient_accumulation_steps")]
+        raise ValueError(
+            f"{', '.join(sizes)}: to train this needs at least {needed / 2**30:,.1f} GiB, and {device} has "
+            f"{there / 2**30:,.1f} GiB"
+        )
 
 
 @contextlib.contextmanager

@@ -9,8 +9,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_basics.model import TransformerLM
+from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
-from cs336_systems.accounting import forward_flops, matmul_parameters, num_parameters, training_flops
+from cs336_systems.accounting import (
+    forward_flops,
+    least_training_bytes,
+    matmul_parameters,
+    num_parameters,
+    training_flops,
+)
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 
 
@@ -120,3 +127,19 @@ def test_training_costs_three_forward_passes_as_pytorch_counts_them(shape: Model
     assert training_flops(shape, 3, 8) == 3 * forward_flops(shape, 3, 8)
     forward = counted_flops(shape, 3, 8, whole_square)
     assert counted_flops(shape, 3, 8, whole_square, backward=True) == 3 * forward
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_least_memory_is_that_of_the_tensors_a_step_cannot_do_without(shape: ModelShape) -> None:
+    batch, micro_batch = 6, 2
+    model = TransformerLM(**dataclasses.asdict(shape))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.zeros(batch, shape.context_length, dtype=torch.long)
+    logits = model(tokens[:micro_batch])
+    logits.sum().backward()
+    optimizer.step()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+    rope = next(m for name, m in model.named_modules() if name.endswith("rope"))
+    held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, logits.bfloat16()]
+    assert least_training_bytes(shape, batch, micro_batch) == sum(t.nbytes for t in held)

@@ -18,6 +18,7 @@ import torch
 
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer
+from cs336_systems.accounting import least_training_bytes
 from cs336_systems.cli import load_config, main, parse_run_config, train_parser
 from cs336_systems.config import (
     CheckpointConfig,
@@ -772,6 +773,30 @@ def test_a_cuda_device_that_is_not_there_says_what_is(cs336: Run, folder: Path) 
     assert message.startswith("train.device is 'cuda:99': ")
     assert "no CUDA device" in message or "cuda:0 to cuda:" in message
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("model.num_layers", 10**9),
+        ("model.d_model", 10**7),
+        ("model.d_ff", 2**63 - 1),
+        ("model.context_length", 10**12),
+        ("train.batch_size", 2**63 - 1),
+    ],
+)
+def test_what_cannot_fit_into_memory_is_refused_at_once(cs336: Run, folder: Path, field: str, value: int) -> None:
+    message = the_line(cs336("train", *TINY, *SHORT, f"--{field}={value}", "--train.device=cpu", "--run_dir=run"))
+    assert f"{field} {value}" in message
+    assert re.search(r": to train this needs at least [\d,.]+ GiB, and cpu has [\d,.]+ GiB$", message)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_just_fits_into_memory_is_not_refused(cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = least_training_bytes(ModelConfig(**MODEL).shape, batch_size=4, micro_batch=4)
+    for there, code in ((needed - 1, 2), (needed, 0)):
+        monkeypatch.setattr("cs336_systems.training.pipeline.memory_bytes", lambda device, there=there: there)
+        assert cs336("train", *TINY, *SHORT, "--train.device=cpu", "--run_dir=run")[0] == code
 
 
 def test_an_attention_kernel_that_does_not_exist_brings_those_that_do(cs336: Run, folder: Path) -> None:

@@ -2,14 +2,24 @@
 
 import contextlib
 import json
+import re
 import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems import hardware
-from cs336_systems.hardware import check_precision, device_peak_flops, environment, peak_flops, select_device
+from cs336_systems.hardware import (
+    check_precision,
+    device_peak_flops,
+    environment,
+    memory_bytes,
+    peak_flops,
+    select_device,
+)
 
 
 @pytest.fixture
@@ -141,6 +151,29 @@ def test_a_name_of_no_device_is_an_error_that_says_what_is_accepted(gpus: Any, n
     gpus(1)
     with pytest.raises(ValueError, match=rf"^train\.device is '{name}': it must be auto, cpu, cuda or cuda:N$"):
         select_device(name)
+
+
+# Memory
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc/meminfo")
+def test_the_cpus_memory_is_what_the_kernel_says() -> None:
+    total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert total
+    assert memory_bytes(torch.device("cpu")) == int(total[1]) * 1024
+
+
+def test_the_gpus_memory_is_all_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=device.index))
+    assert memory_bytes(torch.device("cuda:7")) == 7
+
+
+def test_memory_that_the_system_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(hardware.os, "sysconf", unknown)
+    assert memory_bytes(torch.device("cpu")) is None
 
 
 # Precisions
