@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     Scores and softmax are float32 whatever the inputs are; float64 stays float64. Holds all queries x keys scores.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with _without_autocast(q.device.type):  # which would compute the products in its own type again
+    with without_autocast(q.device.type):  # which would compute the products in its own type again
         scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
         if is_causal:
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -37,10 +37,11 @@ def scaled_dot_product_attention(
         return (scores.softmax(dim=-1) @ v.to(dtype)).to(q.dtype)
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    if torch.amp.is_autocast_available(device_type):
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """A context in which operations compute in the types of their tensors, whatever autocast is on outside."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()  # the meta device has none
+    return contextlib.nullcontext()
 
 
 def _truncated_normal(shape: tuple[int, ...], std: float) -> nn.Parameter:

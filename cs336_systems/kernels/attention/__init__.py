@@ -1,26 +1,71 @@
 """The attention kernels by name. All keep the contract of `cs336_basics.model.scaled_dot_product_attention`."""
 
+import importlib
+from collections.abc import Iterator, Mapping
+
 import torch
-from torch import Tensor
 
-from cs336_basics.model import Attention, scaled_dot_product_attention
+from cs336_basics.model import Attention
 
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which picks one of its own kernels."""
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-
-ATTENTION: dict[str, Attention] = {
-    "naive": scaled_dot_product_attention,
-    "sdpa": sdpa,
+# name: "module:function". A module is imported when its kernel is asked for: some need what not every machine has.
+_PLACES = {
+    "naive": "reference:naive",
+    "vectorized_torch": "reference:vectorized_torch",
+    "flash_torch": "flash_torch:flash_torch",
+    "flash_triton": "flash_triton:flash_triton",
+    "flash_cuda": "flash_cuda:flash_cuda",
+    "sdpa": "peers:sdpa",
+    "sdpa_flash": "peers:sdpa_flash",
+    "sdpa_cudnn": "peers:sdpa_cudnn",
+    "sdpa_math": "peers:sdpa_math",
+    "flex": "peers:flex",
+    "fa4": "peers:fa4",
+    # What the handout calls them.
+    "scaled_dot_prod_attention": "reference:naive",
+    "flash_attention_triton": "flash_triton:flash_triton",
 }
 
 
-def get_attention(name: str) -> Attention:
-    """The kernel registered as `name`; auto is sdpa. Raises ValueError naming `model.attention`."""
+class _Kernels(Mapping[str, Attention]):
+    """Names to functions. Reading a name imports its module and raises ImportError where that cannot be done."""
+
+    def __getitem__(self, name: str) -> Attention:
+        module, function = _PLACES[name].split(":")
+        return getattr(importlib.import_module(f".{module}", __name__), function)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _PLACES  # Mapping's own would import
+
+
+ATTENTION = _Kernels()
+
+
+def get_attention(name: str, device: torch.device | None = None) -> Attention:
+    """The kernel registered as `name`; auto is the fastest that `device` (default: the CPU) is known to run.
+
+    Raises ValueError naming `model.attention` where no kernel has the name, or what the kernel needs is not installed.
+    """
     if name == "auto":
-        name = "sdpa"
+        return _best_kernel(device)
     if name not in ATTENTION:
         raise ValueError(f"model.attention is {name!r}: it must be auto or one of {', '.join(ATTENTION)}")
-    return ATTENTION[name]
+    try:
+        return ATTENTION[name]
+    except ImportError as error:
+        raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
+
+
+def _best_kernel(device: torch.device | None) -> Attention:
+    """flash_triton from compute capability 8.0 on, whose tensor cores it is written for; PyTorch's choice elsewhere."""
+    if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        try:
+            return ATTENTION["flash_triton"]
+        except ImportError:  # Triton is only there on Linux
+            pass
+    return ATTENTION["sdpa"]

@@ -1,0 +1,198 @@
+"""FlashAttention-2 (Dao 2023) in plain PyTorch: the algorithm to read, and attention in O(N D) memory on any device.
+
+Legend: B all leading dimensions in one, N_q queries, N_k keys, D size of a head, S = Q K^T / sqrt(D) the scores,
+P = exp(S - L) the softmax, L its logsumexp a query, delta_i = sum_d dO_id O_id. A tile is a square of S: queries i to
+i + size, keys j to j + size. Everything inside is float32, or float64 where that is given.
+"""
+
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_basics.model import without_autocast
+
+from .contract import check_qkv
+from .function import flash_function, new_gradients, new_outputs
+from .reference import hidden_pairs
+
+logger = logging.getLogger(__name__)
+
+# Scores a tile holds over all of B: what a core's cache, or a GPU's, keeps between the passes over them.
+_TILE_SCORES = {"cpu": 2**18, "cuda": 2**22}
+# Fewer scores than this are done before a compiled function has checked its guards.
+_WORTH_COMPILING = 2**16
+
+
+def tile_size(batch: int, device_type: str) -> int:
+    """Queries and keys a tile: a power of two, at least 16, that keeps batch x size x size scores in the cache."""
+    scores = _TILE_SCORES.get(device_type, _TILE_SCORES["cpu"]) // max(batch, 1)
+    return max(16, 2 ** (int(math.log2(max(scores, 1))) // 2))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 over copies in float32; the results in the dtypes and layouts that the operator has promised."""
+    o, logsumexp = new_outputs(q)
+    with without_autocast(q.device.type):
+        wide_o, wide_logsumexp = _forward_tiles(_as_wide_3d(q), _as_wide_3d(k), _as_wide_3d(v), is_causal)
+        return o.copy_(wide_o.view(q.shape)), logsumexp.copy_(wide_logsumexp.view(q.shape[:-1]))
+
+
+def _forward_tiles(
+    q: Float[Tensor, "B N_q D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], is_causal: bool
+) -> tuple[Float[Tensor, "B N_q D"], Float[Tensor, "B N_q"]]:
+    """A running maximum and a running denominator make the softmax of a row without all of the row."""
+    (batch, n_q, _), n_k = q.shape, k.shape[1]
+    size = tile_size(batch, q.device.type)
+    o, logsumexp = torch.zeros_like(q), q.new_full((batch, n_q), -math.inf)
+    if n_k == 0:  # no key to see: 0, and the logarithm of an empty sum
+        return o, logsumexp
+    q = q / math.sqrt(q.shape[-1])
+    for i in range(0, n_q, size):
+        q_i = q[:, i : i + size]
+        o_i = torch.zeros_like(q_i)
+        maximum = q.new_full((batch, q_i.shape[1], 1), -math.inf)
+        denominator = torch.zeros_like(maximum)
+        for j in range(0, min(n_k, i + size) if is_causal else n_k, size):  # tiles above the diagonal are skipped
+            scores = q_i @ k[:, j : j + size].mT
+            if is_causal and i == j:  # and below it nothing is hidden
+                scores.masked_fill_(hidden_pairs(q_i.shape[1], scores.shape[2], q.device), -math.inf)
+            # Key 0 is in the first tile and seen by all, so from there on the maximum is finite.
+            new_maximum = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
+            p = scores.sub_(new_maximum).exp_()
+            rescale = (maximum - new_maximum).exp_()
+            denominator = denominator * rescale + p.sum(dim=-1, keepdim=True)
+            o_i = torch.baddbmm(o_i.mul_(rescale), p, v[:, j : j + size])
+            maximum = new_maximum
+        o[:, i : i + size] = o_i / denominator
+        logsumexp[:, i : i + size] = (maximum + denominator.log()).squeeze(-1)
+    return o, logsumexp
+
+
+def _backward(
+    dO: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    need_dq: bool = True,
+    need_dkv: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    size = tile_size(q.shape[:-2].numel(), q.device.type)
+    return _gradients_by_tiles(size, dO, q, k, v, o, logsumexp, is_causal)
+
+
+def compiled_backward(
+    dO: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    need_dq: bool = True,
+    need_dkv: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
+
+    Takes and gives what `function.Backward` says (all three gradients, needed or not) and holds N_q x N_k scores.
+    Compiled once for all sizes. Small problems, and machines without a compiler after one warning, run it eagerly.
+    Source: CS336 assignment 2, equations 13 to 19.
+    """
+    return _gradients_by_tiles(max(q.shape[-2], k.shape[-2], 1), dO, q, k, v, o, logsumexp, is_causal)
+
+
+def _gradients_by_tiles(
+    size: int, dO: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every tile of S and P computed again, and what it adds to dQ, dK and dV."""
+    with torch.no_grad(), without_autocast(q.device.type):
+        wide_q, wide_k, wide_v, wide_dO = (_as_wide_3d(x) for x in (q, k, v, dO))
+        wide_q = wide_q / math.sqrt(q.shape[-1])
+        logsumexp = logsumexp.reshape(wide_q.shape[:2])
+        delta = (wide_dO * _as_wide_3d(o)).sum(dim=-1)
+        dQ, dK, dV = (torch.zeros_like(x) for x in (wide_q, wide_k, wide_v))
+        for j in range(0, k.shape[-2], size):
+            keys = slice(j, j + size)
+            k_j, v_j, dK_j, dV_j = (x[:, keys] for x in (wide_k, wide_v, dK, dV))
+            for i in range(j if is_causal else 0, q.shape[-2], size):  # from the diagonal on
+                rows = slice(i, i + size)
+                of_queries = (x[:, rows] for x in (wide_dO, wide_q, logsumexp, delta))
+                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *of_queries, is_causal and i == j)
+                dQ[:, rows].add_(dQ_tile)
+                dK_j.add_(dK_tile)
+                dV_j.add_(dV_tile)
+        dq, dk, dv = new_gradients(q, k, v, True, True)
+        return dq.copy_(dQ.view(q.shape)), dk.copy_(dK.view(k.shape)), dv.copy_(dV.view(v.shape))
+
+
+def _gradients(
+    k: Float[Tensor, "B keys D"],
+    v: Float[Tensor, "B keys D"],
+    dO: Float[Tensor, "B rows D"],
+    q: Float[Tensor, "B rows D"],
+    logsumexp: Float[Tensor, "B rows"],
+    delta: Float[Tensor, "B rows"],
+    on_diagonal: bool,
+) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B keys D"], Float[Tensor, "B keys D"]]:
+    """Equations 13 to 19 for one tile, whose first query and first key are equal where it is on the causal diagonal.
+
+    q comes divided by sqrt(D), so that S needs no pass of its own for it; what dK then has already, dQ still needs.
+    """
+    p = (q @ k.mT - logsumexp[..., None]).exp()
+    if on_diagonal:
+        p = p.masked_fill(hidden_pairs(p.shape[1], p.shape[2], q.device), 0.0)
+    dV = p.mT @ dO
+    dS = p * (dO @ v.mT - delta[..., None])
+    return dS @ k / math.sqrt(q.shape[-1]), dS.mT @ q, dV
+
+
+@functools.cache
+def _compiled_gradients() -> Any:
+    return torch.compile(_gradients, dynamic=True)
+
+
+_no_compiler_for: set[str] = set()
+
+
+def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`_gradients`, compiled where that is worth it and possible."""
+    device_type = k.device.type
+    if k.shape[0] * k.shape[1] * dO.shape[1] < _WORTH_COMPILING or device_type in _no_compiler_for:
+        return _gradients(k, v, dO, *others)
+    try:
+        return _compiled_gradients()(k, v, dO, *others)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        _no_compiler_for.add(device_type)
+        reason = str(error).strip().splitlines()[0]
+        logger.warning("the backward pass of attention runs without torch.compile on %s: %s", device_type, reason)
+        return _gradients(k, v, dO, *others)
+
+
+def _as_wide_3d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B N D"]:
+    x = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+FlashAttentionTorch = flash_function("flash_torch", _forward, _backward)
+
+
+def flash_torch(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "... queries d"]:
+    """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
+
+    Raises ValueError, naming the argument, where q, k and v do not fit each other or are not floating point.
+    Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
+    """
+    check_qkv(q, k, v, dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64))
+    return FlashAttentionTorch.apply(q, k, v, is_causal)

@@ -1,0 +1,182 @@
+"""The attention kernels of others, held to this project's contract: what ours are compared with.
+
+What a peer masks in another way, or cannot compute, it refuses; it never falls back to another kernel.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from cs336_basics.model import without_autocast
+
+from .contract import as_4d, check_qkv
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Shapes FlexAttention is compiled for side by side; PyTorch's own limit, made for code that should not vary, is 8.
+_FLEX_SHAPES = 256
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, which picks one of its own kernels.
+
+    Raises ValueError where q, k and v do not fit each other.
+    """
+    check_qkv(q, k, v)
+    return _scaled_dot_product(q, k, v, is_causal)
+
+
+def sdpa_math(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """PyTorch's plain computation, with all scores in memory. Raises ValueError where q, k and v do not fit."""
+    check_qkv(q, k, v)
+    with sdpa_kernel(SDPBackend.MATH):
+        return _scaled_dot_product(q, k, v, is_causal)
+
+
+def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """PyTorch's FlashAttention-2 (on a CPU, its kernel of the same name) and no other.
+
+    Raises ValueError for what that kernel does not serve: on CUDA another dtype than float16 and bfloat16, head sizes
+    above 256, and causal attention with N_q != N_k.
+    """
+    if q.device.type == "cuda":
+        check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+        _check_square(q, k, is_causal, "sdpa_flash")
+    else:
+        check_qkv(q, k, v)
+    return _forced(SDPBackend.FLASH_ATTENTION, "sdpa_flash", q, k, v, is_causal)
+
+
+def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """cuDNN's attention through PyTorch and no other.
+
+    Raises ValueError for what it does not serve: other devices than CUDA, other dtypes than float16 and bfloat16, head
+    sizes above 128 before Hopper and 256 from there on, and causal attention with N_q != N_k.
+    """
+    _check_cuda(q, "sdpa_cudnn")
+    check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+    _check_square(q, k, is_causal, "sdpa_cudnn")
+    return _forced(SDPBackend.CUDNN_ATTENTION, "sdpa_cudnn", q, k, v, is_causal)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """PyTorch's FlexAttention, compiled anew for every shape; the causal mask is one of its block masks, kept.
+
+    Raises ValueError for what it does not serve: other devices than CUDA, float64, head sizes below 16 and above 256,
+    and no queries or no keys. Beyond 256 shapes it raises PyTorch's error instead of running eagerly, which would hold
+    all scores.
+    """
+    _check_cuda(q, "flex")
+    check_qkv(q, k, v, dtypes=(*_LOW_PRECISION, torch.float32), max_head_size=256)
+    if q.shape[-1] < 16:
+        raise ValueError(f"q has head size {q.shape[-1]}: flex serves 16 to 256")
+    _check_not_empty(q, k, "flex")
+    return _flex(q, k, v, is_causal)
+
+
+def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL.
+
+    Raises ImportError where the package is not installed, and ValueError for what it does not serve: other devices than
+    CUDA, other dtypes than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or no
+    keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
+    """
+    from flash_attn.cute import flash_attn_func
+
+    _check_cuda(q, "fa4")
+    check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+    if q.shape[-1] % 8:
+        raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
+    _check_not_empty(q, k, "fa4")
+    _check_square(q, k, is_causal, "fa4")
+    result = flash_attn_func(*(as_4d(x).transpose(1, 2) for x in (q, k, v)), causal=is_causal)  # (B, N, H, D)
+    o = result[0] if isinstance(result, tuple) else result  # some versions add the logsumexp
+    return o.transpose(1, 2).reshape(q.shape)
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    # The fast kernels take four dimensions only, and autocast would take the inputs down to its own type.
+    with without_autocast(q.device.type):
+        o = scaled_dot_product_attention(as_4d(q), as_4d(k), as_4d(v), is_causal=is_causal)
+    return o.reshape(q.shape)
+
+
+def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    try:
+        with sdpa_kernel(backend):
+            return _scaled_dot_product(q, k, v, is_causal)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        what = f"q of shape {tuple(q.shape)}, {q.dtype}, on {q.device}, with {k.shape[-2]} keys, is_causal={is_causal}"
+        raise ValueError(f"{what}: PyTorch has no kernel for {name} that serves this") from error
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    block_mask = _causal_block_mask(q.shape[-2], k.shape[-2], q.device) if is_causal else None
+    run = _flex_attention if torch.compiler.is_compiling() else _run_compiled_flex
+    with without_autocast(q.device.type):
+        return run(as_4d(q), as_4d(k), as_4d(v), block_mask).reshape(q.shape)
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, block_mask=block_mask)
+
+
+def _run_compiled_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+    try:
+        return _compiled_flex()(q, k, v, block_mask)
+    except torch._dynamo.exc.FailOnRecompileLimitHit:
+        with torch._dynamo.config.patch(recompile_limit=_FLEX_SHAPES, accumulated_recompile_limit=_FLEX_SHAPES):
+            return _compiled_flex()(q, k, v, block_mask)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    # fullgraph: where PyTorch would run it eagerly it raises instead.
+    return torch.compile(_flex_attention, dynamic=False, fullgraph=True)
+
+
+def _causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
+    if torch.compiler.is_compiling():
+        return _new_causal_block_mask(n_q, n_k, device)
+    return _cached_causal_block_mask(n_q, n_k, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
+    with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training later
+        return _new_causal_block_mask(n_q, n_k, device)
+
+
+def _new_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(_sees, None, None, n_q, n_k, device=str(device))
+
+
+def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _check_cuda(q: Tensor, name: str) -> None:
+    if q.device.type != "cuda":
+        raise ValueError(f"q is on {q.device}: {name} needs a CUDA device")
+
+
+def _check_not_empty(q: Tensor, k: Tensor, name: str) -> None:
+    for argument, tensor in (("q", q), ("k", k)):
+        if tensor.numel() == 0:
+            raise ValueError(f"{argument} has shape {tuple(tensor.shape)}: {name} needs at least one element")
+
+
+def _check_square(q: Tensor, k: Tensor, is_causal: bool, name: str) -> None:
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"is_causal is True with {q.shape[-2]} queries and {k.shape[-2]} keys: {name} needs as many of both"
+        )

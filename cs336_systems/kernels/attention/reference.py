@@ -1,0 +1,81 @@
+"""Attention that holds all scores: the truth that kernels are tested against, and what a PyTorch user writes first.
+
+`naive` itself is `cs336_basics.model.scaled_dot_product_attention`, the model's own default.
+
+Shapes: N_q queries, N_k keys, D size of a head; `...` any number of leading dimensions.
+"""
+
+import functools
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from cs336_basics.model import scaled_dot_product_attention as naive
+from cs336_basics.model import without_autocast
+
+from .contract import check_qkv
+
+__all__ = ["attention_with_logsumexp", "naive", "vectorized_torch"]
+
+
+def attention_with_logsumexp(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool = False,
+) -> tuple[Float[Tensor, "... queries d"], Float[Tensor, "... queries"]]:
+    """`naive`'s output and the natural logarithm of its softmax's denominator, L_i = log(sum_j exp(S_ij)).
+
+    Computes in float32, or in float64 where that is given; o has q's dtype, L has the dtype computed in. A query that
+    sees no key (there are none) gets o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
+    """
+    check_qkv(q, k, v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q.device.type):
+        scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
+        if is_causal:
+            scores = scores.masked_fill(hidden_pairs(q.shape[-2], k.shape[-2], q.device), -math.inf)
+        logsumexp = scores.logsumexp(dim=-1)
+        o = (scores - logsumexp[..., None]).exp() @ v.to(wide)
+    return o.to(q.dtype), logsumexp
+
+
+def vectorized_torch(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "... queries d"]:
+    """Attention as a good PyTorch user writes it: batched products in the inputs' dtype, a softmax in float32.
+
+    In low precision the products run on tensor cores, accumulate in float32 and round the scores once on their way
+    out, which is where it differs from `naive`. The causal mask is kept from call to call.
+    Raises ValueError where q, k and v do not fit each other.
+    """
+    check_qkv(q, k, v)
+    with without_autocast(q.device.type):
+        scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.mT
+        if is_causal:
+            scores = scores.masked_fill(_kept_hidden_pairs(q.shape[-2], k.shape[-2], q.device), -math.inf)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+        return weights.to(q.dtype) @ v
+
+
+def hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Bool[Tensor, "queries keys"]:
+    """True where the causal mask hides key j from query i: where j > i."""
+    return torch.ones(n_q, n_k, dtype=torch.bool, device=device).triu(1)
+
+
+def _kept_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler fuses the comparison; a cache it would only warn about
+        return hidden_pairs(n_q, n_k, device)
+    return _cached_hidden_pairs(n_q, n_k, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
+    # A tensor born in inference mode could not be used in training later.
+    with torch.inference_mode(False):
+        return hidden_pairs(n_q, n_k, device)
