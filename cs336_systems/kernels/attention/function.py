@@ -20,27 +20,27 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool,
 """backward(dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv) -> dq, dk, dv; what is not needed may be empty"""
 
 
-def flash_function(name: str, forward: Forward, backward: Backward) -> type[torch.autograd.Function]:
+def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) -> type[torch.autograd.Function]:
     """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` gives O.
 
     Saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64), for backward.
     Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Called eagerly, the kernel is reached
     directly: the dispatch of a custom operator costs more than the launch of a small kernel.
     """
-    forward_op, backward_op = _register_operators(name, forward, backward)
+    forward_op, backward_op = _register_operators(name, forward_pass, backward_pass)
 
     class FlashAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-            o, logsumexp = (forward_op if _traced() else forward)(Q, K, V, is_causal)
+            o, logsumexp = (forward_op if _traced() else forward_pass)(Q, K, V, is_causal)
             ctx.save_for_backward(Q, K, V, o, logsumexp)
             ctx.is_causal = is_causal
             return o
 
         @staticmethod
-        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
             need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-            run = backward_op if _traced() else backward
+            run = backward_op if _traced() else backward_pass
             dQ, dK, dV = run(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
             return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
 

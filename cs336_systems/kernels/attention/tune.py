@@ -1,0 +1,142 @@
+"""Measure the tiles of `flash_triton` on this GPU and write its table.
+
+`python -m cs336_systems.kernels.attention.tune`, minutes on one GPU; `--head_sizes 64` for one head size.
+
+Every phase (forward, dq, dkv) is timed alone, for each padded head size, for half and full precision, through the copy
+engine and through pointers, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in
+parallel processes first. What the table holds is the fastest of each.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import flash_triton as flash
+from .flash_triton import Tile
+
+HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+class Candidate(NamedTuple):
+    """One tile for one entry of the table."""
+
+    phase: str
+    d: int
+    dtype: torch.dtype
+    tma: bool
+    tile: Tile
+
+
+def candidates(d: int, dtype: torch.dtype, tma: bool) -> Iterator[Candidate]:
+    """What is worth trying: the rows that a program keeps, those it walks along, warps, stages."""
+    for phase in _LAUNCHES:
+        half = dtype != torch.float32
+        kept = (64, 128) if half else (32, 64)
+        walked = ((32, 64, 128) if d <= 128 else (16, 32, 64)) if half else (16, 32, 64)
+        for keep, walk, num_stages in itertools.product(kept, walked, (2, 3) if half else (1, 2)):
+            for num_warps in (4, 8) if keep == 128 or d == 256 else (4,):
+                # The accumulators, one or two of keep x d and as many of keep x walk, have to fit the registers.
+                products = 2 if phase == "dkv" else 1
+                if products * keep * (d + walk) > num_warps * 32 * 255 * 1.25:
+                    continue
+                BM, BN = (walk, keep) if phase == "dkv" else (keep, walk)
+                yield Candidate(phase, d, dtype, tma, Tile(BM, BN, num_warps, num_stages))
+
+
+def _inputs(n: int, d: int, dtype: torch.dtype, heads: int = 16) -> dict[str, Tensor]:
+    q, k, v, do = (torch.randn(1, heads, n, d, device="cuda", dtype=dtype) for _ in range(4))
+    o, logsumexp = flash.new_outputs(q)
+    dq, dk, dv = flash.new_gradients(q, k, v, True, True)
+    l2, delta = flash.new_vectors(q)
+    return dict(q=q, k=k, v=v, do=do, o=o, logsumexp=logsumexp, dq=dq, dk=dk, dv=dv, l2=l2, delta=delta)
+
+
+_LAUNCHES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+    "forward": (flash.launch_forward, ("q", "k", "v", "o", "logsumexp")),
+    "dq": (flash.launch_dq, ("q", "k", "v", "o", "do", "dq", "logsumexp", "l2", "delta")),
+    "dkv": (flash.launch_dkv, ("q", "k", "v", "do", "dk", "dv", "l2", "delta")),
+}
+
+
+def _launch(phase: str, x: dict[str, Tensor], tile: Tile, tma: bool) -> None:
+    launch, names = _LAUNCHES[phase]
+    launch(*(x[name] for name in names), True, tile, tma)
+
+
+def _compile(candidate: Candidate) -> str | None:
+    """Launch once, for Triton's cache on disk; what went wrong, if anything (too much shared memory, say)."""
+    try:
+        _launch(candidate.phase, _inputs(256, candidate.d, candidate.dtype, heads=2), candidate.tile, candidate.tma)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    return None
+
+
+def _time(candidate: Candidate, x: dict[str, Tensor]) -> float:
+    return triton.testing.do_bench(
+        lambda: _launch(candidate.phase, x, candidate.tile, candidate.tma), warmup=5, rep=25, return_mode="median"
+    )
+
+
+def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, float]]:
+    """The candidates that run, with their times in ms, causal, 16 heads of 8192 (half) or 2048 (float) positions."""
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        errors = pool.map(_compile, entries, chunksize=1)
+    ran = [candidate for candidate, error in zip(entries, errors, strict=True) if error is None]
+    results = []
+    for (d, dtype), group in itertools.groupby(ran, key=lambda candidate: (candidate.d, candidate.dtype)):
+        x = _inputs(8192 if dtype != torch.float32 else 2048, d, dtype)
+        for phase in ("forward", "dq"):  # real o, logsumexp, l2 and delta for the phases that read them
+            _launch(phase, x, Tile(32, 32, 4, 1), tma=False)
+        results += [(candidate, _time(candidate, x)) for candidate in group]
+    return results
+
+
+def fastest(results: list[tuple[Candidate, float]], count: int) -> dict[str, list[tuple[Candidate, float]]]:
+    """The fastest few of each entry of the table."""
+    entries: dict[str, list[tuple[Candidate, float]]] = {}
+    for candidate, ms in sorted(results, key=lambda result: result[1]):
+        key = flash.tile_key(candidate.phase, candidate.d, candidate.dtype, candidate.tma)
+        entries.setdefault(key, []).append((candidate, ms))
+    return {key: best[:count] for key, best in sorted(entries.items())}
+
+
+def main() -> None:
+    """Measure, print the best few of each entry and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    table = Path(flash.__file__).with_name("flash_triton_tiles.json")
+    parser.add_argument("--out", type=Path, default=table, help="the table to write")
+    parser.add_argument("--head_sizes", type=int, nargs="+", default=HEAD_SIZES, choices=HEAD_SIZES)
+    parser.add_argument("--workers", type=int, default=16, help="processes that compile")
+    arguments = parser.parse_args()
+    entries = [
+        candidate
+        for d in arguments.head_sizes
+        for dtype, paths in ((torch.bfloat16, (True, False)), (torch.float32, (False,)))
+        for tma in paths
+        if not tma or torch.cuda.get_device_capability() >= (9, 0)
+        for candidate in candidates(d, dtype, tma)
+    ]
+    results = measure(entries, arguments.workers)
+    finalists = [candidate for best in fastest(results, 3).values() for candidate, _ in best]
+    finalists.sort(key=lambda candidate: (candidate.d, str(candidate.dtype)))
+    results += measure([c._replace(tile=c.tile._replace(HEADS_FIRST=True)) for c in finalists], arguments.workers)
+    tiles = {key: tile._asdict() for key, tile in flash.tile_table().items()}
+    for key, best in fastest(results, 4).items():
+        print(key, *(f"\n    {ms:.3f} ms {tuple(candidate.tile)}" for candidate, ms in best))
+        tiles[key] = best[0][0].tile._asdict()
+    lines = ",\n".join(f'  "{key}": {json.dumps(tile)}' for key, tile in sorted(tiles.items()))
+    arguments.out.write_text("{\n" + lines + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
