@@ -76,7 +76,35 @@ class Manifest:
         names = {field.name for field in dataclasses.fields(cls)}
         if raw.keys() != names:
             raise ValueError(f"its fields are not {', '.join(sorted(names))}")
-        return cls(**raw)
+        manifest = cls(**raw)
+        manifest._check_types()
+        return manifest
+
+    def _check_types(self) -> None:
+        """Raise ValueError for what no run writes: a checksum says that a file is as it was written, not by whom."""
+        counts: dict[str, Any] = {"step": self.step, "sequences": self.sequences}
+        objects = {name: getattr(self, name) for name in ("identity", "trainer", "config", "versions", "files")}
+        for name, value in objects.items():
+            _require_type(isinstance(value, dict), name, value, "a JSON object")
+        for name, file in self.files.items():
+            _require_type(Path(name).name == name, "file name", name, "one without a folder")
+            _require_type(isinstance(file, dict), f"files {name}", file, "a JSON object")
+            _require_type(isinstance(file.get("sha256"), str), f"files {name} sha256", file.get("sha256"), "text")
+            counts[f"files {name} bytes"] = file.get("bytes")
+        _require_type(bool(self.files), "files", self.files, "the checkpoint's files, at least one")
+        if self.trainer:  # nothing in what was imported, from which no loop goes on
+            scaler = self.trainer.get("scaler")
+            counts["trainer skipped_steps"] = self.trainer.get("skipped_steps")
+            numbers = isinstance(scaler, dict) and all(type(value) in (int, float) for value in scaler.values())
+            _require_type(numbers, "trainer scaler", scaler, "a JSON object of numbers")
+        for name, value in counts.items():
+            _require_type(type(value) is int and 0 <= value < 1 << 63, name, value, "an integer of at least 0")
+
+
+def _require_type(condition: bool, name: str, value: Any, accepted: str) -> None:
+    if not condition:
+        shown = json.dumps(value)
+        raise ValueError(f"its {name} is {shown if len(shown) < 80 else shown[:80] + '...'}: it must be {accepted}")
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -233,10 +261,14 @@ def verify_checkpoint(path: Path) -> Manifest:
         raise ValueError(f"checkpoint {path} is torn: it has no {MANIFEST}")
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"checkpoint file {path / MANIFEST} cannot be read: {error}") from error
     if path.name != checkpoint_name(manifest.step) and _STEP.fullmatch(path.name):
         raise ValueError(f"checkpoint {path} is of step {manifest.step}, its manifest says")
+    if unlisted := {file.name for file in path.glob("*.safetensors")} - manifest.files.keys():
+        raise ValueError(
+            f"checkpoint file {path / min(unlisted)} is not in the manifest"
+        )  # and would be read unverified
     for name, expected in manifest.files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None

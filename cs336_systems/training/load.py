@@ -13,6 +13,8 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import Tokenizer
 
+from ..accounting import num_parameters
+from ..config import ModelConfig
 from ..hardware import environment
 from ..kernels.attention import get_attention
 from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
@@ -55,13 +57,30 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
     return found
 
 
+def _shape_of(checkpoint: Path, manifest: Manifest) -> ModelShape:
+    """The architecture in a manifest. Raises ValueError where it is none, or one that the files cannot be of."""
+    file = checkpoint / MANIFEST
+    values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
+    if missing := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"checkpoint file {file} describes no model: its identity has no model.{missing[0]}")
+    try:
+        shape = ModelConfig(**values).shape
+    except ValueError as error:
+        raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
+    needed, there = 4 * num_parameters(shape), sum(entry["bytes"] for entry in manifest.files.values())
+    if needed > there:  # said before a model of so many layers is built
+        raise ValueError(f"checkpoint file {file} describes a model of {needed:,} bytes, its files hold {there:,}")
+    return shape
+
+
 def load_model(path: str | Path) -> LoadedModel:
     """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
 
-    Raises ValueError where the run's tokenizer is not the one that the checkpoint was made with.
+    Raises ValueError where the manifest describes no model, and where the run's tokenizer is not the one that the
+    checkpoint was made with.
     """
     checkpoint, manifest = find_checkpoint(Path(path))
-    shape = ModelShape(**{f.name: manifest.identity[f"model.{f.name}"] for f in fields(ModelShape)})
+    shape = _shape_of(checkpoint, manifest)
     with torch.device("meta"):
         names = TransformerLM(**asdict(shape)).state_dict()
     tensors = {f"model.{name}": torch.empty(meta.shape, dtype=meta.dtype) for name, meta in names.items()}

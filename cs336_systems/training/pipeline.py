@@ -241,10 +241,13 @@ def _check_prompt(tokenizer: Tokenizer, sample: SampleConfig, context_length: in
 
 
 def _restore(trainer: Trainer, path: Path, manifest: Manifest) -> None:
-    restore_state(path, trainer.model, trainer.optimizer, trainer.device)
-    trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
-    if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
-        trainer.scaler.load_state_dict(manifest.trainer["scaler"])
+    try:
+        restore_state(path, trainer.model, trainer.optimizer, trainer.device)
+        trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
+        if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
+            trainer.scaler.load_state_dict(manifest.trainer["scaler"])
+    except KeyError as error:
+        raise ValueError(f"checkpoint {path} does not hold all that a run goes on from: no {error}") from error
     logger.info("resume: from %s, step %d", path, manifest.step)
 
 

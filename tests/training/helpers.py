@@ -1,6 +1,7 @@
 """Tiny runs, an independent reader of checkpoints, damage to them, faults in the file system and real processes."""
 
 import builtins
+import hashlib
 import io
 import json
 import logging
@@ -168,6 +169,29 @@ def change_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], None]) 
     path.write_text(json.dumps(manifest, indent=2) + "\n")
 
 
+def forge_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """As `change_manifest`, with the checksum that the changed manifest must have."""
+
+    def change_and_sign(manifest: dict[str, Any]) -> None:
+        manifest.pop("checksum")
+        change(manifest)
+        manifest["checksum"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+    change_manifest(checkpoint, change_and_sign)
+
+
+def _forged(*path: str, value: Any) -> Callable[[Path], None]:
+    """The damage of another value in the manifest under a right checksum; "*" is whichever file there is."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        inner = manifest
+        for key in path[:-1]:
+            inner = next(iter(inner.values())) if key == "*" else inner[key]
+        inner[path[-1]] = value
+
+    return lambda checkpoint: forge_manifest(checkpoint, change)
+
+
 # What can be wrong with a checkpoint -> the damage; each must be named with its file.
 TENSOR_DAMAGE: dict[str, Callable[[Path], Any]] = {
     "no tensor file": lambda c: tensor_file(c).unlink(),
@@ -196,6 +220,32 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], Any]] = {
     ),
     "manifest whose files are a list": lambda c: change_manifest(c, lambda m: m.update(files=list(m["files"]))),
 }
+# The same with a checksum that is right: what is wrong -> the damage. The message must say "its " and that name.
+NONSENSE: dict[str, Callable[[Path], Any]] = {
+    "step": _forged("step", value="2"),
+    "step is true": _forged("step", value=True),
+    "step is null": _forged("step", value=None),
+    "step is 2.0": _forged("step", value=2.0),
+    "sequences": _forged("sequences", value=-1),
+    "sequences is 9223372036854775808": _forged("sequences", value=1 << 63),
+    "identity": _forged("identity", value=[["model.d_model", 32]]),
+    "trainer": _forged("trainer", value=[0]),
+    "trainer skipped_steps": _forged("trainer", value={"scaler": {}}),
+    'trainer skipped_steps is "0"': _forged("trainer", "skipped_steps", value="0"),
+    "trainer scaler": _forged("trainer", value={"skipped_steps": 0}),
+    "trainer scaler is []": _forged("trainer", "scaler", value=[]),
+    'trainer scaler is {"scale"': _forged("trainer", "scaler", value={"scale": "65536"}),
+    "config": _forged("config", value=None),
+    "versions": _forged("versions", value="2.11"),
+    "files": _forged("files", value=[]),
+    "files is {}": _forged("files", value={}),
+    "files x is 5": _forged("files", "x", value=5),
+    "files x sha256": _forged("files", "x", value={"bytes": 5}),
+    "files x bytes": _forged("files", "x", value={"bytes": None, "sha256": ""}),
+    'file name is "../x"': _forged("files", "../x", value={"bytes": 5, "sha256": ""}),
+}
+MANIFEST_DAMAGE |= {f"nonsense: {name}": damage for name, damage in NONSENSE.items()}
+MANIFEST_DAMAGE["nested without end"] = lambda c: (c / MANIFEST).write_text("[" * 100_000)
 DAMAGE = TENSOR_DAMAGE | MANIFEST_DAMAGE
 
 

@@ -26,6 +26,7 @@ from cs336_systems.training.checkpoint import (
 
 from .helpers import (
     DAMAGE,
+    NONSENSE,
     TENSOR_DAMAGE,
     assert_same_tensors,
     change_manifest,
@@ -203,6 +204,22 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_for_the_newest_whole_one(
     (warning,) = warnings_of(caplog)
     assert checkpoint_name(3) in warning
     assert name in warning
+
+
+@pytest.mark.parametrize("named", NONSENSE)
+def test_nonsense_under_a_right_checksum_is_named_with_what_it_must_be(tmp_path: Path, named: str) -> None:
+    path = save_step(tmp_path, 2, elements=10)
+    NONSENSE[named](path)
+    with pytest.raises(ValueError, match=rf"{MANIFEST} cannot be read: its .*: it must be ") as caught:
+        verify_checkpoint(path)
+    assert f"its {named}" in str(caught.value)
+
+
+def test_a_tensor_file_that_the_manifest_does_not_list_is_not_read_unverified(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 2, elements=10)
+    (path / "more.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"more\.safetensors is not in the manifest"):
+        verify_checkpoint(path)
 
 
 def test_every_torn_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,8 @@ from cs336_systems.training import train
 from cs336_systems.training.load import load_model
 from cs336_systems.training.metrics import read_metrics
 
+from .helpers import forge_manifest
+
 
 def arguments(folder: Path, run: str, **fields: object) -> list[str]:
     values = {
@@ -75,6 +77,30 @@ def test_import_brings_the_same_weights_back(trained: Path, tmp_path: Path) -> N
     assert there.state_dict.keys() == back.state_dict.keys()
     assert all(torch.equal(tensor, back.state_dict[name]) for name, tensor in there.state_dict.items())
     assert run_command("generate", tmp_path / "back", "--max_new_tokens", 3) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.d_model", None, "its identity has no model.d_model"),
+        ("model.rope_theta", [1], "model.rope_theta is [1]: it must be a number"),
+        ("model.d_ff", "64", "model.d_ff is '64': it must be an integer"),
+        ("model.num_layers", 10**9, "describes a model of 41,"),
+        ("tokenizer", ["x"], "is not the tokenizer that"),
+    ],
+)
+def test_a_manifest_that_describes_another_model_than_its_files_is_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object, message: str
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    checkpoint = load_model(tmp_path / "run").checkpoint
+    forge_manifest(checkpoint, lambda manifest: manifest["identity"].update({name: value}))
+    for words in (("generate", tmp_path / "run"), ("export", tmp_path / "run")):
+        assert run_command(*words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
+        assert str(checkpoint) in error
 
 
 def test_init_from_starts_where_the_other_run_ended(trained: Path, tmp_path: Path) -> None:

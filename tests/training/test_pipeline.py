@@ -34,6 +34,7 @@ from .helpers import (
     assert_same_tensors,
     checkpoint_names,
     checkpoint_path,
+    forge_manifest,
     has_rows,
     loss_rows,
     make_config,
@@ -56,6 +57,8 @@ SOME_DAMAGE = [
     "half a manifest",
     "manifest of another format",
     "manifest whose files have no size",
+    "nonsense: trainer scaler",
+    "nonsense: files",
 ]
 
 
@@ -330,6 +333,17 @@ def test_resume_auto_starts_from_the_beginning_where_nothing_is_whole_and_says_s
     assert "starting from the beginning" in caplog.text
     assert_same_end(end_of(config), end_of(finished))
     verify_checkpoint(checkpoint_path(config, 5))
+
+
+def test_a_checkpoint_without_all_that_a_run_goes_on_from_is_one_line(tmp_path: Path) -> None:
+    config = make_config(tmp_path, train=dict(precision="fp16"))
+    train(config)
+    forge_manifest(checkpoint_path(config, 10), lambda manifest: manifest["trainer"]["scaler"].pop("growth_factor"))
+    longer = dataclasses.replace(config.train, max_steps=12)
+    with pytest.raises(
+        ValueError, match=r"step_00000010 does not hold all that a run goes on from: no 'growth_factor'"
+    ):
+        train(resumed(config, train=longer))
 
 
 def test_a_torn_checkpoint_of_the_last_step_is_replaced(tmp_path: Path, finished: RunConfig) -> None:
