@@ -1,0 +1,120 @@
+// The instructions of the GPU that C++ has no words for, one function each (PTX ISA, "Warp-level matrix instructions"
+// and "Asynchronous copies"). Everything here needs sm_80.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the first of the block's.
+__device__ inline uint32_t shared_memory() {
+    extern __shared__ __align__(128) unsigned char bytes[];
+    return static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
+}
+
+template <typename T>
+__device__ inline T* shared_pointer(uint32_t address) {
+    return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
+// Copy 16 (or 8) bytes from global to shared memory in the background, without passing through registers; where not
+// `inside`, write zeros and do not read. Both addresses are multiples of 16 (or 8).
+__device__ inline void copy_async_16(uint32_t to, const void* from, bool inside) {
+    asm volatile(
+        "{ .reg .pred outside;\n"
+        "setp.eq.b32 outside, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, outside; }" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(static_cast<int>(inside))
+        : "memory");
+}
+
+__device__ inline void copy_async_8(uint32_t to, const void* from, bool inside) {
+    asm volatile(
+        "{ .reg .pred outside;\n"
+        "setp.eq.b32 outside, %2, 0;\n"
+        "cp.async.ca.shared.global [%0], [%1], 8, outside; }" ::"r"(to),
+        "l"(__cvta_generic_to_global(from)), "r"(static_cast<int>(inside))
+        : "memory");
+}
+
+// Wait for all the copies of this thread. Other threads see them after the next __syncthreads().
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8, by its address; in return it gets of
+// every matrix i, in out[i], the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1).
+__device__ inline void load_matrices(uint32_t (&out)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// The same of the transposed matrices: lane l gets the elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+__device__ inline void load_matrices_transposed(uint32_t (&out)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// C (16 x 8, float32) += A (16 x 16) B (16 x 8), one product of a warp. With g = lane / 4 and t = lane % 4, a lane holds
+//   a[0..3]: A at rows g, g + 8, g, g + 8, columns 2t and 2t + 1 (a[0], a[1]), 2t + 8 and 2t + 9 (a[2], a[3]);
+//   b0, b1:  B at rows 2t and 2t + 1 (b0), 2t + 8 and 2t + 9 (b1), column g;
+//   c[0..3]: C at row g, columns 2t, 2t + 1 (c[0], c[1]), and row g + 8, the same columns (c[2], c[3]).
+template <typename T>
+__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<T, __half>) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// 2^x in one instruction, to about 2 units in the last place; 0 for x = -inf.
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The largest, and the sum, of a value over the four lanes that hold one row of C.
+__device__ inline float max_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ inline float sum_of_row(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// Two float32 rounded to T, in one register: `low` at the lower address.
+template <typename T>
+__device__ inline uint32_t pack(float low, float high) {
+    union {
+        std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> pair;
+        uint32_t bits;
+    } u;
+    if constexpr (std::is_same_v<T, __half>)
+        u.pair = __floats2half2_rn(low, high);
+    else
+        u.pair = __floats2bfloat162_rn(low, high);
+    return u.bits;
+}
+
+template <typename T>
+__device__ inline T from_float(float x) {
+    if constexpr (std::is_same_v<T, __half>)
+        return __float2half_rn(x);
+    else
+        return __float2bfloat16_rn(x);
+}
+
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

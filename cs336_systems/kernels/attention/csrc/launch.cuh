@@ -1,0 +1,18 @@
+// How a kernel is launched and how its error comes back to Python: as a sentence, or null where there is none.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstdint>
+
+template <typename... Parameters, typename... Arguments>
+const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, void* stream,
+                   Arguments... arguments) {
+    if (blocks > INT_MAX) return "the problem has more tiles than a grid has blocks, 2147483647";
+    // Beyond 48 KB a kernel has to ask for shared memory, on each device.
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
+    const cudaError_t error = cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

@@ -1,0 +1,224 @@
+// What the forward and the backward kernels share: tensors in global memory, tiles of them in shared memory, products of
+// tiles in registers, and the launch.
+//
+// All three kernels have one form. A block keeps a tile of 128 rows (the forward pass: queries) and streams tiles of
+// STEP rows (keys and values) past it. A warp owns 16 M of the 128 rows: it computes their scores, whose accumulators are
+// just in the places in which the next product wants its left operand, so that probabilities never leave registers.
+#pragma once
+
+#include "instructions.cuh"
+
+#include <climits>
+#include <cmath>
+
+constexpr int TILE = 128;  // rows that a block keeps
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LN_2 = 0.69314718055994530942f;
+
+// A tensor (B, H, N, D) and the problem's sizes, as Python hands them over: `flash_cuda.py` has the same two structures.
+struct View {
+    void* data;
+    int64_t batch_stride, head_stride, row_stride, column_stride;  // in elements
+    int64_t vectorised;                                            // set by `checked`: rows are whole, aligned chunks of 16 bytes
+};
+
+struct Sizes {
+    int64_t batch, heads, n_q, n_k, head_size, is_causal;
+};
+
+inline View checked(View x, const Sizes& sizes) {
+    // The stride of a dimension of one element is never used, and may be anything.
+    const bool strides = x.row_stride % 8 == 0 && (sizes.batch == 1 || x.batch_stride % 8 == 0) &&
+                         (sizes.heads == 1 || x.head_stride % 8 == 0);
+    const bool chunks = x.column_stride == 1 && sizes.head_size % 8 == 0;
+    x.vectorised = chunks && strides && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+    return x;
+}
+
+// The (N, D) matrix of one batch entry and head. Offsets are 64-bit: a tensor may have more than 2^31 elements.
+template <typename T>
+struct Matrix {
+    T* data;
+    int64_t row_stride, column_stride;
+    int rows, columns;
+    bool vectorised;
+
+    __device__ Matrix(const View& x, const Sizes& sizes, int head, int64_t n) {
+        const int heads = static_cast<int>(sizes.heads);
+        data = static_cast<T*>(x.data) + head / heads * x.batch_stride + head % heads * x.head_stride;
+        row_stride = x.row_stride, column_stride = x.column_stride;
+        rows = static_cast<int>(n), columns = static_cast<int>(sizes.head_size);
+        vectorised = x.vectorised;
+    }
+
+    __device__ T* at(int row, int column) const { return data + row * row_stride + column * column_stride; }
+};
+
+// Rows of HEAD elements in shared memory, in chunks of 8 elements, 16 bytes, which is what one lane names to ldmatrix.
+//
+// Shared memory gives out 128 bytes at a time, from 32 banks of 4 bytes. ldmatrix reads a column of chunks, one chunk of
+// each of 8 rows; were rows stored plainly, these would lie 128 bytes apart, in the same four banks, and take 8 turns.
+// So chunk c of row r is stored at place c ^ (r % 8): the 8 rows then use all 32 banks. Rows of 32 elements, two of
+// which share 128 bytes, have four places, and turn by one every second row.
+template <typename T, int HEAD>
+struct Tile {
+    static constexpr int ROW = HEAD <= 32 ? 32 : HEAD <= 64 ? 64 : 128;  // a power of two, for the exclusive or
+    static constexpr int CHUNKS = HEAD / 8;
+
+    static constexpr int ROW_BYTES = ROW * static_cast<int>(sizeof(T));
+
+    uint32_t address;  // in shared memory
+
+    __device__ uint32_t at(int row, int chunk) const {
+        const int turn = ROW == 32 ? row / 2 % 4 : row % 8;
+        return address + row * ROW_BYTES + (chunk ^ turn) * 16;
+    }
+
+    // The address `rows` rows, a multiple of 8, and `chunks` chunks, an even number, on from that of an even chunk or of
+    // the one after it. With constants it costs one exclusive or, and that only for chunks.
+    __device__ static uint32_t moved(uint32_t from, int rows, int chunks) {
+        return (from ^ chunks % 8 * 16) + chunks / 8 * 128 + rows * ROW_BYTES;
+    }
+
+    __device__ Tile from_row(int row) const { return {address + row * ROW_BYTES}; }
+
+    __host__ __device__ static constexpr int bytes(int rows) { return rows * ROW_BYTES; }
+};
+
+// Start to fill ROWS rows of a tile with the rows of x from row0 on; what lies outside of x becomes 0, which adds
+// nothing to any product. By asynchronous copies where the addresses allow it, else element by element.
+template <int ROWS, int THREADS, typename T, int HEAD>
+__device__ inline void load_rows(Tile<T, HEAD> tile, const Matrix<T>& x, int row0) {
+    constexpr int CHUNKS = Tile<T, HEAD>::ROW / 8, ROWS_A_TURN = THREADS / CHUNKS;
+    const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const int columns = min(x.columns - 8 * chunk, 8);  // of this thread's chunk
+    if (8 * chunk >= HEAD) return;
+    static_assert(ROWS_A_TURN % 8 == 0 && ROWS % ROWS_A_TURN == 0);  // the swizzle is the same in each of a thread's rows
+    const int rows = x.rows - row0;                                  // of x, from row0 on
+    uint32_t to = tile.at(first, chunk);
+    if (x.vectorised) {
+        const T* from = x.data + (row0 + first) * x.row_stride + 8 * chunk;
+#pragma unroll
+        for (int turn = 0; turn < ROWS / ROWS_A_TURN; turn++) {
+            copy_async_16(to + turn * ROWS_A_TURN * Tile<T, HEAD>::ROW_BYTES, from,
+                          first < rows - turn * ROWS_A_TURN && columns > 0);
+            from += ROWS_A_TURN * x.row_stride;
+        }
+    } else {
+#pragma unroll 1
+        for (int row = first; row < ROWS; row += ROWS_A_TURN, to += ROWS_A_TURN * Tile<T, HEAD>::ROW_BYTES)
+#pragma unroll 1
+            for (int e = 0; e < 8; e++)
+                shared_pointer<T>(to)[e] =
+                    row < rows && e < columns ? *x.at(row0 + row, 8 * chunk + e) : from_float<T>(0.0f);
+    }
+}
+
+// Accumulators of 16 M x 8 N elements of a warp, in the places of `multiply_add`'s c.
+template <int M, int N>
+struct Accumulators {
+    float of[M][N][4];
+
+    __device__ void clear() {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) of[m][n][e] = 0.0f;
+    }
+
+    // Call f(element, m, h, column): row 16 m + 8 h + lane / 4, column counted from the first of the accumulators.
+    template <typename F>
+    __device__ void for_each(F f) {
+        const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) f(of[m][n][e], m, e / 2, 8 * n + column + e % 2);
+    }
+};
+
+// c += A B^T over the head's elements: A is rows row0 ... of the tile a, B the first 8 N rows of the tile b.
+template <int M, int N, typename T, int HEAD>
+__device__ inline void multiply_transposed(Accumulators<M, N>& c, Tile<T, HEAD> a, int row0, Tile<T, HEAD> b) {
+    const int lane = threadIdx.x % 32;
+    // The four matrices of A: rows 0-7 and 8-15 of chunk 2k, then of chunk 2k + 1.
+    const uint32_t a_lane = a.at(row0 + lane % 16, lane / 16);
+    // A row of b is a column of B^T, so no transposition. The four matrices: chunks 2k and 2k + 1 of rows 0-7, which are
+    // b0 and b1 of product n, then of rows 8-15, for product n + 1.
+    const uint32_t b_lane = b.at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int k = 0; k < HEAD / 16; k++) {
+        uint32_t left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) load_matrices(left[m], a.moved(a_lane, 16 * m, 2 * k));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t right[4];
+            load_matrices(right, b.moved(b_lane, 8 * n, 2 * k));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply_add<T>(c.of[m][n], left[m], right[0], right[1]);
+                multiply_add<T>(c.of[m][n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// c += P B: P is 16 M x 8 K in registers, rounded to T here, B the first 8 K rows of the tile b.
+template <int M, int K, typename T, int HEAD>
+__device__ inline void multiply(Accumulators<M, HEAD / 8>& c, const Accumulators<M, K>& p, Tile<T, HEAD> b) {
+    const int lane = threadIdx.x % 32;
+    // The four matrices: rows 0-7 and 8-15 of chunk n, which are b0 and b1 of product n, then of chunk n + 1.
+    const uint32_t b_lane = b.at(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < K; k += 2) {
+        // Two 16 x 8 results side by side are one 16 x 16 left operand: compare c and a at `multiply_add`.
+        uint32_t left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                left[m][i] = pack<T>(p.of[m][k + i / 2][i % 2 * 2], p.of[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 0; n < HEAD / 8; n += 2) {
+            uint32_t right[4];
+            load_matrices_transposed(right, b.moved(b_lane, 8 * k, n));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply_add<T>(c.of[m][n], left[m], right[0], right[1]);
+                multiply_add<T>(c.of[m][n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// Write a warp's rows, times factor[m][h], to rows row0 ... of x; what lies outside of x is dropped.
+template <int M, typename T, int N>
+__device__ inline void store_rows(const Matrix<T>& x, int row0, const Accumulators<M, N>& c, const float (&factor)[M][2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = row0 + 16 * m + 8 * h + lane / 4;
+            if (row >= x.rows) continue;
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const int column = 8 * n + lane % 4 * 2;
+                const float low = c.of[m][n][2 * h] * factor[m][h], high = c.of[m][n][2 * h + 1] * factor[m][h];
+                if (column >= x.columns) break;
+                if (x.vectorised) {
+                    *reinterpret_cast<uint32_t*>(x.data + row * x.row_stride + column) = pack<T>(low, high);
+                } else {
+                    *x.at(row, column) = from_float<T>(low);
+                    if (column + 1 < x.columns) *x.at(row, column + 1) = from_float<T>(high);
+                }
+            }
+        }
+}
+
+inline int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }

@@ -1,0 +1,199 @@
+"""FlashAttention-2 (Dao 2023) in CUDA C++, forward and backward, on the tensor cores of sm_80 and later.
+
+The kernels are in `csrc/`, to be read in this order:
+
+  instructions.cuh  the GPU's instructions for matrix products and copies, and which lane holds which element
+  tiles.cuh         tiles in shared memory and the swizzle of their rows, products of tiles, loads and stores
+  forward.cu        O and the logsumexp
+  backward.cu       dQ, dK and dV, without atomic additions
+  launch.cuh        the launch and its errors
+
+They are compiled on first use, once for each element type, size of a head (rounded up) and architecture, which takes
+some 20 seconds, into PyTorch's folder of extensions. They are called through ctypes: the sources need no PyTorch
+header, which would take longer to compile than the kernels.
+"""
+
+import ctypes
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .contract import as_4d, check_qkv
+from .function import flash_function, new_gradients, new_outputs
+
+_SOURCES = Path(__file__).parent / "csrc"
+_ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+_HEAD_SIZES = (32, 64, 96, 128)
+"""What is compiled; a head of another size is computed as one of the next larger size, filled up with zeros."""
+
+
+def flash_cuda(
+    q: Float[Tensor, "... N_q D"], k: Float[Tensor, "... N_k D"], v: Float[Tensor, "... N_k D"], is_causal: bool = False
+) -> Float[Tensor, "... N_q D"]:
+    """softmax(q k^T / sqrt(D)) v for bfloat16 and float16, D up to 128, any lengths and strides.
+
+    Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. The
+    result and its gradients have the same bits every time.
+
+    Raises ValueError for arguments it does not accept and RuntimeError where the kernels cannot be compiled.
+    """
+    return FlashAttentionCuda.apply(q, k, v, is_causal)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """o and the logsumexp of the scaled scores, in nats."""
+    _check(q, k, v)
+    o, logsumexp = new_outputs(q)
+    if o.numel() == 0:
+        return o, logsumexp
+    if k.shape[-2] == 0:
+        return o.zero_(), logsumexp.fill_(float("-inf"))
+    o_4d = as_4d(o)
+    _call("flash_forward", q, k, is_causal, _View.of(q), _View.of(k), _View.of(v), _View.of(o_4d), logsumexp.data_ptr())
+    _write_back(o, o_4d)
+    return o, logsumexp
+
+
+def backward(
+    dO: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    need_dq: bool,
+    need_dkv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; those that are not needed are empty."""
+    gradients = new_gradients(q, k, v, need_dq, need_dkv)
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    dq, dk, dv = (as_4d(x) if x.ndim == q.ndim else None for x in gradients)
+    statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
+    _call(
+        "flash_backward",
+        q,
+        k,
+        is_causal,
+        *(_View.of(x) for x in (q, k, v, o, dO)),
+        logsumexp.data_ptr(),
+        statistics.data_ptr(),
+        *(None if x is None else _View.of(x) for x in (dq, dk, dv)),
+    )
+    for gradient, gradient_4d in zip(gradients, (dq, dk, dv), strict=True):
+        if gradient_4d is not None:
+            _write_back(gradient, gradient_4d)
+    return gradients
+
+
+FlashAttentionCuda = flash_function("flash_cuda", forward, backward)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_qkv(q, k, v, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
+    if q.device.type != "cuda":
+        raise ValueError(f"q is on {q.device}: flash_cuda needs it on a CUDA device")
+    capability = _capability(q.device)
+    if capability < (8, 0):
+        raise ValueError(
+            f"q is on {q.device}, of compute capability {capability[0]}.{capability[1]}: flash_cuda needs 8.0 or later"
+        )
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+class _View(ctypes.Structure):
+    """`View` of csrc/tiles.cuh; whether it is vectorised is found there."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "row", "column", "vectorised")),
+    )
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_View":
+        x = as_4d(x)
+        view = cls(x.data_ptr(), *x.stride())
+        view.tensor = x  # where as_4d had to copy, nobody else holds it
+        return view
+
+
+class _Sizes(ctypes.Structure):
+    """`Sizes` of csrc/tiles.cuh."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("batch", "heads", "n_q", "n_k", "head_size", "is_causal"))
+
+
+def _write_back(x: Tensor, x_4d: Tensor) -> None:
+    """Copy what a kernel wrote to x_4d = as_4d(x) to x, where that was no view of it."""
+    if x_4d.data_ptr() != x.data_ptr():
+        x.copy_(x_4d.view(x.shape))
+
+
+def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View | int | None") -> None:
+    """Launch on the current stream of q's device."""
+    batch, heads, n_q, head_size = as_4d(q).shape
+    sizes = _Sizes(batch, heads, n_q, k.shape[-2], head_size, is_causal)
+    built_for = next(size for size in _HEAD_SIZES if size >= head_size)
+    function = _library(_capability(q.device), q.dtype, built_for)[name]
+    pointers = (ctypes.byref(x) if isinstance(x, _View) else x for x in arguments)
+    with torch.cuda.device(q.device):
+        error = function(ctypes.byref(sizes), *pointers, torch.cuda.current_stream().cuda_stream)
+    if error is not None:
+        raise RuntimeError(f"{name} was not launched: {error.decode()}")
+
+
+@functools.cache
+def _library(
+    capability: tuple[int, int], dtype: torch.dtype, head_size: int
+) -> Mapping[str, Callable[..., bytes | None]]:
+    """The functions of the library for one architecture, element type and head size, compiled if they are not yet."""
+    from torch.utils import cpp_extension  # slow to import, and looks for the compiler
+
+    _require_compiler(cpp_extension.CUDA_HOME)
+    architecture = "".join(map(str, capability))
+    path = cpp_extension.load(
+        f"cs336_flash_cuda_sm{architecture}_{_ELEMENTS[dtype].strip('_')}_{head_size}",
+        [str(_SOURCES / "forward.cu"), str(_SOURCES / "backward.cu")],
+        extra_cuda_cflags=[
+            "-O3",
+            f"-gencode=arch=compute_{architecture},code=sm_{architecture}",
+            *definitions(dtype, head_size),
+        ],
+        is_python_module=False,
+    )
+    library = ctypes.CDLL(str(path))
+    pointer = ctypes.c_void_p
+    functions = {}
+    for name, count in (("flash_forward", 7), ("flash_backward", 12)):
+        functions[name] = library[name]
+        functions[name].argtypes, functions[name].restype = [pointer] * count, ctypes.c_char_p
+    return functions
+
+
+def definitions(dtype: torch.dtype, head_size: int) -> list[str]:
+    """What makes the sources a library for one element type and head size."""
+    return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}"]
+
+
+def _require_compiler(cuda_home: str | None) -> None:
+    if cuda_home is None or not (Path(cuda_home) / "bin" / "nvcc").exists():
+        raise RuntimeError(
+            "flash_cuda compiles its kernels on first use and finds no nvcc: install the CUDA toolkit, "
+            "of PyTorch's CUDA version, and set CUDA_HOME to its folder"
+        )
+    if shutil.which("ninja") is None:
+        raise RuntimeError("flash_cuda compiles its kernels on first use and finds no ninja on PATH: pip install ninja")
