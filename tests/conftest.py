@@ -1,6 +1,15 @@
-"""What a machine cannot run is skipped with its reason; slow tests run where `-m` names them."""
+"""What a machine cannot run is skipped with its reason; slow tests run where `-m` names them.
+
+Without a GPU, Triton's kernels run in its interpreter, which has to be said before anything imports Triton.
+"""
+
+import os
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -8,8 +17,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "slow" not in (config.getoption("markexpr") or ""):
         reasons["slow"] = "takes minutes: run with -m slow"
     if any(item.get_closest_marker(name) for item in items for name in ("gpu", "multigpu")):
-        import torch
-
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpus < 1:
             reasons["gpu"] = "needs a CUDA GPU"

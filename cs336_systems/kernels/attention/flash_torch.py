@@ -22,6 +22,7 @@ from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Scores a tile holds over all of B: what a core's cache, or a GPU's, keeps between the passes over them.
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**22}
 # Fewer scores than this are done before a compiled function has checked its guards.
@@ -36,6 +37,7 @@ def tile_size(batch: int, device_type: str) -> int:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Algorithm 1 over copies in float32; the results in the dtypes and layouts that the operator has promised."""
+    check_qkv(q, k, v, dtypes=_DTYPES)
     o, logsumexp = new_outputs(q)
     with without_autocast(q.device.type):
         wide_o, wide_logsumexp = _forward_tiles(_as_wide_3d(q), _as_wide_3d(k), _as_wide_3d(v), is_causal)
@@ -85,7 +87,7 @@ def _backward(
     need_dkv: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = tile_size(q.shape[:-2].numel(), q.device.type)
-    return _gradients_by_tiles(size, dO, q, k, v, o, logsumexp, is_causal)
+    return _gradients_by_tiles(size, dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
 
 
 def compiled_backward(
@@ -101,15 +103,25 @@ def compiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
-    Takes and gives what `function.Backward` says (all three gradients, needed or not) and holds N_q x N_k scores.
+    Takes and gives what `function.Backward` says and holds N_q x N_k scores.
     Compiled once for all sizes. Small problems, and machines without a compiler after one warning, run it eagerly.
     Source: CS336 assignment 2, equations 13 to 19.
     """
-    return _gradients_by_tiles(max(q.shape[-2], k.shape[-2], 1), dO, q, k, v, o, logsumexp, is_causal)
+    size = max(q.shape[-2], k.shape[-2], 1)
+    return _gradients_by_tiles(size, dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
 
 
 def _gradients_by_tiles(
-    size: int, dO: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool
+    size: int,
+    dO: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    need_dq: bool,
+    need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every tile of S and P computed again, and what it adds to dQ, dK and dV."""
     with torch.no_grad(), without_autocast(q.device.type):
@@ -128,8 +140,13 @@ def _gradients_by_tiles(
                 dQ[:, rows].add_(dQ_tile)
                 dK_j.add_(dK_tile)
                 dV_j.add_(dV_tile)
-        dq, dk, dv = new_gradients(q, k, v, True, True)
-        return dq.copy_(dQ.view(q.shape)), dk.copy_(dK.view(k.shape)), dv.copy_(dV.view(v.shape))
+        dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
+        if need_dq:
+            dq.copy_(dQ.view(q.shape))
+        if need_dkv:
+            dk.copy_(dK.view(k.shape))
+            dv.copy_(dV.view(v.shape))
+        return dq, dk, dv
 
 
 def _gradients(
@@ -194,5 +211,4 @@ def flash_torch(
     Raises ValueError, naming the argument, where q, k and v do not fit each other or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
-    check_qkv(q, k, v, dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64))
     return FlashAttentionTorch.apply(q, k, v, is_causal)

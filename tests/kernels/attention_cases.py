@@ -1,0 +1,403 @@
+"""What every attention kernel is held to: the cases, the truth, the criterion, and the tests as a class to inherit.
+
+The truth is float64. The criterion is relative, in the 2-norm: a kernel may be off by twice what PyTorch's plain
+computation in the same dtype is off, and by what rounding in float32 does to scores of this size.
+
+A kernel's test file says `class TestX(KernelTests): name = "x"`, with what the kernel accepts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_basics.model import TransformerLM
+from cs336_systems.kernels.attention import ATTENTION
+from cs336_systems.kernels.attention.contract import attention_flops
+from cs336_systems.kernels.attention.reference import attention_with_logsumexp
+
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)
+HEAD_SIZES = (1, 16, 40, 59, 64, 80, 96, 128, 256)
+LAYOUTS = ("heads_inside", "leading_swapped", "rows_apart", "columns_apart", "off_by_one", "expanded")
+NAMES = ("o", "dq", "dk", "dv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    n_q: int = 64
+    n_k: int = 64
+    d: int = 32
+    leading: tuple[int, ...] = (2,)
+    is_causal: bool = False
+    layout: str = "contiguous"
+    expanded_dO: bool = False
+    largest_score: float | None = None  # about; None leaves what normal inputs give
+    needs: str = "qkv"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        given = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return ",".join(f"{name}={value}" for name, value in given.items()).replace(" ", "") or "plain"
+
+    def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, which require gradients where `needs` says so, and dO. The same numbers on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(n: int, layout: str) -> Tensor:
+            return _lay_out(lambda *shape: torch.randn(shape, generator=generator), self.leading, n, self.d, layout)
+
+        q, k, v, dO = (draw(n, self.layout) for n in (self.n_q, self.n_k, self.n_k, self.n_q))
+        if self.largest_score is not None:  # the largest of normal scores is about 4
+            q = q * (self.largest_score / 4)
+        if self.expanded_dO:  # what .sum().backward() passes
+            dO = torch.ones(()).expand(q.shape)
+        q, k, v, dO = (_to(x, dtype, device) for x in (q, k, v, dO))
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            x.requires_grad_(name in self.needs)
+        return q, k, v, dO
+
+
+def _lay_out(draw: Callable[..., Tensor], leading: tuple[int, ...], n: int, d: int, layout: str) -> Tensor:
+    """(*leading, n, d) numbers, laid out in memory in one of the ways that callers' tensors are."""
+    if layout == "heads_inside" and leading:  # (B, N, H, D) seen as (B, H, N, D)
+        return draw(*leading[:-1], n, leading[-1], d).transpose(-2, -3)
+    if layout == "leading_swapped" and len(leading) > 1:
+        return draw(leading[1], leading[0], *leading[2:], n, d).transpose(0, 1)
+    if layout == "rows_apart":
+        return draw(*leading, 2 * n, d)[..., ::2, :]
+    if layout == "columns_apart":
+        return draw(*leading, n, 2 * d)[..., ::2]
+    if layout == "off_by_one":  # contiguous, but not aligned to 16 bytes
+        return draw(math.prod(leading) * n * d + 1)[1:].view(*leading, n, d)
+    if layout == "expanded" and leading:
+        return draw(*leading[:-1], 1, n, d).expand(*leading, n, d)
+    return draw(*leading, n, d)
+
+
+def _to(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """x in another dtype on another device with the strides and the offset that it has."""
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    storage = x.as_strided((x.storage_offset() + span,), (1,), 0).to(dtype).to(device)
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset()).detach()
+
+
+def _both(*cases: Case) -> tuple[Case, ...]:
+    return tuple(dataclasses.replace(case, is_causal=is_causal) for case in cases for is_causal in (False, True))
+
+
+CASES: tuple[Case, ...] = (
+    *_both(*(Case(n, n) for n in LENGTHS)),
+    *_both(*(Case(*n) for n in ((17, 200), (200, 17), (1, 129), (129, 1), (64, 128), (128, 64), (0, 16), (16, 0)))),
+    *(Case(65, 65, d, is_causal=True) for d in HEAD_SIZES),
+    *(Case(33, 70, leading=leading, is_causal=True) for leading in ((), (2, 3), (2, 1, 3), (2, 2, 2), (1, 1), (0, 2))),
+    *(Case(33, 70, leading=leading, layout=layout) for layout in LAYOUTS for leading in ((2, 3), (2, 2, 2))),
+    *(Case(70, 70, leading=(), layout=layout, is_causal=True) for layout in ("rows_apart", "off_by_one")),
+    *_both(Case(65, 65, leading=(2, 3), expanded_dO=True)),
+    *_both(Case(65, 65, largest_score=1e4)),
+    *(Case(33, 33, is_causal=True, needs=needs) for needs in ("q", "k", "v", "qk", "kv")),
+)
+"""The fixed corners, for every kernel and dtype."""
+
+QUICK_CASES = tuple(
+    case
+    for case in CASES
+    if max(case.n_q, case.n_k) <= 129 and case.d <= 128 and math.prod(case.leading) <= 8
+    if case.n_q not in (15, 63, 127, 128)
+)
+"""Those of them that an interpreter gets through in seconds."""
+
+LARGE_CASES = _both(
+    Case(4096, 4096, 64, leading=(1, 2)),
+    Case(4096, 4096, 128, leading=(2, 1), layout="heads_inside", expanded_dO=True),
+    Case(2049, 4100, 64, leading=(3,)),
+    Case(4100, 2049, 80, leading=(3,)),
+    Case(1000, 1000, 256, leading=(2, 2)),
+)
+"""What a GPU's grid of programs and its pipelines only show at size."""
+
+RANDOM_CASES = st.builds(
+    Case,
+    n_q=st.integers(0, 260),
+    n_k=st.integers(0, 260),
+    d=st.sampled_from(HEAD_SIZES),
+    leading=st.sampled_from([(), (1,), (3,), (2, 2), (2, 2, 2)]),
+    is_causal=st.booleans(),
+    layout=st.sampled_from(["contiguous", *LAYOUTS]),
+    expanded_dO=st.booleans(),
+    largest_score=st.sampled_from([None, 1e-2, 1e2]),
+    needs=st.sampled_from(["qkv", "q", "kv"]),
+    seed=st.integers(0, 100),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    results: dict[str, Tensor]
+    """o and the gradients, of which those that are not needed are absent, in float64."""
+    logsumexp: Tensor
+    rounding: dict[str, float]
+    """The 2-norm of the sums' terms, which says what rounding does where terms cancel: one key makes dq and dk 0."""
+    largest_score: float
+
+
+def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) -> Truth:
+    """Attention and its gradients in float64."""
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in (q, k, v)]
+    o, logsumexp = attention_with_logsumexp(*wide, is_causal)
+    results = gradients(o, wide, dO.double())
+    logsumexp, (q, k, v) = logsumexp.detach(), (x.detach() for x in wide)
+    scores, dO = q @ k.mT / math.sqrt(q.shape[-1]), dO.double()
+    p = (scores - logsumexp[..., None]).exp()
+    if is_causal:
+        p = p.tril()
+    dS = p * ((dO @ v.mT).abs() + (dO * results["o"]).sum(-1, keepdim=True).abs()) / math.sqrt(q.shape[-1])
+    squares = {"o": p**2 @ v**2, "dq": dS**2 @ k**2, "dk": (dS**2).mT @ q**2, "dv": (p**2).mT @ dO**2}
+    return Truth(
+        results,
+        logsumexp,
+        {name: float(x.sum().sqrt()) for name, x in squares.items()},
+        float(scores.abs().max()) if scores.numel() else 0.0,
+    )
+
+
+def gradients(o: Tensor, q_k_v: list[Tensor], dO: Tensor) -> dict[str, Tensor]:
+    """o and what its inputs that need one get as gradients, by name."""
+    needed = {name: x for name, x in zip(NAMES[1:], q_k_v, strict=True) if x.requires_grad}
+    found = torch.autograd.grad(o, list(needed.values()), dO.to(o.dtype)) if needed else ()
+    return {"o": o.detach(), **dict(zip(needed, found, strict=True))}
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """PyTorch's plain computation, every step in the inputs' dtype: the yardstick."""
+    scores = (q / math.sqrt(q.shape[-1])) @ k.mT
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(dim=-1) @ v
+
+
+def check_case(attention: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: str) -> None:
+    """Hold o, the gradients and, where the kernel saves it, the logsumexp to the truth."""
+    q, k, v, dO = case.inputs(dtype, device)
+    before = [x.detach().clone() for x in (q, k, v, dO)]
+    o = attention(q, k, v, case.is_causal)
+    truth = compute_truth(q, k, v, dO, case.is_causal)
+    saved = saved_logsumexp(o, q)
+    if saved is not None:
+        check_logsumexp(saved, truth, dtype)
+    results = gradients(o, [q, k, v], dO)
+    plain = gradients(plain_attention(q, k, v, case.is_causal), [q, k, v], dO)
+    for name, expected in truth.results.items():
+        check_close(name, results[name], expected, plain[name], truth)
+        like = {"o": q, "dq": q, "dk": k, "dv": v}[name]
+        assert (results[name].shape, results[name].dtype) == (like.shape, like.dtype), name
+    for name, x, was in zip(("q", "k", "v", "dO"), (q, k, v, dO), before, strict=True):
+        assert torch.equal(x, was), f"{name} was written to"
+
+
+def check_close(name: str, result: Tensor, expected: Tensor, plain: Tensor, truth: Truth) -> None:
+    unit = torch.finfo(torch.promote_types(result.dtype, torch.float32)).eps
+    error, plain_error = (float((x.double() - expected).norm()) for x in (result, plain))
+    by_rounding = 2 * unit * (truth.largest_score * float(expected.norm()) + truth.rounding[name])
+    allowed = by_rounding + (2 * plain_error if math.isfinite(plain_error) else 0.0)
+    assert error <= allowed, f"{name} is off by {error:.3g}, allowed {allowed:.3g} (plain: {plain_error:.3g})"
+
+
+def check_logsumexp(saved: Tensor, truth: Truth, dtype: torch.dtype) -> None:
+    assert saved.dtype == torch.promote_types(dtype, torch.float32)
+    empty = truth.logsumexp == -math.inf  # no key
+    assert torch.equal(saved == -math.inf, empty)
+    error = (saved.double() - truth.logsumexp)[~empty]
+    if error.numel():
+        size = max(1.0, truth.largest_score, float(truth.logsumexp[~empty].abs().max()))
+        assert float(error.abs().max()) <= 4 * torch.finfo(saved.dtype).eps * size
+
+
+def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
+    """What a flash kernel's autograd.Function keeps; None for attention that is no such Function."""
+    if not hasattr(o.grad_fn, "saved_tensors"):
+        return None
+    found = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
+    assert len(found) == 1, f"{len(found)} saved tensors have the logsumexp's shape"
+    return found[0]
+
+
+def small_lm(attention: Callable[..., Tensor], device: str, dtype: torch.dtype = torch.float32) -> TransformerLM:
+    torch.manual_seed(0)
+    shape = dict(vocab_size=31, context_length=32, d_model=32, num_layers=2, num_heads=2, d_ff=48)
+    return TransformerLM(**shape, attention=attention).to(device, dtype)
+
+
+class WrongInputs:
+    """Calls that a kernel must refuse, by what they do wrong: how q, k and v change, and what the error names."""
+
+    CHANGES: ClassVar[dict[str, tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], str]]] = {
+        "one dimension": (lambda q, k, v: (q[0, 0, 0], k, v), "^q .*length"),
+        "k of another head size": (lambda q, k, v: (q, k[..., :-1], v), "^k .*head size"),
+        "v of another head size": (lambda q, k, v: (q, k, v[..., :-1]), "^v .*head size"),
+        "v of another length": (lambda q, k, v: (q, k, v[..., :-1, :]), "^v .*positions"),
+        "k of another batch": (lambda q, k, v: (q, k[:1], v), "^k .*leading"),
+        "k of another rank": (lambda q, k, v: (q, k[0], v), "^k .*leading"),
+        "k of another dtype": (lambda q, k, v: (q, k.double() if k.dtype != torch.double else k.float(), v), "^k "),
+        "whole numbers": (lambda q, k, v: (q.long(), k.long(), v.long()), "^q .*int64"),
+        "no head size": (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "^q .*head size 0"),
+    }
+
+
+class KernelTests:
+    """What a kernel must pass; see the module's docstring. Cases are given to the tests by `pytest_generate_tests`."""
+
+    name: str
+    device: str = "cpu"
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    cases: tuple[Case, ...] = CASES
+    max_head_size: int = 256
+    random_examples: int = 30
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        test_class = metafunc.cls
+        assert test_class is not None
+        if "case" in metafunc.fixturenames:
+            cases = [case for case in test_class.cases if case.d <= test_class.max_head_size]
+            metafunc.parametrize("case", cases, ids=str)
+        if "dtype" in metafunc.fixturenames:
+            metafunc.parametrize("dtype", test_class.dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+    @property
+    def attention(self) -> Callable[..., Tensor]:
+        return ATTENTION[self.name]
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """q, k and v of one shape, which require gradients."""
+        generator = torch.Generator().manual_seed(0)
+        kind = dict(dtype=dtype or self.dtypes[0], device=self.device)
+        return [torch.randn(shape, generator=generator).to(**kind).requires_grad_() for _ in range(3)]
+
+    def test_equals_the_truth(self, case: Case, dtype: torch.dtype) -> None:
+        check_case(self.attention, case, dtype, self.device)
+
+    def test_equals_the_truth_in_random_cases(self, dtype: torch.dtype) -> None:
+        @settings(
+            max_examples=self.random_examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=RANDOM_CASES)
+        def check(case: Case) -> None:
+            check_case(self.attention, case, dtype, self.device)
+
+        check()
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_gives_the_same_bits_twice(self, is_causal: bool, dtype: torch.dtype) -> None:
+        case = Case(65, 129, leading=(2, 3), is_causal=is_causal)
+        first, second = (
+            gradients(self.attention(q, k, v, is_causal), [q, k, v], dO)
+            for q, k, v, dO in (case.inputs(dtype, self.device) for _ in range(2))
+        )
+        assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+    @pytest.mark.parametrize("wrong", WrongInputs.CHANGES)
+    def test_refuses_wrong_inputs(self, wrong: str) -> None:
+        change, message = WrongInputs.CHANGES[wrong]
+        q, k, v = (x.detach() for x in self.normal(2, 3, 8, 16))
+        with pytest.raises(ValueError, match=message):
+            self.attention(*change(q, k, v))
+
+    def test_is_not_changed_by_autocast(self) -> None:
+        q, k, v = self.normal(2, 2, 33, 16, dtype=torch.float32)
+        expected = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
+        with torch.autocast(self.device, torch.bfloat16):
+            results = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
+        assert all(torch.equal(results[name], expected[name]) for name in NAMES)
+
+    def test_compiles_with_a_model_without_graph_break(self) -> None:
+        dtype = self.dtypes[0]
+        tokens = torch.arange(64, device=self.device).view(2, 32) % 31
+        model, expected = small_lm(self.attention, self.device, dtype), small_lm(self.attention, self.device, dtype)
+        loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).square().mean()
+        loss.backward()
+        expected_loss = expected(tokens).square().mean()
+        expected_loss.backward()
+        rtol = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+        torch.testing.assert_close(loss, expected_loss, rtol=rtol, atol=rtol)
+        for compiled, eager in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(compiled.grad, eager.grad, rtol=rtol, atol=rtol)
+
+
+class FlashKernelTests(KernelTests):
+    """And what one made by `flash_function` must: its Function, its operators, its count of operations."""
+
+    function: type[torch.autograd.Function]
+
+    @property
+    def operators(self) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
+        return tuple(getattr(torch.ops.cs336, f"{self.name}_{which}").default for which in ("forward", "backward"))
+
+    def test_saves_exactly_one_tensor_of_the_logsumexps_shape(self, dtype: torch.dtype) -> None:
+        q, k, v, _ = Case(17, 40, 16, leading=(3,)).inputs(dtype, self.device)
+        o = self.function.apply(q, k, v, True)
+        saved = saved_logsumexp(o, q)
+        assert saved is not None
+        check_logsumexp(saved, compute_truth(q, k, v, torch.ones_like(q), True), dtype)
+
+    def test_is_causal_may_be_left_out(self) -> None:
+        q, k, v = self.normal(2, 17, 16)
+        assert torch.equal(self.function.apply(q, k, v), self.attention(q, k, v, False))
+        assert torch.equal(self.attention(q, k, v), self.attention(q, k, v, False))
+
+    @pytest.mark.parametrize("layout", ["contiguous", "heads_inside", "expanded"])
+    def test_operators_keep_pytorchs_rules(self, layout: str) -> None:
+        forward, backward = self.operators
+        q, k, v, dO = Case(17, 20, 16, leading=(2, 2), is_causal=True, layout=layout).inputs(
+            self.dtypes[0], self.device
+        )
+        o, logsumexp = (x.detach() for x in forward(q, k, v, True))
+        torch.library.opcheck(forward, (q, k, v, True))
+        q, k, v = (x.detach() for x in (q, k, v))
+        for need_dq, need_dkv in ((True, True), (True, False), (False, True)):
+            arguments = (dO, q, k, v, o, logsumexp, True, need_dq, need_dkv)
+            torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+    def test_operator_can_be_differentiated(self) -> None:
+        q, k, v = self.normal(2, 2, 17, 16)
+        through_operator = gradients(self.operators[0](q, k, v, True)[0], [q, k, v], torch.ones_like(q))
+        through_function = gradients(self.function.apply(q, k, v, True), [q, k, v], torch.ones_like(q))
+        assert all(torch.equal(through_operator[name], through_function[name]) for name in NAMES)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_function_compiles(self, is_causal: bool) -> None:
+        q, k, v = self.normal(2, 33, 16)
+        compiled = torch.compile(self.function.apply, fullgraph=True, backend="aot_eager")
+        results = gradients(compiled(q, k, v, is_causal), [q, k, v], torch.ones_like(q))
+        expected = gradients(self.function.apply(q, k, v, is_causal), [q, k, v], torch.ones_like(q))
+        assert all(torch.equal(results[name], expected[name]) for name in NAMES)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_useful_operations_are_counted(self, is_causal: bool) -> None:
+        q, k, v, dO = Case(17, 40, 16, leading=(2, 3)).inputs(self.dtypes[0], self.device)
+        with FlopCounterMode(display=False) as counter:
+            o = self.attention(q, k, v, is_causal)
+        assert counter.get_total_flops() == attention_flops(q.shape, 40, is_causal, products=2)
+        with FlopCounterMode(display=False) as counter:
+            o.backward(dO)
+        assert counter.get_total_flops() == attention_flops(q.shape, 40, is_causal, products=5)
+
+    def test_second_derivatives_are_refused(self) -> None:
+        q, k, v = self.normal(2, 17, 16)
+        (dq,) = torch.autograd.grad(self.attention(q, k, v, True).square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError):
+            dq.sum().backward()
