@@ -39,8 +39,9 @@ def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) ->
 
         @staticmethod
         def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+            _check_not_differentiated_again(name)
             need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-            run = backward_op if _traced() else backward_pass
+            run: Callable[..., Any] = backward_op if _traced() else backward_pass
             dQ, dK, dV = run(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
             return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
 
@@ -51,6 +52,12 @@ def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) ->
 def _traced() -> bool:
     """Whether someone looks at operators rather than at results: torch.compile, fake tensors, the FLOP counter."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+def _check_not_differentiated_again(name: str) -> None:
+    # Autograd would take the gradients for constants and go on without a word.
+    if torch.is_grad_enabled() and not _traced():
+        raise RuntimeError(f"{name} has no second derivatives: its backward pass was called with create_graph=True")
 
 
 def _register_operators(
@@ -100,6 +107,7 @@ def _register_operators(
         ctx.is_causal = is_causal
 
     def op_backward(ctx: Any, dO: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        _check_not_differentiated_again(name)
         need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
         dq, dk, dv = backward_op(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
         return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
@@ -122,11 +130,16 @@ def _register_operators(
 def new_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """Unfilled o, laid out in memory as q is, and logsumexp, of q's shape without the head size."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+    return _unfilled_like(q), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled dq, dk, dv, laid out in memory as q, k, v are; of no elements where they are not needed."""
-    dq = torch.empty_like(q) if need_dq else q.new_empty(0)
-    dk, dv = (torch.empty_like(x) if need_dkv else x.new_empty(0) for x in (k, v))
+    dq = _unfilled_like(q) if need_dq else q.new_empty(0)
+    dk, dv = (_unfilled_like(x) if need_dkv else x.new_empty(0) for x in (k, v))
     return dq, dk, dv
+
+
+def _unfilled_like(x: Tensor) -> Tensor:
+    # A kernel writes through as_4d, which is a view of five dimensions only where the leading ones lie in order.
+    return torch.empty_like(x, memory_format=torch.contiguous_format if x.ndim > 4 else torch.preserve_format)
