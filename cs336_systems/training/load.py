@@ -18,10 +18,8 @@ from ..config import ModelConfig
 from ..hardware import environment
 from ..kernels.attention import get_attention
 from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
+from .folder import CHECKPOINTS, CONFIG, TOKENIZER
 from .metrics import METRICS_FILE
-
-CHECKPOINTS = "checkpoints"
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
     shape, state_dict, tokenizer = import_hf(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"model": asdict(shape)}
-    write_json(run_dir / "config.json", config)
+    write_json(run_dir / CONFIG, config)
     if tokenizer is not None:
         tokenizer.save(run_dir / TOKENIZER)
     identity = {f"model.{name}": value for name, value in asdict(shape).items()}

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -38,7 +37,8 @@ from .checkpoint import (
     set_newer_aside,
     verify_checkpoint,
 )
-from .load import CHECKPOINTS, TOKENIZER, LoadedModel, load_model
+from .folder import CHECKPOINTS, CONFIG, LOSS_CURVE, RESULT, SAMPLE, TOKENIZER, check_run_dir, locked
+from .load import LoadedModel, load_model
 from .loop import Position, StopRequest, Trainer, validation_starts
 from .metrics import METRICS_FILE, Progress, Row, finite_or_none, open_sinks, plot_loss_curves, read_metrics, summarise
 from .prepare import PreparedData, prepare_data
@@ -89,7 +89,8 @@ def train(config: RunConfig) -> RunResult:
     attention = get_attention(config.model.attention, device)
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
     config = dataclasses.replace(config, run_dir=str(run_dir))
-    with _locked(run_dir):
+    check_run_dir(run_dir, own={Path(str(config.data.tokenizer))})
+    with locked(run_dir):
         resumed = _find_resume(config, run_dir)
         first_weights = load_model(config.init_from) if config.init_from is not None and resumed is None else None
         data = prepare_data(config)
@@ -103,7 +104,7 @@ def train(config: RunConfig) -> RunResult:
         set_newer_aside(run_dir / CHECKPOINTS, resumed[1].step if resumed is not None else -1)
         if first_weights is not None:
             _check_first_weights(first_weights, identity)
-        write_json(run_dir / "config.json", config.to_dict())
+        write_json(run_dir / CONFIG, config.to_dict())
         if data.tokenizer is not None:
             data.tokenizer.save(run_dir / TOKENIZER)
         started = time.perf_counter()
@@ -121,7 +122,7 @@ def train(config: RunConfig) -> RunResult:
             with _determinism(config.train.deterministic):
                 interrupted = run.run()
             result = run.report(interrupted)
-        write_json(run_dir / "result.json", dataclasses.asdict(result))
+        write_json(run_dir / RESULT, dataclasses.asdict(result))
     return result
 
 
@@ -153,32 +154,6 @@ def _determinism(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-@contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """Keep a second process out of the run folder; the lock goes with the process, however it ends.
-
-    A folder that an error leaves empty is removed again.
-    """
-    lock = run_dir / ".lock"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        opened = lock.open("a")
-    except OSError as error:
-        raise ValueError(f"run_dir {run_dir} cannot be written to: {error.strerror}") from error
-    with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"run_dir {run_dir} is in use by another process") from error
-        try:
-            yield
-        except BaseException:
-            if list(run_dir.iterdir()) == [lock]:
-                lock.unlink()
-                run_dir.rmdir()
-            raise
-
-
 def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | None:
     checkpoints = run_dir / CHECKPOINTS
     if config.resume == "auto":
@@ -201,7 +176,7 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
 
 def _finished_result(config: RunConfig, run_dir: Path, resumed: tuple[Path, Manifest]) -> RunResult | None:
     """What the run came to, where it is being resumed after its last step."""
-    path, step = run_dir / "result.json", resumed[1].step
+    path, step = run_dir / RESULT, resumed[1].step
     if step < config.train.max_steps or not path.is_file():
         return None
     try:
@@ -361,13 +336,13 @@ class _Run:
         measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss is of
         unigram, bigram = unigram_bigram_entropy(measured)
         bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
-        loss_curve = self.run_dir / "loss_curve.png"
+        loss_curve = self.run_dir / LOSS_CURVE
         baselines = {"unigram entropy": unigram, "bigram model": bigram_loss, "bigram entropy": bigram}
         plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
         sample = None
         if interrupted is None and self.data.tokenizer is not None:
             sample = sample_text(self.trainer.model, self.data.tokenizer, self.config.sample)
-            (self.run_dir / "sample.txt").write_text(sample)
+            (self.run_dir / SAMPLE).write_text(sample)
         timed = self.rows[5:]
         step_ms = summarise([row["step_ms"] for row in timed])
         tokens = train.batch_size * shape.context_length

@@ -490,6 +490,66 @@ def test_a_folder_that_holds_a_run_is_refused_with_advice(tmp_path: Path, finish
     assert contents(run_dir(config)) == before
 
 
+FOREIGN = {
+    "a Hugging Face model": {
+        "config.json": '{"model_type": "llama", "hidden_size": 32}',
+        "model.safetensors": "weights",
+        "tokenizer.json": "{}",
+    },
+    "a package": {"config.json": '{"model": "x", "name": "y"}'},
+    "a group of another's": {"config.json": '{"model": {"d_model": 32}}'},
+    "no JSON": {"config.json": "model: x"},
+    "a list": {"config.json": "[]"},
+    "an empty file": {"config.json": ""},
+    "a tokenizer": {"tokenizer.json": "{}"},
+    "a result": {"notes.txt": "", "result.json": "{}"},
+    "measurements": {"metrics.jsonl": '{"step": 100}'},
+}
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN)
+def test_a_folder_with_somebody_elses_files_is_refused_and_left_as_it_was(
+    tmp_path: Path, files: dict[str, str], resume: str
+) -> None:
+    config = make_config(tmp_path, resume=resume)
+    run_dir(config).mkdir()
+    for name, content in files.items():
+        (run_dir(config) / name).write_text(content)
+    before = contents(run_dir(config))
+    with pytest.raises(
+        ValueError, match=r"is not of a run: it must be a new or an empty folder, or that of an earlier"
+    ) as caught:
+        train(config)
+    assert str(run_dir(config)) in str(caught.value)
+    assert contents(run_dir(config)) == before
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [[], [".lock"], ["config.json"], ["config.json", "result.json"], ["checkpoints", "result.json"]],
+)
+def test_a_folder_of_a_run_that_ended_early_or_was_copied_in_part_is_accepted(
+    tmp_path: Path, finished: RunConfig, kept: list[str]
+) -> None:
+    config = make_config(tmp_path, run="other", resume="auto")
+    run_dir(config).mkdir()
+    for name in kept:
+        path = run_dir(finished) / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, run_dir(config) / name)
+    (run_dir(config) / "slurm.out").write_text("a file that no run writes")
+    assert train(config).step == 10
+
+
+def test_a_run_may_lie_in_the_folder_of_its_data(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog saw the cat. " * 100)
+    data = dict(source="text", train_text=str(tmp_path / "text.txt"), data_dir=str(tmp_path / "run"))
+    config = make_config(tmp_path, data=data, train=dict(max_steps=1))
+    prepare_data(config)  # a run that was killed after this has a tokenizer, but no config.json yet
+    assert train(config).step == 1
+
+
 # One run at a time
 
 

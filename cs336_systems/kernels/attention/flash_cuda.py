@@ -28,6 +28,7 @@ from .function import flash_function, new_gradients, new_outputs
 
 _SOURCES = Path(__file__).parent / "csrc"
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+_Launcher = Callable[..., bytes | None]
 _HEAD_SIZES = (32, 64, 96, 128)
 """What is compiled; a head of another size is computed as one of the next larger size, filled up with zeros."""
 
@@ -157,9 +158,7 @@ def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View |
 
 
 @functools.cache
-def _library(
-    capability: tuple[int, int], dtype: torch.dtype, head_size: int
-) -> Mapping[str, Callable[..., bytes | None]]:
+def _library(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Mapping[str, _Launcher]:
     """The functions of the library for one architecture, element type and head size, compiled if they are not yet."""
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 

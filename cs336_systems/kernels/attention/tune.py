@@ -2,9 +2,10 @@
 
 `python -m cs336_systems.kernels.attention.tune`, minutes on one GPU; `--head_sizes 64` for one head size.
 
-Every phase (forward, dq, dkv) is timed alone, for each padded head size, for half and full precision, through the copy
-engine and through pointers, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in
-parallel processes first. What the table holds is the fastest of each.
+Every phase (forward, dq, dkv) is timed alone in bfloat16, for each padded head size, through the copy engine and through
+pointers, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in parallel processes
+first. What the table holds is the fastest of each. The tiles for float32 are left as they are: exact products are
+unrolled into multiply-adds, of which larger tiles have so many that they take minutes to compile.
 """
 
 import argparse
@@ -30,29 +31,26 @@ class Candidate(NamedTuple):
 
     phase: str
     d: int
-    dtype: torch.dtype
     tma: bool
     tile: Tile
 
 
-def candidates(d: int, dtype: torch.dtype, tma: bool) -> Iterator[Candidate]:
+def candidates(d: int, tma: bool) -> Iterator[Candidate]:
     """What is worth trying: the rows that a program keeps, those it walks along, warps, stages."""
     for phase in _LAUNCHES:
-        half = dtype != torch.float32
-        kept = (64, 128) if half else (32, 64)
-        walked = ((32, 64, 128) if d <= 128 else (16, 32, 64)) if half else (16, 32, 64)
-        for keep, walk, num_stages in itertools.product(kept, walked, (2, 3) if half else (1, 2)):
+        walked = (32, 64, 128) if d <= 128 else (16, 32, 64)
+        for keep, walk, num_stages in itertools.product((64, 128), walked, (2, 3)):
             for num_warps in (4, 8) if keep == 128 or d == 256 else (4,):
                 # The accumulators, one or two of keep x d and as many of keep x walk, have to fit the registers.
                 products = 2 if phase == "dkv" else 1
                 if products * keep * (d + walk) > num_warps * 32 * 255 * 1.25:
                     continue
                 BM, BN = (walk, keep) if phase == "dkv" else (keep, walk)
-                yield Candidate(phase, d, dtype, tma, Tile(BM, BN, num_warps, num_stages))
+                yield Candidate(phase, d, tma, Tile(BM, BN, num_warps, num_stages))
 
 
-def _inputs(n: int, d: int, dtype: torch.dtype, heads: int = 16) -> dict[str, Tensor]:
-    q, k, v, do = (torch.randn(1, heads, n, d, device="cuda", dtype=dtype) for _ in range(4))
+def _inputs(n: int, d: int) -> dict[str, Tensor]:
+    q, k, v, do = (torch.randn(1, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     o, logsumexp = flash.new_outputs(q)
     dq, dk, dv = flash.new_gradients(q, k, v, True, True)
     l2, delta = flash.new_vectors(q)
@@ -74,7 +72,7 @@ def _launch(phase: str, x: dict[str, Tensor], tile: Tile, tma: bool) -> None:
 def _compile(candidate: Candidate) -> str | None:
     """Launch once, for Triton's cache on disk; what went wrong, if anything (too much shared memory, say)."""
     try:
-        _launch(candidate.phase, _inputs(256, candidate.d, candidate.dtype, heads=2), candidate.tile, candidate.tma)
+        _launch(candidate.phase, _inputs(256, candidate.d), candidate.tile, candidate.tma)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}".split("\n")[0]
@@ -93,8 +91,8 @@ def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, flo
         errors = pool.map(_compile, entries, chunksize=1)
     ran = [candidate for candidate, error in zip(entries, errors, strict=True) if error is None]
     results = []
-    for (d, dtype), group in itertools.groupby(ran, key=lambda candidate: (candidate.d, candidate.dtype)):
-        x = _inputs(8192 if dtype != torch.float32 else 2048, d, dtype)
+    for d, group in itertools.groupby(ran, key=lambda candidate: candidate.d):
+        x = _inputs(8192, d)
         for phase in ("forward", "dq"):  # real o, logsumexp, l2 and delta for the phases that read them
             _launch(phase, x, Tile(32, 32, 4, 1), tma=False)
         results += [(candidate, _time(candidate, x)) for candidate in group]
@@ -105,7 +103,7 @@ def fastest(results: list[tuple[Candidate, float]], count: int) -> dict[str, lis
     """The fastest few of each entry of the table."""
     entries: dict[str, list[tuple[Candidate, float]]] = {}
     for candidate, ms in sorted(results, key=lambda result: result[1]):
-        key = flash.tile_key(candidate.phase, candidate.d, candidate.dtype, candidate.tma)
+        key = flash.tile_key(candidate.phase, candidate.d, torch.bfloat16, candidate.tma)
         entries.setdefault(key, []).append((candidate, ms))
     return {key: best[:count] for key, best in sorted(entries.items())}
 
@@ -121,14 +119,13 @@ def main() -> None:
     entries = [
         candidate
         for d in arguments.head_sizes
-        for dtype, paths in ((torch.bfloat16, (True, False)), (torch.float32, (False,)))
-        for tma in paths
+        for tma in (True, False)
         if not tma or torch.cuda.get_device_capability() >= (9, 0)
-        for candidate in candidates(d, dtype, tma)
+        for candidate in candidates(d, tma)
     ]
     results = measure(entries, arguments.workers)
     finalists = [candidate for best in fastest(results, 3).values() for candidate, _ in best]
-    finalists.sort(key=lambda candidate: (candidate.d, str(candidate.dtype)))
+    finalists.sort(key=lambda candidate: candidate.d)
     results += measure([c._replace(tile=c.tile._replace(HEADS_FIRST=True)) for c in finalists], arguments.workers)
     tiles = {key: tile._asdict() for key, tile in flash.tile_table().items()}
     for key, best in fastest(results, 4).items():
