@@ -2,10 +2,10 @@
 
 `python -m cs336_systems.kernels.attention.tune`, minutes on one GPU; `--head_sizes 64` for one head size.
 
-Every phase (forward, dq, dkv) is timed alone in bfloat16, for each padded head size, through the copy engine and through
-pointers, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in parallel processes
-first. What the table holds is the fastest of each. The tiles for float32 are left as they are: exact products are
-unrolled into multiply-adds, of which larger tiles have so many that they take minutes to compile.
+Every phase (forward, dq, dkv) is timed alone in bfloat16, for each padded head size, through the copy engine and
+through pointers, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in parallel
+processes first. What the table holds is the fastest of each. The tiles for float32 are left as they are: exact products
+are unrolled into multiply-adds, of which larger tiles have so many that they take minutes to compile.
 """
 
 import argparse
