@@ -1,0 +1,126 @@
+"""A weighted sum of each row in Triton: the handout's first example, an introduction to how a kernel is written.
+
+y_i = sum_j w_j x_ij, and backward dx_ij = dy_i w_j and dw_j = sum_i dy_i x_ij.
+
+Legend
+    ROWS, D    rows of x (all leading dimensions in one) and their length
+    TILE_ROWS  rows that one program works on
+    TILE_D     columns it holds at a time; it walks over D in steps of this
+    x, y, w    pointers to (ROWS, D), (ROWS,) and (D,), contiguous; dx, dy, dw their gradients
+    partial_dw (programs, D) float32: what each program's rows add to dw
+
+A kernel is a function that many programs run at once, each with its own `tl.program_id`. It works on tiles, blocks of
+numbers held in registers, and sees memory only as pointers: a tile of pointers is loaded or stored in one statement,
+with a mask where the tile hangs over the edge. What is `tl.constexpr` is compiled in.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels on the CPU: TRITON_INTERPRET=1, read when this module is imported."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TILE_ROWS = 16
+_MAX_TILE_D = 512
+
+
+@triton.jit
+def _forward_kernel(x, w, y, ROWS, D: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_D: tl.constexpr):
+    # 64 bits: a row's place times D may be beyond what 32 bits count.
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    for start in range(0, D, TILE_D):
+        columns = start + tl.arange(0, TILE_D)
+        inside = (rows[:, None] < ROWS) & (columns[None, :] < D)
+        # What lies outside is read as 0 and adds nothing.
+        x_tile = tl.load(x + rows[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        w_tile = tl.load(w + columns, mask=columns < D, other=0.0).to(tl.float32)
+        total += tl.sum(x_tile * w_tile[None, :], axis=1)
+    tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < ROWS)
+
+
+@triton.jit
+def _backward_kernel(x, w, dy, dx, partial_dw, ROWS, D: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_D: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    rows = program * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    dy_tile = tl.load(dy + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+    for start in range(0, D, TILE_D):
+        columns = start + tl.arange(0, TILE_D)
+        inside = (rows[:, None] < ROWS) & (columns[None, :] < D)
+        places = rows[:, None] * D + columns[None, :]
+        w_tile = tl.load(w + columns, mask=columns < D, other=0.0).to(tl.float32)
+        dx_tile = dy_tile[:, None] * w_tile[None, :]
+        tl.store(dx + places, dx_tile.to(dx.dtype.element_ty), mask=inside)
+        # Every program has a part of every dw_j. Each writes its own, and they are added afterwards: adding to one
+        # place in memory from many programs would need atomics, whose order, and so whose rounding, changes.
+        x_tile = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+        dw_tile = tl.sum(dy_tile[:, None] * x_tile, axis=0)
+        tl.store(partial_dw + program * D + columns, dw_tile, mask=columns < D)
+
+
+class WeightedSum(torch.autograd.Function):
+    """`weighted_sum` as the autograd.Function that calls the kernels: `.apply(x, weight)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        _check(x, weight)
+        x, weight = x.contiguous(), weight.contiguous()
+        ctx.save_for_backward(x, weight)
+        y = x.new_empty(x.shape[:-1])
+        if y.numel():  # a grid of no programs cannot be launched
+            with torch.cuda.device_of(x):
+                _forward_kernel[(_programs(y.numel()),)](x, weight, y, y.numel(), x.shape[-1], **_tiles(x))
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows, d = dy.numel(), x.shape[-1]
+        dx = torch.empty_like(x)
+        partial_dw = x.new_empty((_programs(rows), d), dtype=torch.float32)
+        if rows:
+            with torch.cuda.device_of(x):
+                _backward_kernel[(_programs(rows),)](x, weight, dy.contiguous(), dx, partial_dw, rows, d, **_tiles(x))
+        return dx, partial_dw.sum(dim=0).to(weight.dtype)
+
+
+def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
+    """sum_j weight_j x_...j over the last dimension, added up in float32, of x's dtype; differentiable once in both.
+
+    On a CUDA device, or on a CPU in Triton's interpreter; float32, bfloat16 and float16. The same inputs give the same
+    bits. Raises ValueError naming the argument that it does not take. Source: CS336 assignment 2, weighted sum.
+    """
+    return WeightedSum.apply(x, weight)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    if x.ndim < 1:
+        raise ValueError("x has no dimensions: it must be (..., d)")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be x's last dimension, ({x.shape[-1]},)")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, _DTYPES))}")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight is {weight.dtype}: it must be of x's dtype, which is {x.dtype}")
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device}: it must be on x's device, which is {x.device}")
+    if not (x.is_cuda or INTERPRET):
+        raise ValueError(
+            f"x is on {x.device}: weighted_sum needs a CUDA device, or TRITON_INTERPRET=1 in the environment, with "
+            "which Triton's interpreter runs it slowly on a CPU"
+        )
+
+
+def _programs(rows: int) -> int:
+    return triton.cdiv(rows, _TILE_ROWS)
+
+
+def _tiles(x: Tensor) -> dict[str, int]:
+    return {"TILE_ROWS": _TILE_ROWS, "TILE_D": min(_MAX_TILE_D, triton.next_power_of_2(max(x.shape[-1], 1)))}
