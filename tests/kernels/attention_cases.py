@@ -326,6 +326,7 @@ class KernelTests:
 
     def test_compiles_with_a_model_without_graph_break(self) -> None:
         dtype = self.dtypes[0]
+        torch._dynamo.reset()  # the limit of recompilations counts other tests' too
         tokens = torch.arange(64, device=self.device).view(2, 32) % 31
         model, expected = small_lm(self.attention, self.device, dtype), small_lm(self.attention, self.device, dtype)
         loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).square().mean()
@@ -380,6 +381,7 @@ class FlashKernelTests(KernelTests):
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_function_compiles(self, is_causal: bool) -> None:
+        torch._dynamo.reset()
         q, k, v = self.normal(2, 33, 16)
         compiled = torch.compile(self.function.apply, fullgraph=True, backend="aot_eager")
         results = gradients(compiled(q, k, v, is_causal), [q, k, v], torch.ones_like(q))

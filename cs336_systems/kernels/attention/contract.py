@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, *, dtypes: Sequence[torch.dtype] | None = None, max_head_size: int | None = None

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from cs336_basics.model import without_autocast
 
-from .contract import check_qkv
+from .contract import FLOATING_DTYPES, check_qkv
 from .function import flash_function, new_gradients, new_outputs
 from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Scores a tile holds over all of B: what a core's cache, or a GPU's, keeps between the passes over them.
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**22}
 # Fewer scores than this are done before a compiled function has checked its guards.
@@ -37,7 +36,7 @@ def tile_size(batch: int, device_type: str) -> int:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Algorithm 1 over copies in float32; the results in the dtypes and layouts that the operator has promised."""
-    check_qkv(q, k, v, dtypes=_DTYPES)
+    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
     o, logsumexp = new_outputs(q)
     with without_autocast(q.device.type):
         wide_o, wide_logsumexp = _forward_tiles(_as_wide_3d(q), _as_wide_3d(k), _as_wide_3d(v), is_causal)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cs336_basics.model import without_autocast
 
-from .contract import as_4d, check_qkv
+from .contract import FLOATING_DTYPES, as_4d, check_qkv
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Shapes FlexAttention is compiled for side by side; PyTorch's own limit, made for code that should not vary, is 8.
@@ -23,15 +23,15 @@ _FLEX_SHAPES = 256
 def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks one of its own kernels.
 
-    Raises ValueError where q, k and v do not fit each other.
+    Raises ValueError where q, k and v do not fit each other or are not floating point.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
     return _scaled_dot_product(q, k, v, is_causal)
 
 
 def sdpa_math(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's plain computation, with all scores in memory. Raises ValueError where q, k and v do not fit."""
-    check_qkv(q, k, v)
+    """PyTorch's plain computation, with all scores in memory. Raises ValueError as `sdpa` does."""
+    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
     with sdpa_kernel(SDPBackend.MATH):
         return _scaled_dot_product(q, k, v, is_causal)
 
@@ -46,7 +46,7 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
         check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
         _check_square(q, k, is_causal, "sdpa_flash")
     else:
-        check_qkv(q, k, v)
+        check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
     return _forced(SDPBackend.FLASH_ATTENTION, "sdpa_flash", q, k, v, is_causal)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cs336_basics.model import scaled_dot_product_attention as naive
 from cs336_basics.model import without_autocast
 
-from .contract import check_qkv
+from .contract import FLOATING_DTYPES, check_qkv
 
 __all__ = ["attention_with_logsumexp", "naive", "vectorized_torch"]
 
@@ -31,7 +31,7 @@ def attention_with_logsumexp(
     Computes in float32, or in float64 where that is given; o has q's dtype, L has the dtype computed in. A query that
     sees no key (there are none) gets o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
     wide = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device.type):
         scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
@@ -52,9 +52,9 @@ def vectorized_torch(
 
     In low precision the products run on tensor cores, accumulate in float32 and round the scores once on their way
     out, which is where it differs from `naive`. The causal mask is kept from call to call.
-    Raises ValueError where q, k and v do not fit each other.
+    Raises ValueError where q, k and v do not fit each other or are not floating point.
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
     with without_autocast(q.device.type):
         scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.mT
         if is_causal:

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems.kernels.attention.contract import as_4d, attention_flops, check_qkv, visible_pairs
+from tests.kernels.attention_cases import WrongInputs
+
+LENGTHS = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 7), (7, 3), (3, 7)]
+
+
+def q_k_v(*shape: int) -> list[torch.Tensor]:
+    return [torch.ones(shape) for _ in range(3)]
+
+
+@pytest.mark.parametrize("wrong", [name for name in WrongInputs.CHANGES if name != "whole numbers"])
+def test_what_breaks_the_contract_is_named(wrong: str) -> None:
+    change, message = WrongInputs.CHANGES[wrong]
+    with pytest.raises(ValueError, match=message):
+        check_qkv(*change(*q_k_v(2, 3, 8, 16)))
+
+
+def test_tensors_of_another_device_are_named() -> None:
+    q, k, v = q_k_v(4, 8)
+    with pytest.raises(ValueError, match=r"^v is on meta: it must be on q's device, which is cpu"):
+        check_qkv(q, k, v.to("meta"))
+
+
+def test_what_a_kernel_adds_is_named_with_what_is_accepted() -> None:
+    with pytest.raises(ValueError, match=r"^q is torch.float32: it must be one of torch.float16, torch.bfloat16"):
+        check_qkv(*q_k_v(4, 8), dtypes=(torch.float16, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"^q has head size 8: it must be 1 to 4"):
+        check_qkv(*q_k_v(4, 8), max_head_size=4)
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (0, 8), (2, 4, 8), (2, 3, 4, 8), (0, 3, 4, 8), (2, 3, 2, 4, 8)])
+def test_what_keeps_the_contract_is_taken(shape: tuple[int, ...]) -> None:
+    check_qkv(*q_k_v(*shape), dtypes=(torch.float32,), max_head_size=8)
+    q, _, _ = q_k_v(*shape)
+    k = v = torch.ones(*shape[:-2], 9, 8)
+    check_qkv(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "shape, expected",
+    [
+        ((4, 8), (1, 1, 4, 8)),
+        ((2, 4, 8), (1, 2, 4, 8)),
+        ((2, 3, 4, 8), (2, 3, 4, 8)),
+        ((5, 2, 3, 4, 8), (10, 3, 4, 8)),
+        ((2, 5, 2, 3, 4, 8), (20, 3, 4, 8)),
+        ((0, 2, 3, 4, 8), (0, 3, 4, 8)),
+    ],
+)
+def test_four_dimensions_are_a_view_of_the_same_numbers(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    assert as_4d(x).shape == expected
+    assert as_4d(x).data_ptr() == x.data_ptr()
+    assert torch.equal(as_4d(x).flatten(), x.flatten())
+
+
+@pytest.mark.parametrize("n_q, n_k", LENGTHS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_visible_pairs_are_those_of_the_mask(n_q: int, n_k: int, is_causal: bool) -> None:
+    seen = [(i, j) for i in range(n_q) for j in range(n_k) if j <= i or not is_causal]
+    assert visible_pairs(n_q, n_k, is_causal) == len(seen)
+
+
+def test_operations_are_those_pytorch_counts_in_the_products() -> None:
+    q, k, v = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8)
+    with FlopCounterMode(display=False) as counter:
+        (q @ k.mT) @ v
+    assert attention_flops(q.shape, 7, is_causal=False) == counter.get_total_flops()
+    assert attention_flops(q.shape, 7, is_causal=False, products=5) * 2 == counter.get_total_flops() * 5
+
+
+def test_causal_operations_are_the_share_of_the_visible_pairs() -> None:
+    assert attention_flops((2, 3, 4, 8), 4, is_causal=True) == 2 * 2 * 8 * 6 * (1 + 2 + 3 + 4)

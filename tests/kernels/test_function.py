@@ -1,0 +1,116 @@
+"""`flash_function` by itself, around a kernel that only writes down how it was called."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cs336_systems.kernels.attention.function import flash_function, new_gradients, new_outputs
+
+calls: list[tuple[Any, ...]] = []
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    calls.append(("forward", is_causal))
+    o, logsumexp = new_outputs(q)
+    return o.copy_(q + k + v), logsumexp.copy_(q.sum(-1))
+
+
+def backward(
+    dO: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, *flags: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    calls.append(("backward", *flags))
+    assert torch.equal(logsumexp, q.sum(-1))
+    assert torch.equal(o, q + k + v)
+    dq, dk, dv = new_gradients(q, k, v, *flags[1:])
+    for i, gradient in enumerate((dq, dk, dv), 1):
+        if gradient.numel():
+            gradient.copy_(dO * i)
+    return dq, dk, dv
+
+
+Toy = flash_function("toy", forward, backward)
+
+
+@pytest.fixture(autouse=True)
+def _no_calls() -> None:
+    calls.clear()
+    torch._dynamo.reset()
+
+
+def inputs(needs: str = "qkv", shape: tuple[int, ...] = (2, 4, 8)) -> list[Tensor]:
+    return [torch.randn(shape).requires_grad_(name in needs) for name in "qkv"]
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
+@pytest.mark.parametrize("way", ["eager", "operator", "compiled"])
+def test_gradients_are_asked_for_where_they_are_needed(needs: str, way: str) -> None:
+    q, k, v = inputs(needs)
+    if way == "operator":
+        o, logsumexp = torch.ops.cs336.toy_forward(q, k, v, True)
+        assert not logsumexp.requires_grad
+    elif way == "compiled":
+        o = torch.compile(Toy.apply, fullgraph=True, backend="aot_eager")(q, k, v, True)
+    else:
+        o = Toy.apply(q, k, v, True)
+    o.sum().backward()
+    flags = (True, "q" in needs, "k" in needs or "v" in needs)
+    assert calls == [("forward", True), ("backward", *flags)]
+    for name, x, factor in zip("qkv", (q, k, v), (1, 2, 3), strict=True):
+        if name in needs:
+            assert torch.equal(x.grad, torch.full_like(x, factor))
+        else:
+            assert x.grad is None
+
+
+def test_nothing_is_saved_or_called_backward_without_gradients() -> None:
+    q, k, v = inputs("")
+    assert Toy.apply(q, k, v).grad_fn is None
+    assert calls == [("forward", False)]
+
+
+def test_eager_calls_do_not_go_through_the_dispatcher() -> None:
+    with torch.profiler.profile() as profile:
+        Toy.apply(*inputs()).sum().backward()
+    assert not [event.key for event in profile.key_averages() if "cs336" in event.key]
+
+
+def test_fake_tensors_do_not_reach_the_kernel() -> None:
+    with FakeTensorMode():
+        q, k, v = inputs()
+        o = Toy.apply(q, k, v, True)
+        o.sum().backward()
+    assert (o.shape, q.grad.shape) == ((2, 4, 8), (2, 4, 8))
+    assert calls == []
+
+
+def test_one_compilation_serves_all_lengths() -> None:
+    compiled = torch.compile(Toy.apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (4, 5, 17):
+            q, k, v = inputs(shape=(2, n, 8))
+            assert torch.equal(compiled(q, k, v, True), q + k + v)
+
+
+@pytest.mark.parametrize("way", [Toy.apply, lambda *args: torch.ops.cs336.toy_forward(*args)[0]])
+def test_second_derivatives_are_refused(way: Any) -> None:
+    q, k, v = inputs()
+    with pytest.raises(RuntimeError, match="toy has no second derivatives"):
+        torch.autograd.grad(way(q, k, v, True).sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_outputs_lie_in_memory_as_their_inputs(dtype: torch.dtype, wide: torch.dtype) -> None:
+    q = torch.ones(2, 7, 3, 8, dtype=dtype).transpose(1, 2)
+    o, logsumexp = new_outputs(q)
+    assert (o.shape, o.stride(), o.dtype) == (q.shape, q.stride(), dtype)
+    assert (logsumexp.shape, logsumexp.dtype, logsumexp.is_contiguous()) == (q.shape[:-1], wide, True)
+    dq, dk, dv = new_gradients(q, q, q, True, False)
+    assert (dq.stride(), dk.numel(), dv.numel()) == (q.stride(), 0, 0)
+
+
+def test_outputs_of_five_dimensions_can_be_written_through_four() -> None:
+    q = torch.ones(3, 2, 4, 5, 8).transpose(0, 1)
+    assert all(x.is_contiguous() for x in (*new_outputs(q), *new_gradients(q, q, q, True, True)))
