@@ -24,6 +24,7 @@ from cs336_systems.cli import load_config
 from cs336_systems.config import RunConfig
 from cs336_systems.training import RunResult, train
 from cs336_systems.training.checkpoint import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
+from cs336_systems.training.folder import LOCK
 from cs336_systems.training.loop import BatchLoader, NonFiniteError, Trainer
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from cs336_systems.training.prepare import prepare_data
@@ -528,7 +529,7 @@ def test_a_folder_with_somebody_elses_files_is_refused_and_left_as_it_was(
 
 @pytest.mark.parametrize(
     "kept",
-    [[], [".lock"], ["config.json"], ["config.json", "result.json"], ["checkpoints", "result.json"]],
+    [[], [LOCK], ["config.json"], ["config.json", "result.json"], ["checkpoints", "result.json"]],
 )
 def test_a_folder_of_a_run_that_ended_early_or_was_copied_in_part_is_accepted(
     tmp_path: Path, finished: RunConfig, kept: list[str]
@@ -562,7 +563,7 @@ def test_a_folder_in_use_is_refused_before_anything_is_read_or_made(
         copy_of(finished, tmp_path)
         DAMAGE["half a tensor file"](checkpoint_path(config, 10))  # half written, for all that a reader can know
     run_dir(config).mkdir(exist_ok=True)
-    with (run_dir(config) / ".lock").open("w") as held:
+    with (run_dir(config) / LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="in use by another process") as caught:
             train(config)
@@ -749,7 +750,7 @@ def test_a_second_sigint_ends_a_run_at_once_whose_step_does_not_end(tmp_path: Pa
     assert process.returncode not in (0, 143)
     assert "Traceback" not in err
     assert checkpoint_names(config) == []
-    with (run_dir(config) / ".lock").open("w") as file:
+    with (run_dir(config) / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the folder is free
 
 

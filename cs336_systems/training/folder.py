@@ -1,0 +1,72 @@
+"""The run folder: the names of what is in it, whose it is, and one process at a time."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from cs336_basics.shape import ModelShape
+
+from .checkpoint import find_checkpoints
+from .metrics import METRICS_FILE
+
+CHECKPOINTS = "checkpoints"
+CONFIG, TOKENIZER, RESULT = "config.json", "tokenizer.json", "result.json"
+SAMPLE, LOSS_CURVE = "sample.txt", "loss_curve.png"
+LOCK = ".run.lock"  # not .lock, which data has: a run that lies in the folder of its data would wait for itself
+
+
+def check_run_dir(run_dir: Path, own: set[Path]) -> None:
+    """Raise ValueError for a folder in which somebody else's files would be replaced; `own` are this run's data.
+
+    A run writes its config.json before all the others, so a folder that holds one of its kind is that of a run, however
+    it ended. A model or a package has a config.json too, but no architecture of ours in it. Checkpoints without a
+    config.json are a run that was copied in part.
+    """
+    if _is_run_config(run_dir / CONFIG):
+        return
+    written = [CONFIG]
+    if not find_checkpoints(run_dir / CHECKPOINTS):
+        written += [TOKENIZER, METRICS_FILE, RESULT, SAMPLE, LOSS_CURVE]
+    for path in (run_dir / name for name in written):
+        if path.exists() and path not in own:
+            raise ValueError(
+                f"run_dir {run_dir} holds a {path.name} that is not of a run: it must be a new or an empty folder, or "
+                "that of an earlier run"
+            )
+
+
+def _is_run_config(path: Path) -> bool:
+    try:
+        model = json.loads(path.read_text())["model"]
+        return model.keys() >= {field.name for field in dataclasses.fields(ModelShape)}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep a second process out of the run folder; the lock goes with the process, however it ends.
+
+    Raises ValueError for a folder that is in use or cannot be written to. One that an error leaves empty is removed.
+    """
+    lock = run_dir / LOCK
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        opened = lock.open("a")
+    except OSError as error:
+        raise ValueError(f"run_dir {run_dir} cannot be written to: {error.strerror}") from error
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"run_dir {run_dir} is in use by another process") from error
+        try:
+            yield
+        except BaseException:
+            if list(run_dir.iterdir()) == [lock]:
+                lock.unlink()
+                run_dir.rmdir()
+            raise
