@@ -31,11 +31,17 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# Only where pip has something to do, so that later runs say nothing.
+SAY_INSTALL = @test -e $(VENV)/.installed && echo "Adding to $(VENV) what is missing." \
+	|| echo "Installing into $(VENV), this once. It can take a few minutes; PyTorch is the large part of the download."
+
 # A stamp says that what pyproject.toml and constraints.txt ask for is installed; they are its prerequisites.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(SAY_INSTALL)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e . -c constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(SAY_INSTALL)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt
 	touch $(VENV)/.installed $@

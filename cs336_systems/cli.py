@@ -180,6 +180,9 @@ def _train(arguments: Sequence[str]) -> int:
         )
         return _EXIT_CODES[result.interrupted]
     say(f"\n{summary(dataclasses.asdict(result))}")
+    if result.tokens_per_s is not None:
+        part = f", of steps {result.first_step:,} to {result.step:,}" if result.first_step > 1 else ""
+        say(f"speed            {result.tokens_per_s:,.0f} tokens/s{part}")
     say(f"time             {time.perf_counter() - started:.0f} s")
     return 0
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,30 @@ def test_make_help_lists_every_target() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert phony
     assert set(re.findall(r"make ([a-z-]+)", listed)) == set(phony[1].split())
+
+
+def test_make_says_before_the_first_install_that_it_takes_a_while_and_nothing_later(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "cs336", "pytest"):  # which do nothing here
+        (tmp_path / ".venv/bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+
+    def make(target: str) -> str:
+        return subprocess.run(
+            ["make", target], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+
+    said = make("demo").splitlines()
+    assert re.fullmatch(r"Installing .* this once\. .* a few minutes; PyTorch is the large part.*", said[0])
+    assert "pip install" in said[1]
+    assert make("demo").splitlines() == [".venv/bin/cs336 train --config configs/demo.json"]
+    assert make("test").splitlines()[0] == "Adding to .venv what is missing."
+    assert make("test").splitlines() == [".venv/bin/pytest"]
+    (tmp_path / ".venv/.installed").unlink()
+    (tmp_path / ".venv/.installed-dev").unlink()
+    assert "PyTorch is the large part" in make("test").splitlines()[0]
 
 
 def test_importing_the_packages_does_no_work() -> None:

@@ -31,7 +31,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def runs_table(run_dirs: Sequence[Path]) -> str:
-    """One line a run: model, machine, losses beside the baselines, speed."""
+    """One line a run: model, machine, losses beside the baselines, speed (of its last part, where it was resumed)."""
     lines = []
     for run_dir in run_dirs:
         if run_dir.is_dir() and not (run_dir / "result.json").exists():

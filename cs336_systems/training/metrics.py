@@ -180,13 +180,13 @@ class Progress:
             say(line)
 
     def format(self, row: Row, now: float) -> str:
-        """The progress line of a step's row at a time."""
+        """The progress line of a step's row at a time. An MFU that is not known is said in the live line only."""
         steps_done = row["step"] - self._first_step
         left = (now - self._start) / max(steps_done, 1) * (self._max_steps - row["step"])
-        mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else "  mfu n/a" if self._live else ""
         return (
             f"step {row['step']:,}/{self._max_steps:,}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
-            f"{row['tokens_per_s']:,.0f} tok/s  mfu {mfu}  mem {row['memory_bytes'] / 2**30:.2f} GiB  "
+            f"{row['tokens_per_s']:,.0f} tok/s{mfu}  mem {row['memory_bytes'] / 2**30:.2f} GiB  "
             f"left {int(left // 60)}:{int(left % 60):02d}"
         )
 

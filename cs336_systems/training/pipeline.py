@@ -63,6 +63,8 @@ class RunResult:
     bigram_model_loss: float
     """What a smoothed table of the training text's pair counts scores on the validation text."""
     sample: str | None
+    first_step: int = 1
+    """Of this process, above 1 after a resume: times, rates and memory below are of the steps from it on."""
     skipped_steps: int
     startup_s: float | None
     """From building the model to the end of the first step, compilation included."""
@@ -243,6 +245,7 @@ class _Run:
         self.started = started
         self.startup_s: float | None = None
         self.env = environment()
+        self.first_step = trainer.position.step + 1
         self.rows: list[Row] = []
         self.validated: tuple[int, float] | None = None
         self.checkpoints = run_dir / CHECKPOINTS
@@ -281,7 +284,7 @@ class _Run:
         )
         logger.info(
             "training: steps %d to %d of %d sequences of %d tokens, from %s tokens",
-            trainer.position.step + 1,
+            self.first_step,
             train.max_steps,
             train.batch_size,
             shape.context_length,
@@ -358,6 +361,7 @@ class _Run:
             bigram_entropy=bigram,
             bigram_model_loss=bigram_loss,
             sample=sample,
+            first_step=self.first_step,
             skipped_steps=self.trainer.position.skipped_steps,
             startup_s=self.startup_s,
             step_ms=step_ms,

@@ -140,7 +140,7 @@ def progress_at(monkeypatch: pytest.MonkeyPatch, console: Console, first_step: i
             1000,  # resumed there: the time is that of ten steps
             2010,
             1.0,
-            "step 1,010/2,010  loss 11.0000  lr 1.23e-03  12,346 tok/s  mfu n/a  mem 1.50 GiB  left 1:40",
+            "step 1,010/2,010  loss 11.0000  lr 1.23e-03  12,346 tok/s  mem 1.50 GiB  left 1:40",
         ),
         (
             {**ROW, "step": 30, "loss": math.nan},
@@ -168,6 +168,14 @@ def test_the_progress_line_of_a_row(
 ) -> None:
     progress = progress_at(monkeypatch, Console(file=io.StringIO()), first_step, max_steps)
     assert progress.format(row, 100.0 + seconds) == expected
+
+
+def test_an_mfu_that_is_not_known_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one line of it, not one every ten seconds."""
+    for terminal in (True, False):
+        progress = progress_at(monkeypatch, Console(file=io.StringIO(), force_terminal=terminal), 0, 30)
+        assert ("  mfu n/a  " in progress.format({**ROW, "mfu": None}, 101.0)) is terminal
+        assert "  mfu 45.7%  " in progress.format(ROW, 101.0)
 
 
 def test_without_a_terminal_there_are_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
