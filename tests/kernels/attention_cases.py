@@ -186,7 +186,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     return scores.softmax(dim=-1) @ v
 
 
-def check_case(attention: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: str) -> None:
+def check_case(
+    attention: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: str, times_plain: float = 2
+) -> None:
     """Hold o, the gradients and, where the kernel saves it, the logsumexp to the truth."""
     q, k, v, dO = case.inputs(dtype, device)
     before = [x.detach().clone() for x in (q, k, v, dO)]
@@ -198,18 +200,21 @@ def check_case(attention: Callable[..., Tensor], case: Case, dtype: torch.dtype,
     results = gradients(o, [q, k, v], dO)
     plain = gradients(plain_attention(q, k, v, case.is_causal), [q, k, v], dO)
     for name, expected in truth.results.items():
-        check_close(name, results[name], expected, plain[name], truth)
+        check_close(name, results[name], expected, plain[name], truth, times_plain)
         like = {"o": q, "dq": q, "dk": k, "dv": v}[name]
         assert (results[name].shape, results[name].dtype) == (like.shape, like.dtype), name
     for name, x, was in zip(("q", "k", "v", "dO"), (q, k, v, dO), before, strict=True):
         assert torch.equal(x, was), f"{name} was written to"
 
 
-def check_close(name: str, result: Tensor, expected: Tensor, plain: Tensor, truth: Truth) -> None:
+def check_close(
+    name: str, result: Tensor, expected: Tensor, plain: Tensor, truth: Truth, times_plain: float = 2
+) -> None:
+    """Where the plain computation overflows, it allows nothing."""
     unit = torch.finfo(torch.promote_types(result.dtype, torch.float32)).eps
     error, plain_error = (float((x.double() - expected).norm()) for x in (result, plain))
     by_rounding = 2 * unit * (truth.largest_score * float(expected.norm()) + truth.rounding[name])
-    allowed = by_rounding + (2 * plain_error if math.isfinite(plain_error) else 0.0)
+    allowed = by_rounding + (times_plain * plain_error if math.isfinite(plain_error) else 0.0)
     assert error <= allowed, f"{name} is off by {error:.3g}, allowed {allowed:.3g} (plain: {plain_error:.3g})"
 
 
@@ -263,6 +268,7 @@ class KernelTests:
     cases: tuple[Case, ...] = CASES
     max_head_size: int = 256
     random_examples: int = 30
+    times_plain: float = 2
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -285,7 +291,7 @@ class KernelTests:
         return [torch.randn(shape, generator=generator).to(**kind).requires_grad_() for _ in range(3)]
 
     def test_equals_the_truth(self, case: Case, dtype: torch.dtype) -> None:
-        check_case(self.attention, case, dtype, self.device)
+        check_case(self.attention, case, dtype, self.device, self.times_plain)
 
     def test_equals_the_truth_in_random_cases(self, dtype: torch.dtype) -> None:
         @settings(
@@ -297,7 +303,7 @@ class KernelTests:
         )
         @given(case=RANDOM_CASES)
         def check(case: Case) -> None:
-            check_case(self.attention, case, dtype, self.device)
+            check_case(self.attention, case, dtype, self.device, self.times_plain)
 
         check()
 
@@ -321,7 +327,8 @@ class KernelTests:
         q, k, v = self.normal(2, 2, 33, 16, dtype=torch.float32)
         expected = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
         with torch.autocast(self.device, torch.bfloat16):
-            results = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
+            o = self.attention(q, k, v, True)
+        results = gradients(o, [q, k, v], torch.ones_like(q))
         assert all(torch.equal(results[name], expected[name]) for name in NAMES)
 
     def test_compiles_with_a_model_without_graph_break(self) -> None:

@@ -1,10 +1,162 @@
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cs336_systems.kernels.attention import flash_torch
-from tests.kernels.attention_cases import FlashKernelTests
+from tests.kernels.attention_cases import (
+    CASES,
+    NAMES,
+    Case,
+    FlashKernelTests,
+    check_close,
+    compute_truth,
+    gradients,
+    plain_attention,
+)
 
 
 class TestFlashTorch(FlashKernelTests):
     name = "flash_torch"
     function = flash_torch.FlashAttentionTorch
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class TestFlashTorchOfManyTiles(FlashKernelTests):
+    """At the lengths of the cases a tile would hold everything; here it is 16 x 16."""
+
+    name = "flash_torch"
+    function = flash_torch.FlashAttentionTorch
+
+    @pytest.fixture(autouse=True)
+    def _smallest_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 1})
+        assert flash_torch.tile_size(1, "cpu") == 16
+
+
+@pytest.mark.gpu
+class TestFlashTorchOnGpu(FlashKernelTests):
+    name = "flash_torch"
+    function = flash_torch.FlashAttentionTorch
+    device = "cuda"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n_q, n_k", [(20, 20), (17, 40), (40, 17)])
+def test_gradients_are_those_of_finite_differences(
+    n_q: int, n_k: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 1})
+    q, k, v = (torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True) for n in (n_q, n_k, n_k))
+    assert torch.autograd.gradcheck(lambda *x: flash_torch.flash_torch(*x, is_causal), (q, k, v))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "another"])
+@pytest.mark.parametrize("batch", [0, 1, 3, 64, 10**9])
+def test_tiles_are_powers_of_two_that_fit(batch: int, device_type: str) -> None:
+    size = flash_torch.tile_size(batch, device_type)
+    assert size >= 16
+    assert size & (size - 1) == 0
+    assert size == 16 or batch * size**2 <= flash_torch._TILE_SCORES.get(device_type, 2**18)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_tensor_grows_with_the_square_of_the_length(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 2**14})
+    n, d = 2048, 8
+    q, k, v, dO = (torch.randn(1, n, d) for _ in range(4))
+    with LargestTensor() as largest:
+        o, logsumexp = flash_torch._forward(q, k, v, is_causal)
+        flash_torch._backward(dO, q, k, v, o, logsumexp, is_causal)
+    assert largest.numel <= n * d
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_above_the_diagonal_are_skipped(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 16**2})
+    done = []
+    one_tile = flash_torch._gradients
+    monkeypatch.setattr(flash_torch, "_gradients", lambda *args: done.append(args[-1]) or one_tile(*args))
+    q, k, v = (torch.randn(1, 160, 8, requires_grad=True) for _ in range(3))
+    flash_torch.flash_torch(q, k, v, is_causal).sum().backward()
+    assert len(done) == (55 if is_causal else 100)
+    assert sum(done) == (10 if is_causal else 0)  # masked: those on the diagonal
+
+
+# The backward pass that is one compiled function
+
+
+def check_backward(case: Case, dtype: torch.dtype, backward: Callable[..., tuple[Tensor, ...]]) -> None:
+    q, k, v, dO = case.inputs(dtype, "cpu")
+    truth = compute_truth(q, k, v, dO, case.is_causal)
+    plain = gradients(plain_attention(q, k, v, case.is_causal), [q, k, v], dO)
+    o, logsumexp = flash_torch._forward(q.detach(), k.detach(), v.detach(), case.is_causal)
+    results = backward(dO, q.detach(), k.detach(), v.detach(), o, logsumexp, case.is_causal)
+    for name, result in zip(NAMES[1:], results, strict=True):
+        check_close(name, result, truth.results[name], plain[name], truth)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.needs == "qkv"], ids=str)
+def test_backward_in_one_function_equals_the_truth(case: Case) -> None:
+    check_backward(case, torch.float32, flash_torch.compiled_backward)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_in_one_function_equals_the_truth_compiled(
+    is_causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", 1)
+    check_backward(Case(70, 90, 24, leading=(2, 2), is_causal=is_causal), dtype, flash_torch.compiled_backward)
+    assert not flash_torch._no_compiler_for
+
+
+def test_sizes_share_their_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(flash_torch._gradients, dynamic=True, backend=counter)
+    monkeypatch.setattr(flash_torch, "_compiled_gradients", lambda: compiled)
+    monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", 1)
+    for n_q, n_k, d, batch in ((64, 64, 32, 2), (65, 40, 32, 2), (40, 65, 16, 3), (128, 128, 59, 4), (300, 300, 64, 8)):
+        case = Case(n_q, n_k, d, leading=(batch,), is_causal=True)
+        check_backward(case, torch.float32, flash_torch.compiled_backward)
+        check_backward(case, torch.float32, flash_torch._backward)
+    # On the diagonal and below it; each where there are as many queries as keys, and where there are not.
+    assert counter.frame_count <= 4
+
+
+def test_without_a_compiler_it_runs_eagerly_after_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(flash_torch, "_no_compiler_for", set())
+    monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", 1)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    flash_torch._compiled_gradients.cache_clear()
+    with caplog.at_level(logging.WARNING, flash_torch.__name__):
+        for _ in range(2):
+            check_backward(Case(33, 47, 24), torch.float32, flash_torch.compiled_backward)
+    flash_torch._compiled_gradients.cache_clear()
+    (record,) = [record for record in caplog.records if record.name == flash_torch.__name__]
+    assert "attention runs without torch.compile on cpu" in record.getMessage()
+    assert "\n" not in record.getMessage()

@@ -103,7 +103,8 @@ def compiled_backward(
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
     Takes and gives what `function.Backward` says and holds N_q x N_k scores.
-    Compiled once for all sizes. Small problems, and machines without a compiler after one warning, run it eagerly.
+    Compiled for all sizes, not for each. Small problems, and machines without a compiler after one warning, run it
+    eagerly.
     Source: CS336 assignment 2, equations 13 to 19.
     """
     size = max(q.shape[-2], k.shape[-2], 1)

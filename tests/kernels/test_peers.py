@@ -1,0 +1,154 @@
+"""The kernels of others are held to the same cases as ours, except for what they refuse."""
+
+import importlib.util
+from typing import ClassVar
+
+import pytest
+import torch
+
+from cs336_systems.kernels.attention import ATTENTION, peers
+from tests.kernels.attention_cases import Case, KernelTests, check_close, compute_truth, plain_attention
+
+ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class PeerTests(KernelTests):
+    """A case that a peer refuses with a ValueError is skipped with what it says."""
+
+    # On a CPU, PyTorch's flash kernel adds up dv in bfloat16.
+    times_plain = 4
+    # PyTorch lets kernels other than flash choose the order of their sums.
+    test_gives_the_same_bits_twice = None
+
+    def test_equals_the_truth(self, case: Case, dtype: torch.dtype) -> None:
+        try:
+            super().test_equals_the_truth(case, dtype)
+        except ValueError as error:
+            pytest.skip(str(error))
+
+    def test_equals_the_truth_in_random_cases(self) -> None:
+        pytest.skip("the fixed cases do for what is not ours")
+
+
+class TestSdpa(PeerTests):
+    name = "sdpa"
+    dtypes = ON_CPU
+
+
+class TestSdpaMath(PeerTests):
+    name = "sdpa_math"
+    dtypes = ON_CPU
+
+
+class TestSdpaFlash(PeerTests):
+    name = "sdpa_flash"
+    dtypes = ON_CPU
+
+
+class OnGpu(PeerTests):
+    device = "cuda"
+    dtypes = LOW_PRECISION
+
+
+@pytest.mark.gpu
+class TestSdpaOnGpu(OnGpu):
+    name = "sdpa"
+    dtypes = (torch.float32, *LOW_PRECISION)
+
+
+@pytest.mark.gpu
+class TestSdpaMathOnGpu(OnGpu):
+    name = "sdpa_math"
+    dtypes = (torch.float32, *LOW_PRECISION)
+
+
+@pytest.mark.gpu
+class TestSdpaFlashOnGpu(OnGpu):
+    name = "sdpa_flash"
+
+
+@pytest.mark.gpu
+class TestSdpaCudnnOnGpu(OnGpu):
+    name = "sdpa_cudnn"
+
+
+@pytest.mark.gpu
+class TestFlexOnGpu(OnGpu):
+    """Every shape is a compilation of seconds, so it gets few."""
+
+    name = "flex"
+    dtypes = (torch.bfloat16,)
+    cases: ClassVar[tuple[Case, ...]] = (
+        Case(128, 128, 64),
+        Case(200, 200, 64, is_causal=True),
+        Case(33, 70, 32, leading=(2, 3), is_causal=True),
+        Case(70, 33, 32, leading=(2, 1, 3), is_causal=True, layout="heads_inside"),
+        Case(16, 0, is_causal=True),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn-4 is not installed")
+class TestFa4OnGpu(OnGpu):
+    name = "fa4"
+
+
+@pytest.mark.parametrize("name", ["sdpa_cudnn", "flex"])
+def test_what_needs_cuda_says_so(name: str) -> None:
+    q = torch.ones(1, 1, 16, 16)
+    with pytest.raises(ValueError, match=f"^q is on cpu: {name} needs a CUDA device$"):
+        ATTENTION[name](q, q, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn"])
+def test_what_others_mask_in_another_way_is_refused(name: str) -> None:
+    q, k = (torch.ones(1, 1, n, 64, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
+    with pytest.raises(ValueError, match=r"^is_causal is True with 32 queries and 64 keys: "):
+        ATTENTION[name](q, k, k, True)
+    with pytest.raises(ValueError, match=r"^q is torch.float32: it must be one of"):
+        ATTENTION[name](q.float(), q.float(), q.float())
+
+
+def test_a_kernel_pytorch_does_not_have_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(peers, "scaled_dot_product_attention", no_kernel)
+    q = torch.ones(2, 3, 4, 8)
+    with pytest.raises(ValueError, match=r"^q of shape \(2, 3, 4, 8\), torch.float32, on cpu, with 4 keys"):
+        peers.sdpa_flash(q, q, q)
+
+
+@pytest.mark.parametrize("n_q, n_k, leading", [(17, 40, (2,)), (40, 17, (2, 1, 2))])
+def test_flex_masks_as_the_contract_says(n_q: int, n_k: int, leading: tuple[int, ...]) -> None:
+    """Behind its check of the device, since PyTorch has its forward pass for the CPU."""
+    case = Case(n_q, n_k, 16, leading=leading, is_causal=True, needs="")
+    q, k, v, dO = case.inputs(torch.float32, "cpu")
+    truth = compute_truth(q, k, v, dO, True)
+    check_close("o", peers._flex(q, k, v, True), truth.results["o"], plain_attention(q, k, v, True), truth)
+
+
+def test_flex_compiles_beyond_pytorchs_limit_instead_of_running_eagerly() -> None:
+    torch._dynamo.reset()
+    attention = peers._flex_attention
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.MonkeyPatch.context() as patch:
+        compiled = torch.compile(attention, dynamic=False, fullgraph=True, backend="eager")
+        patch.setattr(peers, "_compiled_flex", lambda: compiled)
+        for n in (3, 4, 5):
+            q = torch.ones(1, 1, n, 16)
+            assert torch.equal(peers._run_compiled_flex(q, q, q, None), q)
+        patch.setattr(peers, "_FLEX_SHAPES", 3)
+        q = torch.ones(1, 1, 6, 16)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            peers._run_compiled_flex(q, q, q, None)
+
+
+def test_flex_keeps_few_block_masks_that_training_can_use_after_inference() -> None:
+    peers._cached_causal_block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = peers._causal_block_mask(200, 300, torch.device("cpu"))
+    assert not mask.kv_indices.is_inference()
+    assert peers._causal_block_mask(200, 300, torch.device("cpu")) is mask
+    assert peers._cached_causal_block_mask.cache_info().maxsize is not None
