@@ -46,6 +46,8 @@ def check_qkv(
 
 def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
     """x with exactly two leading dimensions: a view up to four dimensions, and beyond them where strides allow it."""
+    if x.ndim == 4:
+        return x
     if x.ndim > 4:
         return x.flatten(0, -4)
     return x[(None,) * (4 - x.ndim)]

@@ -11,18 +11,20 @@ Legend
     BM, BN         queries and keys of a tile
     q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv their gradients
     L              (B, H, N_q) logsumexp of the scaled scores, natural logarithm
-    L2, DELTA      (B * H, N_PAD) L in base 2 and rowsum(do * o), for the walk along the queries. N_PAD is a multiple of
-                   every tile, so that this walk needs no masks: beyond N_q L2 is infinite, and the probability 0
-    sc             log2(e) / sqrt(D): exp(s / sqrt(D)) = exp2(s * sc), and exp2 is what the hardware has
+    VECTORS        (2 * B * H, N_PAD) L in base 2 of all heads, then delta = rowsum(do * o) of all heads, for the walk
+                   along the queries. N_PAD is a multiple of every tile, so that this walk needs no masks: beyond N_q
+                   the first is infinite, and the probability 0
+    sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
+    GROUP          heads that are worked on at the same time
     TMA            tensors come as descriptors and are moved by the copy engine of Hopper; otherwise by pointers
 
 What it does not do: dropout, masks other than causal, fewer key heads than query heads.
 """
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +33,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
 from .contract import as_4d, check_qkv
 from .function import flash_function, new_gradients, new_outputs
 
@@ -40,14 +42,11 @@ MAX_HEAD_SIZE = 256
 TMA_FROM_SCORES = 2**26
 """Descriptors are used from this many scores (B H N_q N_k) on."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INTERPRET = bool(triton.knobs.runtime.interpret)
-"""Whether Triton's interpreter runs the kernels on the CPU: TRITON_INTERPRET=1, read when this module is imported."""
-
-_LOG2_E = math.log2(math.e)
-_PAD = 128  # no tile is longer
 _LN_2 = tl.constexpr(math.log(2))
-_LOG2_E_CONSTANT = tl.constexpr(_LOG2_E)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_PAD = tl.constexpr(128)  # no tile is longer
 _INTERPRET = tl.constexpr(INTERPRET)
+_LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is compiled anew for a length that is 1 or a multiple of 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,14 +55,12 @@ _INTERPRET = tl.constexpr(INTERPRET)
 
 
 class Tile(NamedTuple):
-    """How one pass cuts its work: queries and keys of a tile, and what the compiler is to make of a program."""
+    """How one phase cuts its work: queries and keys of a tile, and what the compiler is to make of a program."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
-    HEADS_FIRST: bool = False
-    """Neighbouring programs take the same rows of different heads, rather than different rows of one head."""
 
 
 @functools.cache
@@ -73,15 +70,24 @@ def tile_table() -> dict[str, Tile]:
     return {key: Tile(**tile) for key, tile in rows.items()}
 
 
-def tile_key(phase: str, d_pad: int, dtype: torch.dtype, tma: bool) -> str:
+def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool) -> str:
     """The phase (forward, dq or dkv), the padded head size, and float, half or half-tma (16 bits by copy engine)."""
-    return f"{phase}-{d_pad}-" + ("float" if dtype == torch.float32 else "half-tma" if tma else "half")
+    kind = "float" if dtype == torch.float32 else "half-tma" if tma else "half"
+    return f"{phase}-{padded_head_size(d)}-{kind}"
+
+
+def padded_head_size(d: int) -> int:
+    """The columns that a tile has in the kernels: a power of two, and at least what a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(d))
 
 
 def _tile(phase: str, q: Tensor, tma: bool) -> Tile:
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
         return Tile(BM=32, BN=16, num_warps=4, num_stages=1)
-    return tile_table()[tile_key(phase, padded_head_size(q.shape[-1]), q.dtype, tma)]
+    properties: Any = torch.cuda.get_device_properties(q.device)
+    if properties.shared_memory_per_block_optin < 160 * 1024:
+        return Tile(BM=32, BN=32, num_warps=4, num_stages=2)  # the table is for the larger cards; this fits all
+    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,15 +159,18 @@ def _visible(rows, columns, N_k, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _program(num_blocks, HEADS_FIRST: tl.constexpr):
-    """This program's block and bh. One grid axis: the others end at 65,535."""
+def _program(num_blocks, GROUP):
+    """This program's block and bh. One grid axis: the others end at 65,535.
+
+    Heads come in groups whose tensors fit the L2 cache together. In a group the first block of all heads comes before
+    the second: with the longest blocks first, what is left for the end is short.
+    """
     program = tl.program_id(0)
-    if HEADS_FIRST:
-        num_heads = tl.num_programs(0) // num_blocks
-        block, bh = program // num_heads, program % num_heads
-    else:
-        block, bh = program % num_blocks, program // num_blocks
-    return block, bh
+    num_heads = tl.num_programs(0) // num_blocks
+    first = program // (num_blocks * GROUP) * GROUP
+    size = tl.minimum(GROUP, num_heads - first)
+    within = program - first * num_blocks
+    return within // size, first + within % size
 
 
 @triton.jit
@@ -197,15 +206,16 @@ def _forward_keys(
     return acc, total, m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS)
 def _forward_kernel(
-    q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, sc, H, N_q, N_k,
+    q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
+    sc = scale * _LOG2_E
     num_blocks = tl.cdiv(N_q, BM)
-    block, bh = _program(num_blocks, HEADS_FIRST)
+    block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM  # causal: the tile with the most keys starts first, and the short ones fill up
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
@@ -246,26 +256,28 @@ def _dq_keys(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS)
 def _dq_kernel(
-    q_, k_, v_, o_, do_, dq_, L, L2, DELTA, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
-    sc, scale, H, N_q, N_k, N_PAD,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS_FIRST: tl.constexpr, NEED_DQ: tl.constexpr,
+    q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+    scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NEED_DQ: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: L2 and DELTA for the other walk, and dq."""
-    num_blocks = tl.cdiv(N_PAD, BM)
-    block, bh = _program(num_blocks, HEADS_FIRST)
+    """One tile of queries: VECTORS for the other walk, and dq."""
+    sc = scale * _LOG2_E
+    N_PAD = tl.cdiv(N_q, _PAD) * _PAD
+    num_blocks = N_PAD // BM
+    block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM
     rows = m0 + tl.arange(0, BM)
     do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
     o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E_CONSTANT
-    padded = tl.cast(bh, tl.int64) * N_PAD + rows
-    tl.store(L2 + padded, l2)
-    tl.store(DELTA + padded, delta)
+    l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
+    vectors = VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows
+    tl.store(vectors, l2)
+    tl.store(vectors + tl.cast(tl.num_programs(0) // num_blocks, tl.int64) * N_PAD, delta)
     if NEED_DQ and m0 < N_q:
         q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
         dq = tl.zeros([BM, D_PAD], tl.float32)
@@ -282,8 +294,17 @@ def _dq_kernel(
 
 
 @triton.jit
+def _vector(VECTORS, row, m0, N_PAD, BM: tl.constexpr, TMA: tl.constexpr):
+    if TMA:  # by pointers the latency would be waited for in every tile
+        vector = VECTORS.load([row, m0]).reshape(BM)
+    else:
+        vector = tl.load(VECTORS + tl.cast(row, tl.int64) * N_PAD + m0 + tl.arange(0, BM))
+    return vector
+
+
+@triton.jit
 def _dkv_queries(
-    dk, dv, k, v, q_, do_, L2, DELTA, q_strides, do_strides, b, h, bh, n0, lo, hi, sc, N_q, N_PAD,
+    dk, dv, k, v, q_, do_, VECTORS, q_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, sc, N_q, N_PAD,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -295,30 +316,33 @@ def _dkv_queries(
     for m0 in tl.range(lo, hi, BM):
         q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
         rows = m0 + tl.arange(0, BM)
-        # These vectors by descriptors too: with pointers their latency would be waited for in every tile.
-        l2 = L2.load([bh, m0]).reshape(BM) if TMA else tl.load(L2 + tl.cast(bh, tl.int64) * N_PAD + rows)
+        l2 = _vector(VECTORS, bh, m0, N_PAD, BM, TMA)
         st = _scores(k, q, PRECISION)
         do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
         pt = tl.exp2(st * sc - l2[None, :])
         if MASKED:
             pt = tl.where(rows[None, :] >= (n0 + tl.arange(0, BN))[:, None], pt, 0.0)
         dv = _dot(pt.to(k.dtype), do, dv, PRECISION)
-        delta = DELTA.load([bh, m0]).reshape(BM) if TMA else tl.load(DELTA + tl.cast(bh, tl.int64) * N_PAD + rows)
+        delta = _vector(VECTORS, num_heads + bh, m0, N_PAD, BM, TMA)
         dpt = _scores(v, do, PRECISION)
         dst = pt * (dpt - delta[None, :])
         dk = _dot(dst.to(k.dtype), q, dk, PRECISION)
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS)
 def _dkv_kernel(
-    q_, k_, v_, do_, dk_, dv_, L2, DELTA, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    sc, scale, H, N_q, N_k, N_PAD,
+    q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv. Keys beyond N_k give rows that are not stored, so they need no mask."""
-    block, bh = _program(tl.cdiv(N_k, BN), HEADS_FIRST)
+    sc = scale * _LOG2_E
+    N_PAD = tl.cdiv(N_q, _PAD) * _PAD
+    num_blocks = tl.cdiv(N_k, BN)
+    num_heads = tl.num_programs(0) // num_blocks
+    block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     n0 = block * BN
     k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
@@ -331,11 +355,11 @@ def _dkv_kernel(
         first = tl.minimum(n0 // BM * BM, end)
         lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
         dk, dv = _dkv_queries(
-            dk, dv, k, v, q_, do_, L2, DELTA, q_strides, do_strides, b, h, bh, n0, first, lo, sc, N_q, N_PAD,
+            dk, dv, k, v, q_, do_, VECTORS, q_strides, do_strides, b, h, bh, num_heads, n0, first, lo, sc, N_q, N_PAD,
             BM, BN, D, D_PAD, True, TMA, PRECISION,
         )  # fmt: skip
     dk, dv = _dkv_queries(
-        dk, dv, k, v, q_, do_, L2, DELTA, q_strides, do_strides, b, h, bh, n0, lo, N_q, sc, N_q, N_PAD,
+        dk, dv, k, v, q_, do_, VECTORS, q_strides, do_strides, b, h, bh, num_heads, n0, lo, N_q, sc, N_q, N_PAD,
         BM, BN, D, D_PAD, False, TMA, PRECISION,
     )  # fmt: skip
     _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
@@ -347,138 +371,111 @@ def _dkv_kernel(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _can_use_tma(*tensors: Tensor) -> bool:
-    """Whether the copy engine can move these (B, H, N, D) tensors: 16-byte rows, no repeated ones, no empty axis."""
+def forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool, tile: Tile, tma: bool) -> Launch:
+    """The launch that takes (q, k, v, o, logsumexp), all but the last (B, H, N, D), and fills the last two."""
+    rows = [tile.BM, tile.BN, tile.BN, tile.BM]
+    num_programs = triton.cdiv(q.shape[2], tile.BM) * q.shape[0] * q.shape[1]
+    blocks = [*_blocks(q, rows, tma), None]
+    return Launch(_forward_kernel, num_programs, blocks, _constants([q, k, v, o], k, is_causal, tile, tma), *tile[2:])
 
-    def movable(x: Tensor) -> bool:
-        steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-        aligned = all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
-        return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and aligned
 
-    return all(map(movable, tensors))
+def dq_launch(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor | None, is_causal: bool, tile: Tile, tma: bool
+) -> Launch:
+    """The launch that takes (q, k, v, o, do, dq, logsumexp, vectors) and fills vectors and dq.
+
+    Without dq, for which it then takes any tensor like q, it fills the vectors alone.
+    """
+    rows = [tile.BM, tile.BN, tile.BN, tile.BM, tile.BM, tile.BM]
+    num_programs = _padded_length(q) // tile.BM * q.shape[0] * q.shape[1]
+    blocks = [*_blocks(q, rows, tma), None, None]
+    constants = _constants([q, k, v, o, do, q if dq is None else dq], k, is_causal, tile, tma)
+    return Launch(_dq_kernel, num_programs, blocks, [*constants, dq is not None], *tile[2:])
+
+
+def dkv_launch(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool, tile: Tile, tma: bool
+) -> Launch:
+    """The launch that takes (q, k, v, do, dk, dv, vectors), the last from `dq_launch`, and fills dk and dv."""
+    rows = [tile.BM, tile.BN, tile.BN, tile.BM, tile.BN, tile.BN]
+    num_programs = triton.cdiv(k.shape[2], tile.BN) * q.shape[0] * q.shape[1]
+    blocks = [*_blocks(q, rows, tma), [1, tile.BM] if tma else None]
+    return Launch(
+        _dkv_kernel, num_programs, blocks, _constants([q, k, v, do, dk, dv], q, is_causal, tile, tma), *tile[2:]
+    )
+
+
+def _blocks(q: Tensor, rows: list[int], tma: bool) -> list[list[int] | None]:
+    return [[1, 1, count, padded_head_size(q.shape[-1])] if tma else None for count in rows]
+
+
+def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Tile, tma: bool) -> list[Any]:
+    """What follows the tensors in every kernel's arguments; `walked` is one of the two tensors of the inner loop."""
+    q, k = operands[:2]
+    d = q.shape[-1]
+    exact = torch.get_float32_matmul_precision() == "highest"
+    scalars = [1 / math.sqrt(d), q.shape[1], q.shape[2], k.shape[2], _heads_together(walked)]
+    return [
+        *(x.stride() for x in operands),
+        *scalars,
+        tile.BM,
+        tile.BN,
+        d,
+        padded_head_size(d),
+        is_causal,
+        tma,
+        "ieee" if exact else "tf32",
+    ]
+
+
+def _heads_together(walked: Tensor) -> int:
+    """How many heads have both tensors of the inner loop in half of the L2 cache; at least one."""
+    if INTERPRET:
+        return 2
+    head_bytes = 2 * walked.shape[2] * walked.shape[3] * walked.element_size()
+    return max(1, torch.cuda.get_device_properties(walked.device).L2_cache_size // 2 // head_bytes)
+
+
+def _padded_length(q: Tensor) -> int:
+    return -(-q.shape[2] // _PAD.value) * _PAD.value
+
+
+def new_vectors(q: Tensor) -> Tensor:
+    """Unfilled room for what `dq_launch` leaves to `dkv_launch`, for q (B, H, N_q, D)."""
+    return torch.empty((2 * q.shape[0] * q.shape[1], _padded_length(q)), dtype=torch.float32, device=q.device)
 
 
 def _use_tma(q: Tensor, k: Tensor, *others: Tensor) -> bool:
     if not INTERPRET:
-        if _capability(q.device) < (9, 0) or q.dtype == torch.float32:
-            return False
         # Descriptors make a launch some 30 us longer on the host, which a short kernel cannot hide.
-        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] < TMA_FROM_SCORES:
+        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] < TMA_FROM_SCORES or q.dtype == torch.float32:
             return False
-    return _can_use_tma(q, k, *others)
+        if not has_copy_engine(q.device):
+            return False
+    return can_use_descriptors(q, k, *others)
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 
 
-def _operands(pairs: Sequence[tuple[Tensor, int]], tma: bool) -> tuple[list[Any], list[tuple[int, ...]]]:
-    """Tensors as a kernel takes them, each with the rows of its tiles, and their strides."""
-    strides = [x.stride() for x, _ in pairs]
-    if not tma:
-        return [x for x, _ in pairs], strides
-    return [_descriptor(x, rows) for x, rows in pairs], strides
+def _key(is_causal: bool, *tensors: Tensor) -> tuple[Any, ...]:
+    """All that the choice of a launch depends on."""
+    facts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
+    return is_causal, torch.get_float32_matmul_precision(), *facts
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    # The stride of an axis of length 1 is never used but has to be valid.
-    strides = [step if size > 1 else x.shape[-1] * 16 for step, size in zip(x.stride(), x.shape, strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], [1, 1, rows, padded_head_size(x.shape[-1])])
+def _remember(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
+    if len(_LAUNCHES) >= 4096:  # a length after another, as in sampling
+        _LAUNCHES.clear()
+    _LAUNCHES[key] = launches
+    return launches
 
 
-def _constants(q: Tensor, k: Tensor, is_causal: bool, tile: Tile, tma: bool) -> dict[str, Any]:
-    """The arguments that all kernels share."""
-    d = q.shape[-1]
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return dict(
-        sc=_LOG2_E / math.sqrt(d),
-        H=q.shape[1],
-        N_q=q.shape[2],
-        N_k=k.shape[2],
-        D=d,
-        D_PAD=padded_head_size(d),
-        CAUSAL=is_causal,
-        TMA=tma,
-        PRECISION="ieee" if exact else "tf32",
-        **tile._asdict(),
-    )
-
-
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool, tile: Tile, tma: bool
-) -> None:
-    """Fill o and logsumexp; all tensors are (B, H, N, D)."""
-    operands, strides = _operands(((q, tile.BM), (k, tile.BN), (v, tile.BN), (o, tile.BM)), tma)
-    grid = (triton.cdiv(q.shape[2], tile.BM) * q.shape[0] * q.shape[1],)
-    _forward_kernel[grid](*operands, logsumexp, *strides, **_constants(q, k, is_causal, tile, tma))
-
-
-def launch_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    do: Tensor,
-    dq: Tensor | None,
-    logsumexp: Tensor,
-    l2: Tensor,
-    delta: Tensor,
-    is_causal: bool,
-    tile: Tile,
-    tma: bool,
-) -> None:
-    """Fill l2 and delta, both (B * H, N_PAD), and dq where it is wanted."""
-    pairs = ((q, tile.BM), (k, tile.BN), (v, tile.BN), (o, tile.BM), (do, tile.BM), (q if dq is None else dq, tile.BM))
-    operands, strides = _operands(pairs, tma)
-    _dq_kernel[(l2.shape[1] // tile.BM * l2.shape[0],)](
-        *operands,
-        logsumexp,
-        l2,
-        delta,
-        *strides,
-        scale=1 / math.sqrt(q.shape[-1]),
-        N_PAD=l2.shape[1],
-        NEED_DQ=dq is not None,
-        **_constants(q, k, is_causal, tile, tma),
-    )
-
-
-def launch_dkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    l2: Tensor,
-    delta: Tensor,
-    is_causal: bool,
-    tile: Tile,
-    tma: bool,
-) -> None:
-    """Fill dk and dv from what `launch_dq` left in l2 and delta."""
-    pairs = ((q, tile.BM), (k, tile.BN), (v, tile.BN), (do, tile.BM), (dk, tile.BN), (dv, tile.BN))
-    operands, strides = _operands(pairs, tma)
-    _dkv_kernel[(triton.cdiv(k.shape[2], tile.BN) * l2.shape[0],)](
-        *operands,
-        *(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tile.BM]) if tma else x for x in (l2, delta)),
-        *strides,
-        scale=1 / math.sqrt(q.shape[-1]),
-        N_PAD=l2.shape[1],
-        **_constants(q, k, is_causal, tile, tma),
-    )
-
-
-def padded_head_size(d: int) -> int:
-    """The columns that a tile has in the kernels: a power of two, and at least what a matrix instruction takes."""
-    return max(16, triton.next_power_of_2(d))
-
-
-def new_vectors(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Unfilled l2 and delta for q (B, H, N_q, D)."""
-    l2, delta = q.new_empty(2, q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], _PAD) * _PAD, dtype=torch.float32)
-    return l2, delta
+def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    # The guard alone costs more than it takes to see that there is nothing to do.
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -490,22 +487,27 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q is on {q.device}: flash_triton needs a CUDA device, or TRITON_INTERPRET=1 in the environment, "
             "with which Triton's interpreter runs it slowly on a CPU"
         )
-    if _capability(q.device) < (8, 0):
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
         raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: flash_triton needs compute capability 8.0")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """o and logsumexp; see `flash_triton` for what is accepted."""
-    _check(q, k, v)
+    key = _key(is_causal, q, k, v)
+    launches = _LAUNCHES.get(key)
+    if launches is None:
+        _check(q, k, v)
     o, logsumexp = new_outputs(q)
     if o.numel() == 0:
         return o, logsumexp
     if k.shape[-2] == 0:
         return o.zero_(), logsumexp.fill_(float("-inf"))
-    q4, k4, v4, o4 = map(as_4d, (q, k, v, o))
-    tma = _use_tma(q4, k4, v4, o4)
-    with torch.cuda.device_of(q):
-        launch_forward(q4, k4, v4, o4, logsumexp, is_causal, _tile("forward", q, tma), tma)
+    q4, k4, v4, o4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o)
+    with _device_guard(q):
+        if launches is None:
+            tma = _use_tma(q4, k4, v4, o4)
+            launches = _remember(key, forward_launch(q4, k4, v4, o4, is_causal, _tile("forward", q, tma), tma))
+        launches[0](q4, k4, v4, o4, logsumexp)
     return o, logsumexp
 
 
@@ -524,17 +526,26 @@ def backward(
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q4, k4, v4, o4, do4 = map(as_4d, (q, k, v, o, do))
-    tma = _use_tma(q4, k4, v4, o4)
-    if tma and not _can_use_tma(do4):
-        do4 = do4.contiguous()  # what sum().backward() gives is one number, expanded
-    l2, delta = new_vectors(q4)
-    with torch.cuda.device_of(q):
-        dq4 = as_4d(dq) if need_dq else None
-        launch_dq(q4, k4, v4, o4, do4, dq4, logsumexp, l2, delta, is_causal, _tile("dq", q, tma), tma)
+    if do.stride(-1) != 1 or 0 in do.stride():
+        do = do.contiguous()  # what sum().backward() gives is one number, expanded: slow to read, not for descriptors
+    key = (need_dq, need_dkv, *_key(is_causal, do, q, k, v, o))
+    launches = _LAUNCHES.get(key)
+    q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(do)
+    dq4 = as_4d(dq) if need_dq else None
+    dk4, dv4 = (as_4d(dk), as_4d(dv)) if need_dkv else (k4, v4)
+    vectors = new_vectors(q4)
+    with _device_guard(q):
+        if launches is None:
+            tma = _use_tma(q4, k4, v4, o4, do4)
+            tiles = _tile("dq", q, tma), _tile("dkv", q, tma)
+            launches = _remember(
+                key,
+                dq_launch(q4, k4, v4, o4, do4, dq4, is_causal, tiles[0], tma),
+                dkv_launch(q4, k4, v4, do4, dk4, dv4, is_causal, tiles[1], tma),
+            )
+        launches[0](q4, k4, v4, o4, do4, q4 if dq4 is None else dq4, logsumexp, vectors)
         if need_dkv:
-            tile = _tile("dkv", q, tma)
-            launch_dkv(q4, k4, v4, do4, as_4d(dk), as_4d(dv), l2, delta, is_causal, tile, tma)
+            launches[1](q4, k4, v4, do4, dk4, dv4, vectors)
     return dq, dk, dv
 
 

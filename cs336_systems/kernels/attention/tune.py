@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..launch import Launch
 from . import flash_triton as flash
 from .flash_triton import Tile
 
@@ -37,7 +38,7 @@ class Candidate(NamedTuple):
 
 def candidates(d: int, tma: bool) -> Iterator[Candidate]:
     """What is worth trying: the rows that a program keeps, those it walks along, warps, stages."""
-    for phase in _LAUNCHES:
+    for phase in _PHASES:
         walked = (32, 64, 128) if d <= 128 else (16, 32, 64)
         for keep, walk, num_stages in itertools.product((64, 128), walked, (2, 3)):
             for num_warps in (4, 8) if keep == 128 or d == 256 else (4,):
@@ -53,36 +54,33 @@ def _inputs(n: int, d: int) -> dict[str, Tensor]:
     q, k, v, do = (torch.randn(1, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     o, logsumexp = flash.new_outputs(q)
     dq, dk, dv = flash.new_gradients(q, k, v, True, True)
-    l2, delta = flash.new_vectors(q)
-    return dict(q=q, k=k, v=v, do=do, o=o, logsumexp=logsumexp, dq=dq, dk=dk, dv=dv, l2=l2, delta=delta)
+    vectors = flash.new_vectors(q)
+    return dict(q=q, k=k, v=v, do=do, o=o, logsumexp=logsumexp, dq=dq, dk=dk, dv=dv, vectors=vectors)
 
 
-_LAUNCHES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
-    "forward": (flash.launch_forward, ("q", "k", "v", "o", "logsumexp")),
-    "dq": (flash.launch_dq, ("q", "k", "v", "o", "do", "dq", "logsumexp", "l2", "delta")),
-    "dkv": (flash.launch_dkv, ("q", "k", "v", "do", "dk", "dv", "l2", "delta")),
+# What makes a phase's launch, of which tensors, and what else the launch takes.
+_PHASES: dict[str, tuple[Callable[..., Launch], tuple[str, ...], tuple[str, ...]]] = {
+    "forward": (flash.forward_launch, ("q", "k", "v", "o"), ("logsumexp",)),
+    "dq": (flash.dq_launch, ("q", "k", "v", "o", "do", "dq"), ("logsumexp", "vectors")),
+    "dkv": (flash.dkv_launch, ("q", "k", "v", "do", "dk", "dv"), ("vectors",)),
 }
 
 
-def _launch(phase: str, x: dict[str, Tensor], tile: Tile, tma: bool) -> None:
-    launch, names = _LAUNCHES[phase]
-    launch(*(x[name] for name in names), True, tile, tma)
+def _launch(candidate: Candidate, x: dict[str, Tensor]) -> Callable[[], None]:
+    """The candidate's launch on these tensors."""
+    make, names, others = _PHASES[candidate.phase]
+    launch = make(*(x[name] for name in names), True, candidate.tile, candidate.tma)
+    return lambda: launch(*(x[name] for name in (*names, *others)))
 
 
 def _compile(candidate: Candidate) -> str | None:
     """Launch once, for Triton's cache on disk; what went wrong, if anything (too much shared memory, say)."""
     try:
-        _launch(candidate.phase, _inputs(256, candidate.d), candidate.tile, candidate.tma)
+        _launch(candidate, _inputs(256, candidate.d))()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}".split("\n")[0]
     return None
-
-
-def _time(candidate: Candidate, x: dict[str, Tensor]) -> float:
-    return triton.testing.do_bench(
-        lambda: _launch(candidate.phase, x, candidate.tile, candidate.tma), warmup=5, rep=25, return_mode="median"
-    )
 
 
 def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, float]]:
@@ -93,9 +91,11 @@ def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, flo
     results = []
     for d, group in itertools.groupby(ran, key=lambda candidate: candidate.d):
         x = _inputs(8192, d)
-        for phase in ("forward", "dq"):  # real o, logsumexp, l2 and delta for the phases that read them
-            _launch(phase, x, Tile(32, 32, 4, 1), tma=False)
-        results += [(candidate, _time(candidate, x)) for candidate in group]
+        for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
+            _launch(Candidate(phase, d, False, Tile(32, 32, 4, 1)), x)()
+        for candidate in group:
+            ms = triton.testing.do_bench(_launch(candidate, x), warmup=5, rep=25, return_mode="median")
+            results.append((candidate, ms))
     return results
 
 
@@ -124,11 +124,8 @@ def main() -> None:
         for candidate in candidates(d, tma)
     ]
     results = measure(entries, arguments.workers)
-    finalists = [candidate for best in fastest(results, 3).values() for candidate, _ in best]
-    finalists.sort(key=lambda candidate: candidate.d)
-    results += measure([c._replace(tile=c.tile._replace(HEADS_FIRST=True)) for c in finalists], arguments.workers)
     tiles = {key: tile._asdict() for key, tile in flash.tile_table().items()}
-    for key, best in fastest(results, 4).items():
+    for key, best in fastest(results, 3).items():
         print(key, *(f"\n    {ms:.3f} ms {tuple(candidate.tile)}" for candidate, ms in best))
         tiles[key] = best[0][0].tile._asdict()
     lines = ",\n".join(f'  "{key}": {json.dumps(tile)}' for key, tile in sorted(tiles.items()))

@@ -1,0 +1,76 @@
+"""Launching a Triton kernel many times over at little cost on the host.
+
+Triton's own launch looks at every argument, each time, to find the compiled kernel that fits: with thirty arguments
+longer than a short kernel runs. A `Launch` does it once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs the kernels on the CPU: TRITON_INTERPRET=1, read when Triton is imported."""
+
+
+class Launch:
+    """A kernel with its grid and its constants: all arguments but the tensors, which come first.
+
+    `blocks` has, for each tensor, the block in which the copy engine is to move it, or None for a pointer. What a call
+    is given has to agree with the first call in shapes, strides, dtypes, device and 16-byte alignment; the caller keeps
+    one Launch for each.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        num_programs: int,
+        blocks: Sequence[Sequence[int] | None],
+        constants: Sequence[Any],
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        self._kernel = kernel[(num_programs,)]
+        self._grid = (num_programs, 1, 1)
+        self._blocks = blocks if any(block is not None for block in blocks) else None
+        self._constants = constants
+        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current stream of the current device."""
+        arguments: Sequence[Any] = tensors
+        if self._blocks is not None:
+            arguments = [x if block is None else _descriptor(x, block) for x, block in zip(tensors, self._blocks)]  # noqa: B905
+        if self._compiled is not None:
+            self._compiled(*arguments, *self._constants)
+            return
+        compiled = self._kernel(*arguments, *self._constants, **self._options)
+        if not INTERPRET:
+            self._compiled = compiled[self._grid]
+
+
+def _descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    # The stride of an axis of length 1 is never used but has to be valid.
+    strides = [step if size > 1 else 16 for step, size in zip(x.stride(), x.shape, strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block))
+
+
+def can_use_descriptors(*tensors: Tensor) -> bool:
+    """Whether the copy engine can move these tensors: their rows contiguous and 16-byte aligned, none repeated."""
+    return all(map(_movable, tensors))
+
+
+def _movable(x: Tensor) -> bool:
+    if x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    return all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether tiles can be moved by descriptor: Hopper and later."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
