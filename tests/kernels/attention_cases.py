@@ -225,7 +225,8 @@ def check_logsumexp(saved: Tensor, truth: Truth, dtype: torch.dtype) -> None:
     error = (saved.double() - truth.logsumexp)[~empty]
     if error.numel():
         size = max(1.0, truth.largest_score, float(truth.logsumexp[~empty].abs().max()))
-        assert float(error.abs().max()) <= 4 * torch.finfo(saved.dtype).eps * size
+        # A float64 kernel is compared with a truth that is not more exact than itself.
+        assert float(error.abs().max()) <= 8 * torch.finfo(saved.dtype).eps * size
 
 
 def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
