@@ -54,9 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
         return o, logsumexp
     if k.shape[-2] == 0:
         return o.zero_(), logsumexp.fill_(float("-inf"))
-    o_4d = as_4d(o)
-    _call("flash_forward", q, k, is_causal, _View.of(q), _View.of(k), _View.of(v), _View.of(o_4d), logsumexp.data_ptr())
-    _write_back(o, o_4d)
+    _call("flash_forward", q, k, is_causal, *(_View.of(x) for x in (q, k, v, o)), logsumexp.data_ptr())
     return o, logsumexp
 
 
@@ -77,7 +75,6 @@ def backward(
         for gradient in gradients:
             gradient.zero_()
         return gradients
-    dq, dk, dv = (as_4d(x) if x.ndim == q.ndim else None for x in gradients)
     statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
     _call(
         "flash_backward",
@@ -87,11 +84,8 @@ def backward(
         *(_View.of(x) for x in (q, k, v, o, dO)),
         logsumexp.data_ptr(),
         statistics.data_ptr(),
-        *(None if x is None else _View.of(x) for x in (dq, dk, dv)),
+        *(_View.of(x) if x.numel() else None for x in gradients),
     )
-    for gradient, gradient_4d in zip(gradients, (dq, dk, dv), strict=True):
-        if gradient_4d is not None:
-            _write_back(gradient, gradient_4d)
     return gradients
 
 
@@ -136,12 +130,6 @@ class _Sizes(ctypes.Structure):
     """`Sizes` of csrc/tiles.cuh."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("batch", "heads", "n_q", "n_k", "head_size", "is_causal"))
-
-
-def _write_back(x: Tensor, x_4d: Tensor) -> None:
-    """Copy what a kernel wrote to x_4d = as_4d(x) to x, where that was no view of it."""
-    if x_4d.data_ptr() != x.data_ptr():
-        x.copy_(x_4d.view(x.shape))
 
 
 def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View | int | None") -> None:

@@ -16,22 +16,32 @@ struct Statistics {
     float logsumexp_log2, D;  // logsumexp in units of log2: P = 2^(scale_log2 S - logsumexp_log2)
 };
 
-constexpr int STATISTICS_WARPS = 8;
+constexpr int STATISTICS_THREADS = 2 * TILE;  // a warp for each 16 rows
 
-// A warp computes the statistics of one query.
-template <typename T>
-__global__ void __launch_bounds__(32 * STATISTICS_WARPS)
+// D is the diagonal of dO O^T. Summed by the same instructions as dP = dO V^T, it has the same rounding errors, which
+// cancel in dP - D where one key has all the weight; and of the products of 16 x 16, tensor cores hardly notice the rest.
+template <typename T, int HEAD>
+__global__ void __launch_bounds__(STATISTICS_THREADS)
     row_statistics(Sizes sizes, View o_view, View do_view, const float* logsumexp, Statistics* statistics) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * STATISTICS_WARPS + threadIdx.x / 32;
-    if (i >= sizes.batch * sizes.heads * sizes.n_q) return;
-    const int head = static_cast<int>(i / sizes.n_q), row = static_cast<int>(i % sizes.n_q);
-    const Matrix<T> O(o_view, sizes, head, sizes.n_q), dO(do_view, sizes, head, sizes.n_q);
-    float sum = 0.0f;
-    for (int column = threadIdx.x % 32; column < O.columns; column += 32)
-        sum += to_float(*O.at(row, column)) * to_float(*dO.at(row, column));
-#pragma unroll
-    for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-    if (threadIdx.x % 32 == 0) statistics[i] = {logsumexp[i] * LOG2_E, sum};
+    const int n_q = static_cast<int>(sizes.n_q), tiles = (n_q + TILE - 1) / TILE;
+    const int head = blockIdx.x / tiles, query0 = static_cast<int>(blockIdx.x) % tiles * TILE;
+    const int warp_row = threadIdx.x / 32 * 16;
+
+    const Tile<T, HEAD> o{shared_memory()};
+    const auto d_o = o.from_row(TILE);
+    load_rows<TILE, STATISTICS_THREADS>(o, Matrix<T>(o_view, sizes, head, n_q), query0);
+    load_rows<TILE, STATISTICS_THREADS>(d_o, Matrix<T>(do_view, sizes, head, n_q), query0);
+    wait_for_copies();
+    __syncthreads();
+
+    Accumulators<1, 2> products;
+    products.clear();
+    multiply_transposed(products, d_o, warp_row, o.from_row(warp_row));
+    products.for_each([&](float& x, int, int h, int column) {
+        const int row = 8 * h + threadIdx.x % 32 / 4, query = query0 + warp_row + row;
+        const int64_t i = static_cast<int64_t>(head) * n_q + query;
+        if (column == row && query < n_q) statistics[i] = {logsumexp[i] * LOG2_E, x};
+    });
 }
 
 template <int HEAD>
@@ -222,8 +232,8 @@ extern "C" const char* flash_backward(const Sizes* sizes, const View* q, const V
     const int tiles_bytes = Tile<T, HEAD_SIZE>::bytes(2 * TILE + 4 * Shape::STEP);
     const int statistics_bytes = 2 * Shape::STEP * static_cast<int>(sizeof(Statistics));
 
-    const char* error = launch(row_statistics<T>, (heads * n.n_q + STATISTICS_WARPS - 1) / STATISTICS_WARPS,
-                               32 * STATISTICS_WARPS, 0, stream, n, checked(*o, n), dO, logsumexp, statistics);
+    const char* error = launch(row_statistics<T, HEAD_SIZE>, tiles_of(n.n_q) * heads, STATISTICS_THREADS,
+                               Tile<T, HEAD_SIZE>::bytes(2 * TILE), stream, n, checked(*o, n), dO, logsumexp, statistics);
     if (!error && dk)
         error = launch(key_gradients<T, HEAD_SIZE>, tiles_of(n.n_k) * heads, Shape::THREADS,
                        tiles_bytes + statistics_bytes, stream, n, Q, K, V, dO, checked(*dk, n), checked(*dv, n),

@@ -115,6 +115,3 @@ __device__ inline T from_float(float x) {
     else
         return __float2bfloat16_rn(x);
 }
-
-__device__ inline float to_float(__half x) { return __half2float(x); }
-__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -1,0 +1,231 @@
+"""flash_cuda by what every kernel is held to, and by its own: paths for strides, 64-bit offsets, the compiler."""
+
+import itertools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from cs336_systems.kernels.attention import flash_cuda as module
+from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
+from tests.kernels.attention_cases import (
+    CASES,
+    LARGE_CASES,
+    RANDOM_CASES,
+    Case,
+    FlashKernelTests,
+    check_case,
+    gradients,
+)
+
+DEVICE = "cuda"
+LENGTHS = [(127, 127), (128, 128), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0)]
+MORE_CASES = tuple(
+    Case(n_q, n_k, d, leading=(2, 3), is_causal=is_causal)
+    for n_q, n_k, d in [*((*lengths, 64) for lengths in LENGTHS), *((129, 200, d) for d in (32, 59, 64, 72, 96, 128))]
+    for is_causal in (False, True)
+)
+
+
+@pytest.mark.gpu
+class TestFlashCuda(FlashKernelTests):
+    name = "flash_cuda"
+    function = FlashAttentionCuda
+    device = DEVICE
+    dtypes = (torch.bfloat16, torch.float16)
+    cases = CASES + LARGE_CASES + MORE_CASES
+    max_head_size = 128
+    random_examples = 100
+
+    def test_equals_the_truth_in_random_cases(self, dtype: torch.dtype) -> None:
+        # As inherited, without the head sizes that are refused.
+        @settings(
+            max_examples=self.random_examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=RANDOM_CASES.filter(lambda case: case.d <= self.max_head_size))
+        def check(case: Case) -> None:
+            check_case(self.attention, case, dtype, self.device)
+
+        check()
+
+    def test_is_not_changed_by_autocast(self) -> None:
+        # As inherited, in a type that is not refused.
+        q, k, v = self.normal(2, 2, 33, 16)
+        expected = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
+        with torch.autocast(self.device, torch.float16 if self.device == "cuda" else torch.bfloat16):
+            results = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
+        assert all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def qkv(n_q: int, n_k: int, d: int, leading: tuple[int, ...] = (2, 3)) -> list[Tensor]:
+    """q, k, v and a gradient of o."""
+    return [x.detach() for x in Case(n_q, n_k, d, leading).inputs(torch.bfloat16, DEVICE)]
+
+
+def with_gradients(attention, q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) -> dict[str, Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    return gradients(attention(*inputs, is_causal), inputs, dO)
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """x, of shape (B, H, N, D), in other places of memory."""
+    b, h, n, d = x.shape
+    wide = x.new_full((b, h, n, d + 5), float("nan"))
+    wide[..., 3 : 3 + d] = x
+    aligned = x.new_full((b, h, n, d + 8), float("nan"))
+    aligned[..., :d] = x
+    return {
+        "heads inside": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "transposed": x.mT.contiguous().mT,
+        "unaligned rows": wide[..., 3 : 3 + d],
+        "aligned rows with others between": aligned[..., :d],
+        "every second row": x.repeat_interleave(2, dim=2)[:, :, ::2],
+        "batch inside": x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 59])
+@pytest.mark.parametrize("name", layouts(torch.zeros(1, 1, 1, 1)))
+def test_any_strides_give_the_same_bits(name: str, d: int) -> None:
+    plain_inputs = qkv(150, 170, d)
+    expected = with_gradients(flash_cuda, *plain_inputs, True)
+    strided = [layouts(x)[name] for x in plain_inputs]
+    given = with_gradients(flash_cuda, *strided, True)
+    for key, value in expected.items():
+        assert torch.equal(given[key], value), key
+    assert given["o"].stride() == torch.empty_like(strided[0]).stride()
+    assert given["dk"].stride() == torch.empty_like(strided[1]).stride()
+
+
+@pytest.mark.gpu
+def test_expanded_inputs_and_gradients() -> None:
+    q, k, v, dO = qkv(150, 150, 64)
+    inputs = [q, k[:, :1].expand_as(k), v[:1, :, :1].expand_as(v), dO[..., :1].expand_as(dO)]
+    expected = with_gradients(flash_cuda, *(x.contiguous() for x in inputs), True)
+    for key, value in with_gradients(flash_cuda, *inputs, True).items():
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_same_bits_twice(d: int) -> None:
+    inputs = qkv(1000, 1000, d)
+    first, second = (with_gradients(flash_cuda, *inputs, True) for _ in range(2))
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_only_the_gradients_that_are_needed(needed: tuple[bool, ...]) -> None:
+    *inputs, dO = qkv(100, 120, 64)
+    expected = with_gradients(flash_cuda, *inputs, dO, False)
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
+    o = flash_cuda(*leaves)
+    assert o.requires_grad == any(needed)
+    if any(needed):
+        o.backward(dO)
+    for leaf, need, name in zip(leaves, needed, ("dq", "dk", "dv"), strict=True):
+        assert (leaf.grad is not None) == need
+        assert not need or torch.equal(leaf.grad, expected[name])
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_grid_has_rows() -> None:
+    q, k, v, dO = qkv(3, 3, 16, (70_000,))
+    ours = with_gradients(flash_cuda, q, k, v, dO, True)
+    last = with_gradients(flash_cuda, *(x[-7:].contiguous() for x in (q, k, v, dO)), True)
+    for key, value in last.items():
+        assert torch.equal(ours[key][-7:], value), key
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    rows, stride = 130, 2**24 + 8  # the last row starts beyond 2^31 elements
+    if torch.cuda.mem_get_info()[0] < 6e9:
+        pytest.skip("needs 6 GB of free GPU memory")
+    q, k, v, dO = qkv(rows, rows, 64, (1, 1))
+    far = torch.empty(rows * stride, dtype=q.dtype, device=DEVICE).as_strided(q.shape, (0, 0, stride, 1))
+    expected = with_gradients(flash_cuda, q, k, v, dO, True)
+    for i in range(3):
+        inputs = [q, k, v]
+        inputs[i] = far.copy_(inputs[i])
+        for key, value in with_gradients(flash_cuda, *inputs, dO, True).items():
+            assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    q, k, v, _ = qkv(140, 140, 64)
+    expected = flash_cuda(q, k, v, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = flash_cuda(q, k, v, True)
+    o.zero_()
+    graph.replay()
+    assert torch.equal(o, expected)
+
+
+def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.zeros(1, 1, 4, d, dtype=dtype) for _ in range(3)]
+
+
+def test_what_it_does_not_serve_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
+        flash_cuda(*on_cpu())
+    with pytest.raises(ValueError, match=r"^q is torch\.float32: it must be one of torch\.bfloat16, torch\.float16$"):
+        flash_cuda(*on_cpu(dtype=torch.float32))
+    with pytest.raises(ValueError, match=r"^q has head size 129: it must be 1 to 128$"):
+        flash_cuda(*on_cpu(d=129))
+
+
+def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_capability", lambda device: (7, 5))
+    monkeypatch.setattr(module, "check_qkv", lambda *args, **kwargs: None)
+    q = SimpleNamespace(device=torch.device("cuda:1"))
+    with pytest.raises(ValueError, match=r"^q is on cuda:1, of compute capability 7\.5: flash_cuda needs 8\.0"):
+        module._check(q, q, q)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+    for cuda_home in (None, str(tmp_path)):
+        monkeypatch.setattr(cpp_extension, "CUDA_HOME", cuda_home)
+        with pytest.raises(RuntimeError, match="finds no nvcc: install the CUDA toolkit"):
+            module._library((99, 0), torch.bfloat16, 64)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="finds no ninja on PATH: pip install ninja"):
+        module._library((99, 0), torch.bfloat16, 64)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+@pytest.mark.parametrize("dtype, head_size", [(torch.bfloat16, 64), (torch.float16, 128)], ids=str)
+@pytest.mark.parametrize("source", ["forward", "backward"])
+def test_compiles_for_sm_80_and_sm_90_without_spills(
+    source: str, dtype: torch.dtype, head_size: int, tmp_path: Path
+) -> None:
+    """A spilled register is kept in memory; one in an inner loop costs more than anything a kernel could gain by it."""
+    architectures = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90)]
+    # These four are what PyTorch adds to every build.
+    without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
+    without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
+    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.definitions(dtype, head_size)]
+    files = ["-c", str(module._SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
+    built = subprocess.run(["nvcc", *options, *architectures, *without, *files], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    spills = re.findall(r"(\d+) bytes spill stores", built.stderr)
+    assert len(spills) == 2 * {"forward": 1, "backward": 3}[source]
+    assert set(spills) == {"0"}
