@@ -64,5 +64,5 @@ class TestCompiledBackward:
 
     def test_another_backward_pass_is_refused(self) -> None:
         q = torch.ones(1, 16, 16, device="cuda" if torch.cuda.is_available() else "cpu")
-        with pytest.raises(ValueError, match="^backward is 'numpy'"):
+        with pytest.raises(ValueError, match=r"^backward is 'numpy'"):
             flash_triton.flash_triton(q, q, q, backward="numpy")
