@@ -39,6 +39,7 @@ class Launch:
         self._constants = constants
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._compiled: Any = None
+        self._device = -1
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
@@ -46,11 +47,12 @@ class Launch:
         if self._blocks is not None:
             arguments = [x if block is None else _descriptor(x, block) for x, block in zip(tensors, self._blocks)]  # noqa: B905
         if self._compiled is not None:
-            self._compiled(*arguments, *self._constants)
+            stream = triton.runtime.driver.active.get_current_stream(self._device)
+            self._compiled(*arguments, *self._constants, stream=stream)
             return
         compiled = self._kernel(*arguments, *self._constants, **self._options)
         if not INTERPRET:
-            self._compiled = compiled[self._grid]
+            self._compiled, self._device = compiled[self._grid], torch.cuda.current_device()
 
 
 def _descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:

@@ -26,7 +26,7 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
 from .contract import as_4d, check_qkv
+from .flash_torch import compiled_backward
 from .function import flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
@@ -491,7 +492,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: flash_triton needs compute capability 8.0")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """o and logsumexp; see `flash_triton` for what is accepted."""
     key = _key(is_causal, q, k, v)
     launches = _LAUNCHES.get(key)
@@ -511,7 +512,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     return o, logsumexp
 
 
-def backward(
+def flash_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -553,7 +554,8 @@ def backward(
 # The public functions
 # ---------------------------------------------------------------------------------------------------------------------
 
-FlashAttentionTriton = flash_function("flash_triton", forward, backward)
+FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward)
+FlashAttentionTritonCompiled = flash_function("flash_triton_compiled", flash_forward, compiled_backward)
 
 
 def flash_triton(
@@ -561,6 +563,7 @@ def flash_triton(
     k: Float[Tensor, "... N_k D"],
     v: Float[Tensor, "... N_k D"],
     is_causal: bool = False,
+    backward: Literal["triton", "compiled"] = "triton",
 ) -> Float[Tensor, "... N_q D"]:
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
@@ -569,6 +572,12 @@ def flash_triton(
     where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`. Needs O(N)
     memory beyond its outputs: two float32 vectors in the backward pass. The same inputs give the same bits.
 
+    `backward="compiled"` is the handout's partly-Triton variant: the forward pass in Triton, and `compiled_backward`,
+    which holds N_q x N_k scores, for the gradients.
+
     Raises ValueError naming the argument that it does not take.
     """
-    return FlashAttentionTriton.apply(q, k, v, is_causal)
+    if backward not in ("triton", "compiled"):
+        raise ValueError(f"backward is {backward!r}: it must be triton or compiled")
+    function = FlashAttentionTriton if backward == "triton" else FlashAttentionTritonCompiled
+    return function.apply(q, k, v, is_causal)

@@ -129,17 +129,18 @@ def _register_operators(
 
 def new_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """Unfilled o, laid out in memory as q is, and logsumexp, of q's shape without the head size."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return _unfilled_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _unfilled_like(q), torch.empty(q.shape[:-1], dtype=wide, device=q.device)
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled dq, dk, dv, laid out in memory as q, k, v are; of no elements where they are not needed."""
     dq = _unfilled_like(q) if need_dq else q.new_empty(0)
-    dk, dv = (_unfilled_like(x) if need_dkv else x.new_empty(0) for x in (k, v))
-    return dq, dk, dv
+    if not need_dkv:
+        return dq, k.new_empty(0), v.new_empty(0)
+    return dq, _unfilled_like(k), _unfilled_like(v)
 
 
 def _unfilled_like(x: Tensor) -> Tensor:
     # A kernel writes through as_4d, which is a view of five dimensions only where the leading ones lie in order.
-    return torch.empty_like(x, memory_format=torch.contiguous_format if x.ndim > 4 else torch.preserve_format)
+    return torch.empty_like(x) if x.ndim <= 4 else torch.empty_like(x, memory_format=torch.contiguous_format)
