@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from cs336_systems.kernels.attention import flash_cuda as module
@@ -17,10 +16,8 @@ from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash
 from tests.kernels.attention_cases import (
     CASES,
     LARGE_CASES,
-    RANDOM_CASES,
     Case,
     FlashKernelTests,
-    check_case,
     gradients,
 )
 
@@ -42,29 +39,6 @@ class TestFlashCuda(FlashKernelTests):
     cases = CASES + LARGE_CASES + MORE_CASES
     max_head_size = 128
     random_examples = 100
-
-    def test_equals_the_truth_in_random_cases(self, dtype: torch.dtype) -> None:
-        # As inherited, without the head sizes that are refused.
-        @settings(
-            max_examples=self.random_examples,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=RANDOM_CASES.filter(lambda case: case.d <= self.max_head_size))
-        def check(case: Case) -> None:
-            check_case(self.attention, case, dtype, self.device)
-
-        check()
-
-    def test_is_not_changed_by_autocast(self) -> None:
-        # As inherited, in a type that is not refused.
-        q, k, v = self.normal(2, 2, 33, 16)
-        expected = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
-        with torch.autocast(self.device, torch.float16 if self.device == "cuda" else torch.bfloat16):
-            results = gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
-        assert all(torch.equal(results[name], expected[name]) for name in expected)
 
 
 def qkv(n_q: int, n_k: int, d: int, leading: tuple[int, ...] = (2, 3)) -> list[Tensor]:
@@ -188,12 +162,15 @@ def test_what_it_does_not_serve_is_named() -> None:
         flash_cuda(*on_cpu(dtype=torch.float32))
     with pytest.raises(ValueError, match=r"^q has head size 129: it must be 1 to 128$"):
         flash_cuda(*on_cpu(d=129))
+    q, k, v = on_cpu()
+    with pytest.raises(ValueError, match=r"^k has 2147483648 positions: flash_cuda serves up to 2147483392$"):
+        flash_cuda(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)))
 
 
 def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_capability", lambda device: (7, 5))
     monkeypatch.setattr(module, "check_qkv", lambda *args, **kwargs: None)
-    q = SimpleNamespace(device=torch.device("cuda:1"))
+    q = SimpleNamespace(device=torch.device("cuda:1"), shape=(1, 1))
     with pytest.raises(ValueError, match=r"^q is on cuda:1, of compute capability 7\.5: flash_cuda needs 8\.0"):
         module._check(q, q, q)
 

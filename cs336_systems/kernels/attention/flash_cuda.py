@@ -9,8 +9,8 @@ The kernels are in `csrc/`, to be read in this order:
   launch.cuh        the launch and its errors
 
 They are compiled on first use, once for each element type, size of a head (rounded up) and architecture, which takes
-some 20 seconds, into PyTorch's folder of extensions. They are called through ctypes: the sources need no PyTorch
-header, which would take longer to compile than the kernels.
+seconds, into PyTorch's folder of extensions. They are called through ctypes: so the sources need no PyTorch header,
+which would take longer to compile than the kernels.
 """
 
 import ctypes
@@ -29,6 +29,7 @@ from .function import flash_function, new_gradients, new_outputs
 _SOURCES = Path(__file__).parent / "csrc"
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 _Launcher = Callable[..., bytes | None]
+_MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, up to two tiles beyond the last
 _HEAD_SIZES = (32, 64, 96, 128)
 """What is compiled; a head of another size is computed as one of the next larger size, filled up with zeros."""
 
@@ -94,6 +95,9 @@ FlashAttentionCuda = flash_function("flash_cuda", forward, backward)
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_qkv(q, k, v, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-2] > _MAX_LENGTH:
+            raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")
     if q.device.type != "cuda":
         raise ValueError(f"q is on {q.device}: flash_cuda needs it on a CUDA device")
     capability = _capability(q.device)

@@ -19,11 +19,11 @@ struct Statistics {
 constexpr int STATISTICS_THREADS = 2 * TILE;  // a warp for each 16 rows
 
 // D is the diagonal of dO O^T. Summed by the same instructions as dP = dO V^T, it has the same rounding errors, which
-// cancel in dP - D where one key has all the weight; and of the products of 16 x 16, tensor cores hardly notice the rest.
+// cancel in dP - D where one key has all the weight; that the rest of each 16 x 16 is for nothing hardly shows.
 template <typename T, int HEAD>
 __global__ void __launch_bounds__(STATISTICS_THREADS)
     row_statistics(Sizes sizes, View o_view, View do_view, const float* logsumexp, Statistics* statistics) {
-    const int n_q = static_cast<int>(sizes.n_q), tiles = (n_q + TILE - 1) / TILE;
+    const int n_q = static_cast<int>(sizes.n_q), tiles = static_cast<int>(tiles_of(n_q));
     const int head = blockIdx.x / tiles, query0 = static_cast<int>(blockIdx.x) % tiles * TILE;
     const int warp_row = threadIdx.x / 32 * 16;
 
@@ -46,12 +46,13 @@ __global__ void __launch_bounds__(STATISTICS_THREADS)
 
 template <int HEAD>
 struct Backward {
-    static constexpr int STEP = 32;                     // rows a step
+    static constexpr int STEP = 32;  // rows a step
     static constexpr int WARPS = HEAD <= 64 ? 4 : 8, THREADS = 32 * WARPS;
-    static constexpr int M = TILE / 16 / WARPS;         // 16-row pieces a warp
+    static constexpr int M = TILE / 16 / WARPS;  // 16-row pieces a warp: as many as registers hold dK and dV of
 };
 
-// Warps own keys, so all is transposed: S^T = K Q^T and dP^T = V dO^T have a row for each key, a column for each query.
+// Warps own keys, so all is transposed: S^T = K Q^T and dP^T = V dO^T have a row for each key and a column for each
+// query.
 template <typename T, int HEAD>
 __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     key_gradients(Sizes sizes, View q_view, View k_view, View v_view, View do_view, View dk_view, View dv_view,
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     constexpr int STEP = Shape::STEP, THREADS = Shape::THREADS, M = Shape::M;
 
     const int n_q = static_cast<int>(sizes.n_q), n_k = static_cast<int>(sizes.n_k);
-    const int tiles = (n_k + TILE - 1) / TILE;
+    const int tiles = static_cast<int>(tiles_of(n_k));
     const int head = blockIdx.x / tiles;
     const int key0 = static_cast<int>(blockIdx.x) % tiles * TILE;  // causal: the keys that most queries see first
     const int warp_row = threadIdx.x / 32 * (16 * M), warp_key = key0 + warp_row;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     constexpr int STEP = Shape::STEP, THREADS = Shape::THREADS, M = Shape::M;
 
     const int n_q = static_cast<int>(sizes.n_q), n_k = static_cast<int>(sizes.n_k);
-    const int tiles = (n_q + TILE - 1) / TILE;
+    const int tiles = static_cast<int>(tiles_of(n_q));
     const int head = blockIdx.x / tiles;
     const int query0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * TILE;  // causal: the longest rows first
     const int warp_row = threadIdx.x / 32 * (16 * M), warp_query = query0 + warp_row;
@@ -232,14 +233,15 @@ extern "C" const char* flash_backward(const Sizes* sizes, const View* q, const V
     const int tiles_bytes = Tile<T, HEAD_SIZE>::bytes(2 * TILE + 4 * Shape::STEP);
     const int statistics_bytes = 2 * Shape::STEP * static_cast<int>(sizeof(Statistics));
 
-    const char* error = launch(row_statistics<T, HEAD_SIZE>, tiles_of(n.n_q) * heads, STATISTICS_THREADS,
-                               Tile<T, HEAD_SIZE>::bytes(2 * TILE), stream, n, checked(*o, n), dO, logsumexp, statistics);
+    const char* error =
+        launch(row_statistics<T, HEAD_SIZE>, tiles_of(n.n_q) * heads, STATISTICS_THREADS,
+               Tile<T, HEAD_SIZE>::bytes(2 * TILE), stream, n, checked(*o, n), dO, logsumexp, statistics);
     if (!error && dk)
         error = launch(key_gradients<T, HEAD_SIZE>, tiles_of(n.n_k) * heads, Shape::THREADS,
                        tiles_bytes + statistics_bytes, stream, n, Q, K, V, dO, checked(*dk, n), checked(*dv, n),
                        statistics, scale);
     if (!error && dq)
-        error = launch(query_gradients<T, HEAD_SIZE>, tiles_of(n.n_q) * heads, Shape::THREADS, tiles_bytes, stream, n, Q,
-                       K, V, dO, checked(*dq, n), statistics, scale);
+        error = launch(query_gradients<T, HEAD_SIZE>, tiles_of(n.n_q) * heads, Shape::THREADS, tiles_bytes, stream, n,
+                       Q, K, V, dO, checked(*dq, n), statistics, scale);
     return error;
 }

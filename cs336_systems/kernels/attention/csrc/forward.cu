@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
     constexpr int STEP = Shape::STEP, THREADS = Shape::THREADS, M = Shape::M;
 
     const int n_q = static_cast<int>(sizes.n_q), n_k = static_cast<int>(sizes.n_k);
-    const int tiles = (n_q + TILE - 1) / TILE;
+    const int tiles = static_cast<int>(tiles_of(n_q));
     const int head = blockIdx.x / tiles;
     const int query0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * TILE;  // causal: the longest rows first
     const int warp_row = threadIdx.x / 32 * (16 * M), warp_query = query0 + warp_row;
@@ -102,7 +102,8 @@ extern "C" const char* flash_forward(const Sizes* sizes, const View* q, const Vi
                                      float* logsumexp, void* stream) {
     using Shape = Forward<HEAD_SIZE>;
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(sizes->head_size)));
-    return launch(forward_kernel<ELEMENT, HEAD_SIZE>, tiles_of(sizes->n_q) * sizes->batch * sizes->heads, Shape::THREADS,
+    const int64_t blocks = tiles_of(sizes->n_q) * sizes->batch * sizes->heads;
+    return launch(forward_kernel<ELEMENT, HEAD_SIZE>, blocks, Shape::THREADS,
                   Tile<ELEMENT, HEAD_SIZE>::bytes(TILE + 4 * Shape::STEP), stream, *sizes, checked(*q, *sizes),
                   checked(*k, *sizes), checked(*v, *sizes), checked(*o, *sizes), logsumexp, scale);
 }

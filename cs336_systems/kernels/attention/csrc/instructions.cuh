@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the first of the block's.
+// Addresses in shared memory are 32-bit numbers here, half the registers of a pointer. This is the block's first.
 __device__ inline uint32_t shared_memory() {
     extern __shared__ __align__(128) unsigned char bytes[];
     return static_cast<uint32_t>(__cvta_generic_to_shared(bytes));
@@ -59,7 +59,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&out)[4], uint32_t row
                  : "memory");
 }
 
-// C (16 x 8, float32) += A (16 x 16) B (16 x 8), one product of a warp. With g = lane / 4 and t = lane % 4, a lane holds
+// C (16 x 8, float32) += A (16 x 16) B (16 x 8), one product of a warp. With g = lane / 4, t = lane % 4, a lane holds
 //   a[0..3]: A at rows g, g + 8, g, g + 8, columns 2t and 2t + 1 (a[0], a[1]), 2t + 8 and 2t + 9 (a[2], a[3]);
 //   b0, b1:  B at rows 2t and 2t + 1 (b0), 2t + 8 and 2t + 9 (b1), column g;
 //   c[0..3]: C at row g, columns 2t, 2t + 1 (c[0], c[1]), and row g + 8, the same columns (c[2], c[3]).

@@ -1,25 +1,26 @@
-// What the forward and the backward kernels share: tensors in global memory, tiles of them in shared memory, products of
-// tiles in registers, and the launch.
+// What the kernels share: tensors in global memory, tiles of them in shared memory, products of tiles in registers.
 //
-// All three kernels have one form. A block keeps a tile of 128 rows (the forward pass: queries) and streams tiles of
-// STEP rows (keys and values) past it. A warp owns 16 M of the 128 rows: it computes their scores, whose accumulators are
-// just in the places in which the next product wants its left operand, so that probabilities never leave registers.
+// The forward kernel and the two of the backward pass have one form. A block keeps tiles of 128 rows (forward: queries)
+// and streams tiles of STEP rows (keys and values) past them. A warp owns 16 M of the 128 rows: it computes their
+// scores, whose accumulators are just in the places in which the next product wants its left operand, so that
+// probabilities never leave registers. One step's tiles are copied while the step before is computed.
 #pragma once
 
 #include "instructions.cuh"
 
-#include <climits>
 #include <cmath>
 
 constexpr int TILE = 128;  // rows that a block keeps
+__host__ __device__ constexpr int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }
+
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 
-// A tensor (B, H, N, D) and the problem's sizes, as Python hands them over: `flash_cuda.py` has the same two structures.
+// A tensor (B, H, N, D) and the problem's sizes, as Python hands them over: flash_cuda.py has the same two structures.
 struct View {
     void* data;
     int64_t batch_stride, head_stride, row_stride, column_stride;  // in elements
-    int64_t vectorised;                                            // set by `checked`: rows are whole, aligned chunks of 16 bytes
+    int64_t vectorised;  // whether rows are whole, aligned chunks of 16 bytes; set by `checked`
 };
 
 struct Sizes {
@@ -56,15 +57,13 @@ struct Matrix {
 
 // Rows of HEAD elements in shared memory, in chunks of 8 elements, 16 bytes, which is what one lane names to ldmatrix.
 //
-// Shared memory gives out 128 bytes at a time, from 32 banks of 4 bytes. ldmatrix reads a column of chunks, one chunk of
-// each of 8 rows; were rows stored plainly, these would lie 128 bytes apart, in the same four banks, and take 8 turns.
-// So chunk c of row r is stored at place c ^ (r % 8): the 8 rows then use all 32 banks. Rows of 32 elements, two of
-// which share 128 bytes, have four places, and turn by one every second row.
+// Shared memory gives out 128 bytes at a time, from 32 banks of 4 bytes. ldmatrix reads a column of chunks, one chunk
+// of each of 8 rows; were rows stored plainly, these would lie 128 bytes apart, in the same four banks, and take 8
+// turns. So chunk c of row r is stored at place c ^ (r % 8): the 8 rows then use all 32 banks. Rows of 32 elements, two
+// of which share 128 bytes, have four places, and turn by one every second row.
 template <typename T, int HEAD>
 struct Tile {
     static constexpr int ROW = HEAD <= 32 ? 32 : HEAD <= 64 ? 64 : 128;  // a power of two, for the exclusive or
-    static constexpr int CHUNKS = HEAD / 8;
-
     static constexpr int ROW_BYTES = ROW * static_cast<int>(sizeof(T));
 
     uint32_t address;  // in shared memory
@@ -74,8 +73,8 @@ struct Tile {
         return address + row * ROW_BYTES + (chunk ^ turn) * 16;
     }
 
-    // The address `rows` rows, a multiple of 8, and `chunks` chunks, an even number, on from that of an even chunk or of
-    // the one after it. With constants it costs one exclusive or, and that only for chunks.
+    // From the address of chunk 0 or 1 of a row to that `rows` rows, a multiple of 8, down and `chunks` chunks, an even
+    // number, on. With constants it costs one exclusive or, and that only for chunks.
     __device__ static uint32_t moved(uint32_t from, int rows, int chunks) {
         return (from ^ chunks % 8 * 16) + chunks / 8 * 128 + rows * ROW_BYTES;
     }
@@ -93,7 +92,7 @@ __device__ inline void load_rows(Tile<T, HEAD> tile, const Matrix<T>& x, int row
     const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     const int columns = min(x.columns - 8 * chunk, 8);  // of this thread's chunk
     if (8 * chunk >= HEAD) return;
-    static_assert(ROWS_A_TURN % 8 == 0 && ROWS % ROWS_A_TURN == 0);  // the swizzle is the same in each of a thread's rows
+    static_assert(ROWS_A_TURN % 8 == 0 && ROWS % ROWS_A_TURN == 0);  // so a thread's rows are all swizzled alike
     const int rows = x.rows - row0;                                  // of x, from row0 on
     uint32_t to = tile.at(first, chunk);
     if (x.vectorised) {
@@ -141,14 +140,14 @@ struct Accumulators {
     }
 };
 
-// c += A B^T over the head's elements: A is rows row0 ... of the tile a, B the first 8 N rows of the tile b.
+// c += A B^T over the head's elements: A is 16 M rows of the tile a, from row0 on, B the first 8 N rows of the tile b.
 template <int M, int N, typename T, int HEAD>
 __device__ inline void multiply_transposed(Accumulators<M, N>& c, Tile<T, HEAD> a, int row0, Tile<T, HEAD> b) {
     const int lane = threadIdx.x % 32;
     // The four matrices of A: rows 0-7 and 8-15 of chunk 2k, then of chunk 2k + 1.
     const uint32_t a_lane = a.at(row0 + lane % 16, lane / 16);
-    // A row of b is a column of B^T, so no transposition. The four matrices: chunks 2k and 2k + 1 of rows 0-7, which are
-    // b0 and b1 of product n, then of rows 8-15, for product n + 1.
+    // A row of b is a column of B^T, so no transposition. The four matrices: chunks 2k and 2k + 1 of rows 0-7, which
+    // are b0 and b1 of product n, then of rows 8-15, for product n + 1.
     const uint32_t b_lane = b.at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < HEAD / 16; k++) {
@@ -198,7 +197,8 @@ __device__ inline void multiply(Accumulators<M, HEAD / 8>& c, const Accumulators
 
 // Write a warp's rows, times factor[m][h], to rows row0 ... of x; what lies outside of x is dropped.
 template <int M, typename T, int N>
-__device__ inline void store_rows(const Matrix<T>& x, int row0, const Accumulators<M, N>& c, const float (&factor)[M][2]) {
+__device__ inline void store_rows(const Matrix<T>& x, int row0, const Accumulators<M, N>& c,
+                                  const float (&factor)[M][2]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -220,5 +220,3 @@ __device__ inline void store_rows(const Matrix<T>& x, int row0, const Accumulato
             }
         }
 }
-
-inline int64_t tiles_of(int64_t n) { return (n + TILE - 1) / TILE; }
