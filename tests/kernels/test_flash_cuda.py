@@ -13,13 +13,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.attention import flash_cuda as module
 from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
-from tests.kernels.attention_cases import (
-    CASES,
-    LARGE_CASES,
-    Case,
-    FlashKernelTests,
-    gradients,
-)
+from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
 
 DEVICE = "cuda"
 LENGTHS = [(127, 127), (128, 128), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0)]
