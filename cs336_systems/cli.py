@@ -266,6 +266,7 @@ def make_report(arguments: Sequence[str]) -> str:
     parser.add_argument("paths", nargs="+", type=str, help="Run folders, row files or documents.")
     parser.add_argument("--plot", type=str, default=None, help="With runs: also draw their loss curves into this PNG.")
     options = _parse(parser, arguments)
+    from .bench.case import read_rows
     from .report.documents import update_document
     from .report.tables import plot_runs, rows_table, runs_table, summary_block
 
@@ -277,11 +278,53 @@ def make_report(arguments: Sequence[str]) -> str:
         plot_runs(paths, Path(options.plot))
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
-    return runs_table(paths) if options.what == "runs" else rows_table(paths)
+    return (
+        runs_table(paths) if options.what == "runs" else rows_table([row for path in paths for row in read_rows(path)])
+    )
 
 
 def _report(arguments: Sequence[str]) -> int:
     print(make_report(arguments))
+    return 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    parser = _parser("bench", "Measure, and write one row a measurement.")
+    parser.add_argument("case", choices=["attention", "list"], help="What to measure; list names the cases.")
+    parser.add_argument("--kernels", nargs="+", type=str, default=None, help="Attention kernels (default: all).")
+    parser.add_argument("--shapes", nargs="+", type=str, default=None, help="BxHxNxD, such as 1x16x1024x64.")
+    parser.add_argument("--dtype", type=str, default="bf16", help="bf16, fp16 or fp32.")
+    parser.add_argument("--is_causal", type=bool, default=True, help="Whether a query sees only the keys up to it.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+    parser.add_argument("--rounds", type=int, default=3, help="How often the kernels take turns.")
+    parser.add_argument("--rep_ms", type=float, default=50.0, help="Time for each measurement of a round.")
+    parser.add_argument("--quick", action="store_true", help="Small shapes in float32, seconds on a CPU.")
+    parser.add_argument("--out", type=str, default=None, help="Row file (default: results/CASE.jsonl).")
+    options = _parse(parser, arguments)
+    from .bench import attention
+    from .bench.case import append_row
+    from .report.tables import rows_table
+    from .training.metrics import say
+
+    if options.case == "list":
+        say(f"attention  {attention.__doc__.splitlines()[0]}")
+        return 0
+    given = {name: getattr(options, name) for name in ("dtype", "is_causal", "device", "rounds", "rep_ms")}
+    if options.quick:
+        given |= {"dtype": "fp32", "rounds": 1, "rep_ms": 1.0, "warmup_ms": 0.0, "shapes": attention.QUICK_SHAPES}
+    if options.shapes is not None:
+        given["shapes"] = attention.parse_shapes(options.shapes)
+    if options.kernels is not None:
+        given["kernels"] = tuple(options.kernels)
+    config, path = attention.AttentionBench(**given), Path(options.out or f"results/{options.case}.jsonl")
+    rows = []
+    for row in attention.measure(config):
+        append_row(path, row)
+        rows.append(row)
+        say(f"{row.config['shape']} {row.variant}: {row.status} {row.error or ''}".rstrip())
+    say("")
+    say(rows_table(rows))
+    say(f"\nrows are in {path}")
     return 0
 
 
@@ -290,6 +333,7 @@ _COMMANDS = {
     "generate": (_generate, "sample from a trained model"),
     "export": (_export, "write a trained model as a Hugging Face folder"),
     "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
+    "bench": (_bench, "measure the parts"),
     "report": (_report, "tables and plots of runs and measurements"),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting import num_parameters
-from ..bench.case import Row, read_rows
+from ..bench.case import Row
 from ..config import ModelConfig
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
 
@@ -92,13 +92,12 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
     plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
 
 
-def rows_table(paths: Sequence[Path]) -> str:
-    """Measured rows, one table a case."""
-    rows = [row for path in paths for row in read_rows(path)]
+def rows_table(rows: Sequence[Row]) -> str:
+    """Measured rows, one table a case. Raises ValueError for a case that there is no table for."""
     tables = []
     for case in dict.fromkeys(row.case for row in rows):
         if case not in _CASES:
-            raise ValueError(f"case {case!r} of {', '.join(map(str, paths))}: it must be one of {', '.join(_CASES)}")
+            raise ValueError(f"a row has case {case!r}: it must be one of {', '.join(_CASES)}")
         tables.append(_CASES[case]([row for row in rows if row.case == case]))
     return "\n\n".join(tables)
 
@@ -123,4 +122,41 @@ def _train_step_table(rows: Sequence[Row]) -> str:
     return markdown_table(header.split(","), map(line, rows))
 
 
-_CASES = {"train-step": _train_step_table}
+def _attention_table(rows: Sequence[Row]) -> str:
+    """Medians, a line a kernel and a column a shape; then the handout's call, memory and start-up at one shape each."""
+    shapes = list(dict.fromkeys(tuple(row.config["shape"]) for row in rows))
+    cells = {(row.variant, tuple(row.config["shape"])): row for row in rows}  # the last, where there are several
+    kernels = list(dict.fromkeys(row.variant for row in rows))
+
+    def times(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        if row.status != "ok":
+            return {"oom": "out of memory", "error": "not served"}[row.status]
+        forward, backward, both = (row.metrics[f"{n}_ms"]["p50"] for n in ("forward", "backward", "forward_backward"))
+        return f"{forward:.3g} / {backward:.3g} / {both:.3g} ({row.metrics['forward_backward_tflops']:.0f})"
+
+    def details(kernel: str) -> list[tuple[str, ...]]:
+        ran = [(shape, cells[kernel, shape]) for shape in shapes if (kernel, shape) in cells]
+        return [
+            (
+                kernel,
+                "x".join(map(str, shape)),
+                f"{row.metrics['forward_sum_backward_ms']['p50']:.3g}",
+                _number((memory := row.metrics.get("extra_memory_bytes")) and memory / 2**20, ",.1f"),
+                f"{row.metrics['first_call_s']:.1f}",
+            )
+            for shape, row in ran
+            if row.status == "ok"
+        ]
+
+    first = markdown_table(
+        ["kernel", *("x".join(map(str, shape)) for shape in shapes)],
+        [(kernel, *(times(cells.get((kernel, shape))) for shape in shapes)) for kernel in kernels],
+    )
+    header = "kernel,B x H x N x D,sum().backward() (ms),memory beyond q k v o and gradients (MiB),first call (s)"
+    second = markdown_table(header.split(","), [line for kernel in kernels for line in details(kernel)])
+    return f"Forward / backward / both in ms (TFLOP/s of both), medians:\n\n{first}\n\n{second}"
+
+
+_CASES = {"train-step": _train_step_table, "attention": _attention_table}

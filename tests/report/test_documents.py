@@ -52,7 +52,7 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_a_row_of_an_unknown_case_is_refused(tmp_path: Path) -> None:
     append_row(tmp_path / "rows.jsonl", Row(case="other", variant="v", config={}, env={}))
     with pytest.raises(ValueError, match="case 'other'"):
-        rows_table([tmp_path / "rows.jsonl"])
+        rows_table(read_rows(tmp_path / "rows.jsonl"))
 
 
 def test_train_step_rows_become_a_table(tmp_path: Path) -> None:
@@ -70,7 +70,9 @@ def test_train_step_rows_become_a_table(tmp_path: Path) -> None:
         env={},
     )
     append_row(tmp_path / "rows.jsonl", row)
-    cells = [cell.strip() for cell in rows_table([tmp_path / "rows.jsonl"]).splitlines()[2].strip("|").split("|")]
+    cells = [
+        cell.strip() for cell in rows_table(read_rows(tmp_path / "rows.jsonl")).splitlines()[2].strip("|").split("|")
+    ]
     assert cells == ["xl, 4 x 512", "cs336", "12.3", "165,964", "n/a", "3.0", "10.0", "n/a"]
 
 

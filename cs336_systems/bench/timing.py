@@ -1,0 +1,52 @@
+"""Times of a piece of work, many times over, on a GPU or a CPU."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def time_ms(
+    work: Callable[[], Any], device: torch.device, warmup_ms: float, rep_ms: float, gradients_of: Sequence[Tensor] = ()
+) -> list[float]:
+    """The time of each call of `work` in ms, over about `rep_ms` after about `warmup_ms`; once at least.
+
+    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does it; time on the
+    host counts as far as the flush, about 0.1 ms, does not hide it. On a CPU: the clock around each call. The gradients
+    of some tensors are set to None before each call, so that nothing is added up.
+    """
+    measure = _gpu_times if device.type == "cuda" else _cpu_times
+    estimate = measure(work, 1, gradients_of, device)[0]
+    measure(work, int(warmup_ms / estimate), gradients_of, device)
+    return measure(work, max(1, int(rep_ms / estimate)), gradients_of, device)
+
+
+def _gpu_times(
+    work: Callable[[], Any], count: int, gradients_of: Sequence[Tensor], device: torch.device
+) -> list[float]:
+    flush = torch.empty(2**28, dtype=torch.int8, device=device)  # larger than any L2 cache
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for begin, end in pairs:
+        for x in gradients_of:
+            x.grad = None
+        flush.zero_()
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) for begin, end in pairs]
+
+
+def _cpu_times(
+    work: Callable[[], Any], count: int, gradients_of: Sequence[Tensor], device: torch.device
+) -> list[float]:
+    times = []
+    for _ in range(count):
+        for x in gradients_of:
+            x.grad = None
+        begin = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return times
