@@ -150,10 +150,9 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(
     torch._dynamo.reset()
     monkeypatch.setattr(flash_torch, "_no_compiler_for", set())
     monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", 1)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nowhere/g++"))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     flash_torch._compiled_gradients.cache_clear()
-    with caplog.at_level(logging.WARNING, flash_torch.__name__):
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True})
+    with no_compiler, caplog.at_level(logging.WARNING, flash_torch.__name__):
         for _ in range(2):
             check_backward(Case(33, 47, 24), torch.float32, flash_torch.compiled_backward)
     flash_torch._compiled_gradients.cache_clear()
