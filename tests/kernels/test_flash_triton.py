@@ -1,5 +1,4 @@
 import functools
-import inspect
 
 import pytest
 import torch
@@ -7,7 +6,7 @@ import torch
 from tests.kernels.attention_cases import CASES, LARGE_CASES, QUICK_CASES, Case, FlashKernelTests, check_case
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
-flash_triton = pytest.importorskip("cs336_systems.kernels.attention.flash_triton", reason="not written yet")
+flash_triton = pytest.importorskip("cs336_systems.kernels.attention.flash_triton")
 
 on_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled where there is a GPU")
 
@@ -39,10 +38,54 @@ class TestFlashTriton(FlashKernelTests):
     random_examples = 100
 
 
-HAS_COMPILED_BACKWARD = "backward" in inspect.signature(flash_triton.flash_triton).parameters
+# What is launched depends on the size: (TMA_FROM_SCORES, ONE_LAUNCH_BELOW_SCORES) for each way at every size.
+NEVER, ALWAYS = 2**62, 0
+WAYS = {"one launch": (NEVER, NEVER), "pointers": (NEVER, ALWAYS), "descriptors": (ALWAYS, ALWAYS)}
 
 
-@pytest.mark.skipif(not HAS_COMPILED_BACKWARD, reason="flash_triton has no choice of its backward pass")
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    tma_from, one_launch_below = WAYS[request.param]
+    monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", tma_from)
+    monkeypatch.setattr(flash_triton, "ONE_LAUNCH_BELOW_SCORES", one_launch_below)
+    monkeypatch.setattr(flash_triton, "_LAUNCHES", {})
+
+
+@on_cpu_only
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", ["pointers", "descriptors"], indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(65, 130, 16, leading=(2, 3), is_causal=True),
+        Case(130, 65, 40),
+        Case(129, 129, 64, leading=(2, 2), layout="heads_inside", is_causal=True, expanded_dO=True),
+        Case(33, 40, 59, is_causal=True, needs="q"),
+        Case(40, 33, 16, is_causal=True, needs="kv"),
+    ],
+    ids=str,
+)
+def test_every_way_equals_the_truth_interpreted(case: Case) -> None:
+    check_case(flash_triton.flash_triton, case, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way, dtype", [("pointers", torch.float16), ("descriptors", torch.bfloat16)], indirect=["way"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way_equals_the_truth(case: Case, dtype: torch.dtype) -> None:
+    check_case(flash_triton.flash_triton, case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_sizes_of_training_equal_the_truth(d: int) -> None:
+    """Long enough for descriptors by itself."""
+    case = Case(4096, 4096, d, leading=(2, 8), is_causal=True, layout="heads_inside")
+    assert flash_triton.TMA_FROM_SCORES <= 16 * 4096 * 4096
+    check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
+
+
 class TestCompiledBackward:
     """Triton's forward pass with the handout's backward pass in PyTorch."""
 

@@ -40,8 +40,11 @@ from .flash_torch import compiled_backward
 from .function import flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
-TMA_FROM_SCORES = 2**26
-"""Descriptors are used from this many scores (B H N_q N_k) on."""
+# On the number of scores, B H N_q N_k, depends what is launched.
+TMA_FROM_SCORES = 2**28
+"""From here on tensors are moved by descriptors. They make a launch some 30 us longer on the host."""
+ONE_LAUNCH_BELOW_SCORES = 2**26
+"""Below this the backward pass is one launch, which does more work but waits less for the host."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -72,7 +75,10 @@ def tile_table() -> dict[str, Tile]:
 
 
 def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool) -> str:
-    """The phase (forward, dq or dkv), the padded head size, and float, half or half-tma (16 bits by copy engine)."""
+    """The phase (forward, dq, dkv, or backward for both), the padded head size, and float, half or half-tma.
+
+    half-tma is for 16 bits moved by the copy engine.
+    """
     kind = "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
 
@@ -257,6 +263,41 @@ def _dq_keys(
     return dq
 
 
+@triton.jit
+def _row_statistics(
+    o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q,
+    BM: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """do, L in base 2 and delta = rowsum(do * o) for the queries from m0."""
+    do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    rows = m0 + tl.arange(0, BM)
+    l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
+    return do, l2, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+
+
+@triton.jit
+def _dq_tile(
+    q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of the queries from m0."""
+    sc = scale * _LOG2_E
+    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    dq = tl.zeros([BM, D_PAD], tl.float32)
+    full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
+    dq = _dq_keys(
+        dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION,
+    )  # fmt: skip
+    dq = _dq_keys(
+        dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION,
+    )  # fmt: skip
+    _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def _dq_kernel(
     q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
@@ -265,87 +306,70 @@ def _dq_kernel(
     CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NEED_DQ: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: VECTORS for the other walk, and dq."""
-    sc = scale * _LOG2_E
     N_PAD = tl.cdiv(N_q, _PAD) * _PAD
     num_blocks = N_PAD // BM
     block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM
-    rows = m0 + tl.arange(0, BM)
-    do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
-    o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
-    vectors = VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows
+    do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+    vectors = VECTORS + tl.cast(bh, tl.int64) * N_PAD + m0 + tl.arange(0, BM)
     tl.store(vectors, l2)
     tl.store(vectors + tl.cast(tl.num_programs(0) // num_blocks, tl.int64) * N_PAD, delta)
     if NEED_DQ and m0 < N_q:
-        q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
-        dq = tl.zeros([BM, D_PAD], tl.float32)
-        full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
-        dq = _dq_keys(
-            dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
-            BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION,
+        _dq_tile(
+            q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION,
         )  # fmt: skip
-        dq = _dq_keys(
-            dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
-            BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION,
-        )  # fmt: skip
-        _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
-
-
-@triton.jit
-def _vector(VECTORS, row, m0, N_PAD, BM: tl.constexpr, TMA: tl.constexpr):
-    if TMA:  # by pointers the latency would be waited for in every tile
-        vector = VECTORS.load([row, m0]).reshape(BM)
-    else:
-        vector = tl.load(VECTORS + tl.cast(row, tl.int64) * N_PAD + m0 + tl.arange(0, BM))
-    return vector
 
 
 @triton.jit
 def _dkv_queries(
-    dk, dv, k, v, q_, do_, VECTORS, q_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, sc, N_q, N_PAD,
+    dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, sc, N_q,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 11 to 14 and 16, along the queries lo to hi.
 
     All scores are transposed, (BN, BM): the probabilities then leave one matrix product in the registers in which the
     next takes its left operand.
     """
+    N_PAD = tl.cdiv(N_q, _PAD) * _PAD
     for m0 in tl.range(lo, hi, BM):
         q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
         rows = m0 + tl.arange(0, BM)
-        l2 = _vector(VECTORS, bh, m0, N_PAD, BM, TMA)
+        if ALONE:
+            do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+        elif TMA:  # by pointers the latency of these vectors would be waited for in every tile
+            l2 = VECTORS.load([bh, m0]).reshape(BM)
+        else:
+            l2 = tl.load(VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows)
         st = _scores(k, q, PRECISION)
-        do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+        if not ALONE:
+            do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
         pt = tl.exp2(st * sc - l2[None, :])
         if MASKED:
             pt = tl.where(rows[None, :] >= (n0 + tl.arange(0, BN))[:, None], pt, 0.0)
         dv = _dot(pt.to(k.dtype), do, dv, PRECISION)
-        delta = _vector(VECTORS, num_heads + bh, m0, N_PAD, BM, TMA)
+        if TMA and not ALONE:
+            delta = VECTORS.load([num_heads + bh, m0]).reshape(BM)
+        elif not ALONE:
+            delta = tl.load(VECTORS + tl.cast(num_heads + bh, tl.int64) * N_PAD + rows)
         dpt = _scores(v, do, PRECISION)
         dst = pt * (dpt - delta[None, :])
         dk = _dot(dst.to(k.dtype), q, dk, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def _dkv_kernel(
-    q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    scale, H, N_q, N_k, GROUP,
+@triton.jit
+def _dkv_tile(
+    q_, k_, v_, o_, do_, dk_, dv_, L, VECTORS,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
+    b, h, bh, num_heads, n0, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: dk and dv. Keys beyond N_k give rows that are not stored, so they need no mask."""
+    """dk and dv of the keys from n0. Keys beyond N_k give rows that are not stored, so they need no mask."""
     sc = scale * _LOG2_E
-    N_PAD = tl.cdiv(N_q, _PAD) * _PAD
-    num_blocks = tl.cdiv(N_k, BN)
-    num_heads = tl.num_programs(0) // num_blocks
-    block, bh = _program(num_blocks, GROUP)
-    b, h = bh // H, bh % H
-    n0 = block * BN
     k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
     v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
     dk = tl.zeros([BN, D_PAD], tl.float32)
@@ -356,15 +380,61 @@ def _dkv_kernel(
         first = tl.minimum(n0 // BM * BM, end)
         lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
         dk, dv = _dkv_queries(
-            dk, dv, k, v, q_, do_, VECTORS, q_strides, do_strides, b, h, bh, num_heads, n0, first, lo, sc, N_q, N_PAD,
-            BM, BN, D, D_PAD, True, TMA, PRECISION,
+            dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
+            first, lo, sc, N_q, BM, BN, D, D_PAD, True, TMA, PRECISION, ALONE,
         )  # fmt: skip
     dk, dv = _dkv_queries(
-        dk, dv, k, v, q_, do_, VECTORS, q_strides, do_strides, b, h, bh, num_heads, n0, lo, N_q, sc, N_q, N_PAD,
-        BM, BN, D, D_PAD, False, TMA, PRECISION,
+        dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
+        lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, TMA, PRECISION, ALONE,
     )  # fmt: skip
     _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
     _store(dv_, dv_strides, dv.to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _dkv_kernel(
+    q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: dk and dv, with the VECTORS that `_dq_kernel` has left."""
+    num_blocks = tl.cdiv(N_k, BN)
+    block, bh = _program(num_blocks, GROUP)
+    _dkv_tile(
+        q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not looked at
+        q_strides, k_strides, v_strides, do_strides, do_strides, dk_strides, dv_strides,
+        bh // H, bh % H, bh, tl.num_programs(0) // num_blocks, block * BN, scale, N_q, N_k,
+        BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def _backward_kernel(
+    q_, k_, v_, o_, do_, dq_, dk_, dv_, L,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
+    scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both walks in one launch, for work that is shorter than a launch: the one for dk and dv finds delta itself."""
+    num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
+    num_heads = tl.num_programs(0) // (num_key_blocks + num_query_blocks)
+    block, bh = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
+    b, h = bh // H, bh % H
+    if block < num_key_blocks:
+        _dkv_tile(
+            q_, k_, v_, o_, do_, dk_, dv_, L, L,
+            q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
+            b, h, bh, num_heads, block * BN, scale, N_q, N_k, BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, True,
+        )  # fmt: skip
+    else:
+        m0 = (num_key_blocks + num_query_blocks - 1 - block) * BM
+        do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+        _dq_tile(
+            q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION,
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -404,6 +474,27 @@ def dkv_launch(
     return Launch(
         _dkv_kernel, num_programs, blocks, _constants([q, k, v, do, dk, dv], q, is_causal, tile, tma), *tile[2:]
     )
+
+
+def backward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    is_causal: bool,
+    tile: Tile,
+    tma: bool = False,
+) -> Launch:
+    """The launch that takes (q, k, v, o, do, dq, dk, dv, logsumexp) and fills dq, dk and dv."""
+    rows = [tile.BM, tile.BN, tile.BN, tile.BM, tile.BM, tile.BM, tile.BN, tile.BN]
+    num_blocks = triton.cdiv(q.shape[2], tile.BM) + triton.cdiv(k.shape[2], tile.BN)
+    constants = _constants([q, k, v, o, do, dq, dk, dv], q, is_causal, tile, tma)
+    num_programs = num_blocks * q.shape[0] * q.shape[1]
+    return Launch(_backward_kernel, num_programs, [*_blocks(q, rows, tma), None], constants, *tile[2:])
 
 
 def _blocks(q: Tensor, rows: list[int], tma: bool) -> list[list[int] | None]:
@@ -447,13 +538,15 @@ def new_vectors(q: Tensor) -> Tensor:
 
 
 def _use_tma(q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    if not INTERPRET:
-        # Descriptors make a launch some 30 us longer on the host, which a short kernel cannot hide.
-        if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] < TMA_FROM_SCORES or q.dtype == torch.float32:
-            return False
-        if not has_copy_engine(q.device):
-            return False
+    if _num_scores(q, k) < TMA_FROM_SCORES:
+        return False
+    if not INTERPRET and (q.dtype == torch.float32 or not has_copy_engine(q.device)):
+        return False
     return can_use_descriptors(q, k, *others)
+
+
+def _num_scores(q: Tensor, k: Tensor) -> int:
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
 
 _LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
@@ -490,6 +583,28 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: flash_triton needs compute capability 8.0")
+
+
+def _backward_launches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    dq: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    is_causal: bool,
+    need_dkv: bool,
+) -> tuple[Launch, ...]:
+    tma = _use_tma(q, k, v, o, do)
+    if not tma and dq is not None and need_dkv and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
+        return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, _tile("backward", q, tma)),)
+    dq_tile, dkv_tile = _tile("dq", q, tma), _tile("dkv", q, tma)
+    return (
+        dq_launch(q, k, v, o, do, dq, is_causal, dq_tile, tma),
+        dkv_launch(q, k, v, do, dk, dv, is_causal, dkv_tile, tma),
+    )
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -534,19 +649,16 @@ def flash_backward(
     q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(do)
     dq4 = as_4d(dq) if need_dq else None
     dk4, dv4 = (as_4d(dk), as_4d(dv)) if need_dkv else (k4, v4)
-    vectors = new_vectors(q4)
     with _device_guard(q):
         if launches is None:
-            tma = _use_tma(q4, k4, v4, o4, do4)
-            tiles = _tile("dq", q, tma), _tile("dkv", q, tma)
-            launches = _remember(
-                key,
-                dq_launch(q4, k4, v4, o4, do4, dq4, is_causal, tiles[0], tma),
-                dkv_launch(q4, k4, v4, do4, dk4, dv4, is_causal, tiles[1], tma),
-            )
-        launches[0](q4, k4, v4, o4, do4, q4 if dq4 is None else dq4, logsumexp, vectors)
-        if need_dkv:
-            launches[1](q4, k4, v4, do4, dk4, dv4, vectors)
+            launches = _remember(key, *_backward_launches(q4, k4, v4, o4, do4, dq4, dk4, dv4, is_causal, need_dkv))
+        if len(launches) == 1 and dq4 is not None:
+            launches[0](q4, k4, v4, o4, do4, dq4, dk4, dv4, logsumexp)
+        else:
+            vectors = new_vectors(q4)
+            launches[0](q4, k4, v4, o4, do4, q4 if dq4 is None else dq4, logsumexp, vectors)
+            if need_dkv:
+                launches[1](q4, k4, v4, do4, dk4, dv4, vectors)
     return dq, dk, dv
 
 

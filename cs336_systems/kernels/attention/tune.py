@@ -25,6 +25,8 @@ from . import flash_triton as flash
 from .flash_triton import Tile
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
+LONG, SHORT = 16384, 1024
+"""Positions at which the two ways are timed: descriptors are for long sequences, pointers mostly for short ones."""
 
 
 class Candidate(NamedTuple):
@@ -39,6 +41,11 @@ class Candidate(NamedTuple):
 def candidates(d: int, tma: bool) -> Iterator[Candidate]:
     """What is worth trying: the rows that a program keeps, those it walks along, warps, stages."""
     for phase in _PHASES:
+        if phase == "backward":  # both walks with one tile, by pointers
+            sizes = () if tma else ((32, 32), (32, 64), (64, 32), (64, 64))
+            for (BM, BN), num_warps, num_stages in itertools.product(sizes, (4, 8), (1, 2)):
+                yield Candidate(phase, d, tma, Tile(BM, BN, num_warps, num_stages))
+            continue
         walked = (32, 64, 128) if d <= 128 else (16, 32, 64)
         for keep, walk, num_stages in itertools.product((64, 128), walked, (2, 3)):
             for num_warps in (4, 8) if keep == 128 or d == 256 else (4,):
@@ -62,6 +69,7 @@ def _inputs(n: int, d: int) -> dict[str, Tensor]:
 _PHASES: dict[str, tuple[Callable[..., Launch], tuple[str, ...], tuple[str, ...]]] = {
     "forward": (flash.forward_launch, ("q", "k", "v", "o"), ("logsumexp",)),
     "dq": (flash.dq_launch, ("q", "k", "v", "o", "do", "dq"), ("logsumexp", "vectors")),
+    "backward": (flash.backward_launch, ("q", "k", "v", "o", "do", "dq", "dk", "dv"), ("logsumexp",)),
     "dkv": (flash.dkv_launch, ("q", "k", "v", "do", "dk", "dv"), ("vectors",)),
 }
 
@@ -89,8 +97,8 @@ def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, flo
         errors = pool.map(_compile, entries, chunksize=1)
     ran = [candidate for candidate, error in zip(entries, errors, strict=True) if error is None]
     results = []
-    for d, group in itertools.groupby(ran, key=lambda candidate: candidate.d):
-        x = _inputs(8192, d)
+    for (d, tma), group in itertools.groupby(ran, key=lambda candidate: (candidate.d, candidate.tma)):
+        x = _inputs(LONG if tma else SHORT, d)
         for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
             _launch(Candidate(phase, d, False, Tile(32, 32, 4, 1)), x)()
         for candidate in group:
