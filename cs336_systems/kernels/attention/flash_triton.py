@@ -41,11 +41,11 @@ from .function import flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
 # On the number of scores, B H N_q N_k, depends what is launched.
-TMA_FROM_SCORES = 2**28
+TMA_FROM_SCORES = 2**27
 """From here on tensors are moved by descriptors. They make a launch some 30 us longer on the host."""
-ONE_LAUNCH_BELOW_SCORES = 2**26
+ONE_LAUNCH_BELOW_SCORES = 2**27
 """Below this the backward pass is one launch, which does more work but waits less for the host."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _PAD = tl.constexpr(128)  # no tile is longer

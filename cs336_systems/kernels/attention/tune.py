@@ -95,6 +95,9 @@ def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, flo
     """The candidates that run, with their times in ms, causal, 16 heads of 8192 (half) or 2048 (float) positions."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         errors = pool.map(_compile, entries, chunksize=1)
+    for candidate, error in zip(entries, errors, strict=True):
+        if error is not None:
+            print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {candidate.d}, does not run: {error}")
     ran = [candidate for candidate, error in zip(entries, errors, strict=True) if error is None]
     results = []
     for (d, tma), group in itertools.groupby(ran, key=lambda candidate: (candidate.d, candidate.tma)):
