@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from cs336_basics.model import Attention
 
@@ -65,7 +66,17 @@ def _best_kernel(device: torch.device | None) -> Attention:
     """flash_triton from compute capability 8.0 on, whose tensor cores it is written for; PyTorch's choice elsewhere."""
     if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         try:
-            return ATTENTION["flash_triton"]
+            ATTENTION["flash_triton"]
         except ImportError:  # Triton is only there on Linux
             pass
+        else:
+            return _triton_or_sdpa
     return ATTENTION["sdpa"]
+
+
+def _triton_or_sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    from .flash_triton import DTYPES, MAX_HEAD_SIZE, flash_triton
+    from .peers import sdpa
+
+    kernel = flash_triton if q.shape[-1] <= MAX_HEAD_SIZE and q.dtype in DTYPES else sdpa
+    return kernel(q, k, v, is_causal)

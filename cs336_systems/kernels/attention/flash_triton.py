@@ -40,6 +40,7 @@ from .flash_torch import compiled_backward
 from .function import flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # On the number of scores, B H N_q N_k, depends what is launched.
 TMA_FROM_SCORES = 2**27
 """From here on tensors are moved by descriptors. They make a launch some 30 us longer on the host."""

@@ -26,6 +26,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     Raises ValueError where q, k and v do not fit each other or are not floating point.
     """
     check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+    if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # where PyTorch 2.11 returns no tensor at all
+        return sdpa_math(q, k, v, is_causal)
     return _scaled_dot_product(q, k, v, is_causal)
 
 
@@ -40,10 +42,11 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     """PyTorch's FlashAttention-2 (on a CPU, its kernel of the same name) and no other.
 
     Raises ValueError for what that kernel does not serve: on CUDA another dtype than float16 and bfloat16, head sizes
-    above 256, and causal attention with N_q != N_k.
+    above 256, no queries or no keys, and causal attention with N_q != N_k.
     """
     if q.device.type == "cuda":
         check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+        _check_not_empty(q, k, "sdpa_flash")
         _check_square(q, k, is_causal, "sdpa_flash")
     else:
         check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
@@ -54,10 +57,11 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     """cuDNN's attention through PyTorch and no other.
 
     Raises ValueError for what it does not serve: other devices than CUDA, other dtypes than float16 and bfloat16, head
-    sizes above 128 before Hopper and 256 from there on, and causal attention with N_q != N_k.
+    sizes above 128 before Hopper and 256 from there on, no queries or no keys, and causal attention with N_q != N_k.
     """
     _check_cuda(q, "sdpa_cudnn")
     check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+    _check_not_empty(q, k, "sdpa_cudnn")
     _check_square(q, k, is_causal, "sdpa_cudnn")
     return _forced(SDPBackend.CUDNN_ATTENTION, "sdpa_cudnn", q, k, v, is_causal)
 
@@ -99,9 +103,27 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     # The fast kernels take four dimensions only, and autocast would take the inputs down to its own type.
+    q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
+    can_be_unaligned = q.is_cuda and not torch.compiler.is_compiling()
+    if can_be_unaligned:
+        q4, k4, v4 = _aligned(q4), _aligned(k4), _aligned(v4)
     with without_autocast(q.device.type):
-        o = scaled_dot_product_attention(as_4d(q), as_4d(k), as_4d(v), is_causal=is_causal)
+        o = scaled_dot_product_attention(q4, k4, v4, is_causal=is_causal)
+    if can_be_unaligned and o.requires_grad:
+        o.register_hook(_aligned)
     return o.reshape(q.shape)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it where its rows do not start at multiples of 16 bytes.
+
+    PyTorch's kernels read 16 bytes at a time and, where they cannot, leave CUDA unusable for the rest of the process.
+    """
+    row_steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    steps = row_steps if x.shape[-1] * x.element_size() % 16 == 0 else ()  # other head sizes PyTorch pads itself
+    if x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
