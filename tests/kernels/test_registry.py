@@ -1,3 +1,4 @@
+import importlib
 import sys
 
 import pytest
@@ -53,13 +54,28 @@ def test_auto_is_sdpa_without_cuda(device: torch.device | None) -> None:
     assert get_attention("auto", device) is peers.sdpa
 
 
-@pytest.mark.parametrize("capability, expected", [((7, 5), "sdpa"), ((8, 0), "flash_triton"), ((9, 0), "flash_triton")])
-def test_auto_on_cuda_goes_by_the_capability(
-    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "capability, d, dtype, expected",
+    [
+        ((7, 5), 16, torch.float32, "sdpa"),
+        ((8, 0), 16, torch.float32, "flash_triton"),
+        ((9, 0), 256, torch.bfloat16, "flash_triton"),
+        ((9, 0), 257, torch.bfloat16, "sdpa"),
+        ((9, 0), 16, torch.float64, "sdpa"),
+    ],
+)
+def test_auto_on_cuda_goes_by_the_capability_and_by_what_the_kernel_serves(
+    capability: tuple[int, int], d: int, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton is only there on Linux")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert get_attention("auto", torch.device("cuda")) is ATTENTION[expected]
+    called = []
+    for module, name in (("flash_triton", "flash_triton"), ("peers", "sdpa")):
+        module = importlib.import_module(f"{attention.__name__}.{module}")
+        monkeypatch.setattr(module, name, lambda *_, name=name: called.append(name))
+    q = torch.ones(1, 4, d, dtype=dtype)
+    get_attention("auto", torch.device("cuda"))(q, q, q, True)
+    assert called == [expected]
 
 
 def test_auto_on_cuda_is_sdpa_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
