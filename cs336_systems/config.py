@@ -99,7 +99,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     attention: str = "auto"
-    """Attention kernel by its registered name; auto is flash_triton on CUDA (capability 8.0 on), sdpa elsewhere."""
+    """Attention kernel by its registered name; auto is sdpa, PyTorch's choice among its own."""
 
     def __post_init__(self) -> None:
         _check_types(self, "model.")

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def _train_step_table(rows: Sequence[Row]) -> str:
 
 
 def _attention_table(rows: Sequence[Row]) -> str:
-    """Medians, a line a kernel and a column a shape; then the handout's call, memory and start-up at one shape each."""
+    """Medians, a line a kernel and a column a shape; then the handout's call, memory and start-up in the same way."""
     shapes = list(dict.fromkeys(tuple(row.config["shape"]) for row in rows))
     cells = {(row.variant, tuple(row.config["shape"])): row for row in rows}  # the last, where there are several
     kernels = list(dict.fromkeys(row.variant for row in rows))
@@ -136,27 +136,31 @@ def _attention_table(rows: Sequence[Row]) -> str:
         forward, backward, both = (row.metrics[f"{n}_ms"]["p50"] for n in ("forward", "backward", "forward_backward"))
         return f"{forward:.3g} / {backward:.3g} / {both:.3g} ({row.metrics['forward_backward_tflops']:.0f})"
 
-    def details(kernel: str) -> list[tuple[str, ...]]:
-        ran = [(shape, cells[kernel, shape]) for shape in shapes if (kernel, shape) in cells]
-        return [
+    def details(row: Row | None) -> str:
+        if row is None or row.status != "ok":
+            return "-"
+        memory = row.metrics.get("extra_memory_bytes")
+        return " / ".join(
             (
-                kernel,
-                "x".join(map(str, shape)),
                 f"{row.metrics['forward_sum_backward_ms']['p50']:.3g}",
-                _number((memory := row.metrics.get("extra_memory_bytes")) and memory / 2**20, ",.1f"),
+                _number(memory and memory / 2**20, ",.1f"),
                 f"{row.metrics['first_call_s']:.1f}",
             )
-            for shape, row in ran
-            if row.status == "ok"
-        ]
+        )
 
-    first = markdown_table(
-        ["kernel", *("x".join(map(str, shape)) for shape in shapes)],
-        [(kernel, *(times(cells.get((kernel, shape))) for shape in shapes)) for kernel in kernels],
+    def table(cell: Callable[[Row | None], str]) -> str:
+        lines = [(kernel, *(cell(cells.get((kernel, shape))) for shape in shapes)) for kernel in kernels]
+        return markdown_table(["B x H x N x D", *("x".join(map(str, shape)) for shape in shapes)], lines)
+
+    return "\n\n".join(
+        (
+            "Forward / backward / both in ms (TFLOP/s of both), medians:",
+            table(times),
+            "`attention(q, k, v).sum().backward()` in ms / memory beyond q, k, v, o and their gradients in MiB / "
+            "the first call of all, with what it compiles, in s:",
+            table(details),
+        )
     )
-    header = "kernel,B x H x N x D,sum().backward() (ms),memory beyond q k v o and gradients (MiB),first call (s)"
-    second = markdown_table(header.split(","), [line for kernel in kernels for line in details(kernel)])
-    return f"Forward / backward / both in ms (TFLOP/s of both), medians:\n\n{first}\n\n{second}"
 
 
 _CASES = {"train-step": _train_step_table, "attention": _attention_table}

@@ -51,10 +51,10 @@ def test_the_table_has_a_line_a_kernel_and_the_newest_row_of_a_shape() -> None:
         return Row(case="attention", variant=kernel, config={"shape": shape}, metrics=metrics, env={})
 
     table = rows_table([row("a", [1, 1, 8, 8], 9.0), row("a", [1, 1, 8, 8], 2.0), row("b", [1, 1, 16, 8], 3.0)])
-    assert "| kernel | 1x1x8x8 | 1x1x16x8 |" in table
+    assert "| B x H x N x D | 1x1x8x8 | 1x1x16x8 |" in table
     assert "| a | 2 / 2 / 2 (7) | - |" in table
     assert "| b | - | 3 / 3 / 3 (7) |" in table
-    assert "| a | 1x1x8x8 | 2 | 2.0 | 1.5 |" in table
+    assert "| a | 2 / 2.0 / 1.5 | - |" in table
 
 
 @pytest.mark.parametrize(

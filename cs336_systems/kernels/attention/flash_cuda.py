@@ -76,6 +76,8 @@ def backward(
         for gradient in gradients:
             gradient.zero_()
         return gradients
+    if dO.stride(-1) != 1 or 0 in dO.stride():
+        dO = dO.contiguous()  # what sum().backward() gives is one number, expanded: it would be read element by element
     statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
     _call(
         "flash_backward",

@@ -22,8 +22,9 @@ from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
-# Scores a tile holds over all of B: what a core's cache, or a GPU's, keeps between the passes over them.
-_TILE_SCORES = {"cpu": 2**18, "cuda": 2**22}
+# Scores a tile holds over all of B: on a CPU what a core's cache keeps between the passes over them; on a GPU so many
+# that its time is longer than the launches' on the host, 128 MiB of them.
+_TILE_SCORES = {"cpu": 2**18, "cuda": 2**25}
 # Fewer scores than this are done before a compiled function has checked its guards.
 _WORTH_COMPILING = 2**16
 

@@ -44,7 +44,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # On the number of scores, B H N_q N_k, depends what is launched.
 TMA_FROM_SCORES = 2**27
 """From here on tensors are moved by descriptors. They make a launch some 30 us longer on the host."""
-ONE_LAUNCH_BELOW_SCORES = 2**27
+ONE_LAUNCH_BELOW_SCORES = 2**26
 """Below this the backward pass is one launch, which does more work but waits less for the host."""
 
 _LN_2 = tl.constexpr(math.log(2))
