@@ -1,0 +1,365 @@
+"""The kernels of `flash_triton` (Dao 2023, FlashAttention-2, Algorithms 1 and 2).
+
+Legend
+    B, H           batch and heads; bh = b * H + h; a tensor is reached as [b, h, row, column]
+    N_q, N_k, D    queries, keys, head size; D_PAD is D rounded up to a power of two, at least 16
+    BM, BN         queries and keys of a tile
+    q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv their gradients
+    L              (B, H, N_q) logsumexp of the scaled scores, natural logarithm
+    VECTORS        (2 * B * H, N_PAD) L in base 2 of all heads, then delta = rowsum(do * o) of all heads, for the walk
+                   along the queries. N_PAD is a multiple of every tile, so that this walk needs no masks: beyond N_q
+                   the first is infinite, and the probability 0
+    sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
+    GROUP          heads that are worked on at the same time
+    TMA            tensors come as descriptors and are moved by the copy engine of Hopper; otherwise by pointers
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from ..launch import INTERPRET
+
+PAD = 128
+"""N_PAD is a multiple of this: no tile is longer."""
+_PAD = tl.constexpr(PAD)
+_LN_2 = tl.constexpr(math.log(2))
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_INTERPRET = tl.constexpr(INTERPRET)
+_LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is compiled anew for a length that is 1 or a multiple of 16
+
+
+@triton.jit
+def _pointers(x, strides, b, h, row, ROWS: tl.constexpr, D_PAD: tl.constexpr):
+    # 64 bits up to the first element of the tile; inside a tile 32 are enough and cost fewer registers.
+    start = x + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
+    start += tl.cast(row, tl.int64) * strides[2]
+    return start + tl.arange(0, ROWS)[:, None] * strides[2] + tl.arange(0, D_PAD)[None, :] * strides[3]
+
+
+@triton.jit
+def _load(
+    x, strides, b, h, row, N,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """(ROWS, D_PAD) elements of x[b, h] from `row`; zero beyond D and, where there is an EDGE, beyond row N."""
+    if TMA:
+        tile = x.load([b, h, row, 0]).reshape(ROWS, D_PAD)
+    else:
+        pointers = _pointers(x, strides, b, h, row, ROWS, D_PAD)
+        column_ok = (tl.arange(0, D_PAD) < D)[None, :]
+        row_ok = (row + tl.arange(0, ROWS) < N)[:, None]
+        if EDGE and D < D_PAD:
+            tile = tl.load(pointers, mask=row_ok & column_ok, other=0.0)
+        elif EDGE:
+            tile = tl.load(pointers, mask=row_ok, other=0.0)
+        elif D < D_PAD:
+            tile = tl.load(pointers, mask=column_ok, other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _store(x, strides, tile, b, h, row, N, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr):
+    if TMA:  # the copy engine leaves out what is beyond the tensor
+        x.store([b, h, row, 0], tile.reshape(1, 1, ROWS, D_PAD))
+    else:
+        ok = (row + tl.arange(0, ROWS) < N)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
+        tl.store(_pointers(x, strides, b, h, row, ROWS, D_PAD), tile, mask=ok)
+
+
+@triton.jit
+def _dot(a, b, accumulator, PRECISION: tl.constexpr):
+    if _INTERPRET:  # which multiplies the bits of bfloat16 as if they were integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def _scores(a, b, PRECISION: tl.constexpr):
+    """a b^T."""
+    return _dot(a, b.T, tl.zeros([a.shape[0], b.shape[0]], tl.float32), PRECISION)
+
+
+@triton.jit
+def _visible(rows, columns, N_k, CAUSAL: tl.constexpr):
+    """Which of the queries `rows` see which of the keys `columns`."""
+    visible = (columns < N_k)[None, :]
+    if CAUSAL:
+        visible = visible & (rows[:, None] >= columns[None, :])
+    return visible
+
+
+@triton.jit
+def _program(num_blocks, GROUP):
+    """This program's block and bh. One grid axis: the others end at 65,535.
+
+    Heads come in groups whose tensors fit the L2 cache together. In a group the first block of all heads comes before
+    the second: with the longest blocks first, what is left for the end is short.
+    """
+    program = tl.program_id(0)
+    num_heads = tl.num_programs(0) // num_blocks
+    first = program // (num_blocks * GROUP) * GROUP
+    size = tl.minimum(GROUP, num_heads - first)
+    within = program - first * num_blocks
+    return within // size, first + within % size
+
+
+@triton.jit
+def _key_ranges(m0, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """For the queries from m0: keys below the first number are seen by all of them, keys from the second by none."""
+    if CAUSAL:
+        full, end = tl.minimum(m0, N_k) // BN * BN, tl.minimum(m0 + BM, N_k)
+    else:
+        full, end = N_k // BN * BN, N_k
+    return full, end
+
+
+@triton.jit
+def _forward_keys(
+    acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1, lines 6 to 11, over the keys lo to hi. m, the running maximum, is in units of base 2."""
+    for n0 in tl.range(lo, hi, BN):
+        k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        s = _scores(q, k, PRECISION)
+        if MASKED:
+            s = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * sc)
+        p = tl.exp2(s * sc - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        acc = _dot(p.to(q.dtype), v, acc, PRECISION)
+        m = m_new
+    return acc, total, m
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def forward_kernel(
+    q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries: o and L."""
+    sc = scale * _LOG2_E
+    num_blocks = tl.cdiv(N_q, BM)
+    block, bh = _program(num_blocks, GROUP)
+    b, h = bh // H, bh % H
+    m0 = (num_blocks - 1 - block) * BM  # causal: the tile with the most keys starts first, and the short ones fill up
+    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
+    acc, total, m = _forward_keys(
+        acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION,
+    )  # fmt: skip
+    acc, total, m = _forward_keys(
+        acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION,
+    )  # fmt: skip
+    rows = m0 + tl.arange(0, BM)
+    tl.store(L + tl.cast(bh, tl.int64) * N_q + rows, (m + tl.log2(total)) * _LN_2, mask=rows < N_q)
+    _store(o_, o_strides, (acc / total[:, None]).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
+
+
+@triton.jit
+def _dq_keys(
+    dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 11 to 14 and 15, along the keys lo to hi."""
+    for n0 in tl.range(lo, hi, BN):
+        k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        s = _scores(q, k, PRECISION)
+        v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        dp = _scores(do, v, PRECISION)
+        p = tl.exp2(s * sc - l2[:, None])
+        if MASKED:  # after exp2, which may be infinite where a score beyond the mask is above the logsumexp
+            p = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), p, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = _dot(ds.to(q.dtype), k, dq, PRECISION)
+    return dq
+
+
+@triton.jit
+def _row_statistics(
+    o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q,
+    BM: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """do, L in base 2 and delta = rowsum(do * o) for the queries from m0."""
+    do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    rows = m0 + tl.arange(0, BM)
+    l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
+    return do, l2, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+
+
+@triton.jit
+def _dq_tile(
+    q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of the queries from m0."""
+    sc = scale * _LOG2_E
+    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    dq = tl.zeros([BM, D_PAD], tl.float32)
+    full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
+    dq = _dq_keys(
+        dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION,
+    )  # fmt: skip
+    dq = _dq_keys(
+        dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
+        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION,
+    )  # fmt: skip
+    _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def dq_kernel(
+    q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+    scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NEED_DQ: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries: VECTORS for the other walk, and dq."""
+    N_PAD = tl.cdiv(N_q, _PAD) * _PAD
+    num_blocks = N_PAD // BM
+    block, bh = _program(num_blocks, GROUP)
+    b, h = bh // H, bh % H
+    m0 = (num_blocks - 1 - block) * BM
+    do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+    vectors = VECTORS + tl.cast(bh, tl.int64) * N_PAD + m0 + tl.arange(0, BM)
+    tl.store(vectors, l2)
+    tl.store(vectors + tl.cast(tl.num_programs(0) // num_blocks, tl.int64) * N_PAD, delta)
+    if NEED_DQ and m0 < N_q:
+        _dq_tile(
+            q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dkv_queries(
+    dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, sc, N_q,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 11 to 14 and 16, along the queries lo to hi.
+
+    All scores are transposed, (BN, BM): the probabilities then leave one matrix product in the registers in which the
+    next takes its left operand.
+    """
+    N_PAD = tl.cdiv(N_q, _PAD) * _PAD
+    for m0 in tl.range(lo, hi, BM):
+        q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+        rows = m0 + tl.arange(0, BM)
+        if ALONE:
+            do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+        elif TMA:  # by pointers the latency of these vectors would be waited for in every tile
+            l2 = VECTORS.load([bh, m0]).reshape(BM)
+        else:
+            l2 = tl.load(VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows)
+        st = _scores(k, q, PRECISION)
+        if not ALONE:
+            do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+        pt = tl.exp2(st * sc - l2[None, :])
+        if MASKED:
+            pt = tl.where(rows[None, :] >= (n0 + tl.arange(0, BN))[:, None], pt, 0.0)
+        dv = _dot(pt.to(k.dtype), do, dv, PRECISION)
+        if TMA and not ALONE:
+            delta = VECTORS.load([num_heads + bh, m0]).reshape(BM)
+        elif not ALONE:
+            delta = tl.load(VECTORS + tl.cast(num_heads + bh, tl.int64) * N_PAD + rows)
+        dpt = _scores(v, do, PRECISION)
+        dst = pt * (dpt - delta[None, :])
+        dk = _dot(dst.to(k.dtype), q, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _dkv_tile(
+    q_, k_, v_, o_, do_, dk_, dv_, L, VECTORS,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
+    b, h, bh, num_heads, n0, scale, N_q, N_k,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of the keys from n0. Keys beyond N_k give rows that are not stored, so they need no mask."""
+    sc = scale * _LOG2_E
+    k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
+    v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
+    dk = tl.zeros([BN, D_PAD], tl.float32)
+    dv = tl.zeros([BN, D_PAD], tl.float32)
+    lo = 0
+    if CAUSAL:  # no query before the first key sees this tile; those from its last key on see all of it
+        end = tl.cdiv(N_q, BM) * BM
+        first = tl.minimum(n0 // BM * BM, end)
+        lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
+        dk, dv = _dkv_queries(
+            dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
+            first, lo, sc, N_q, BM, BN, D, D_PAD, True, TMA, PRECISION, ALONE,
+        )  # fmt: skip
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
+        lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, TMA, PRECISION, ALONE,
+    )  # fmt: skip
+    _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
+    _store(dv_, dv_strides, dv.to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def dkv_kernel(
+    q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
+    num_blocks = tl.cdiv(N_k, BN)
+    block, bh = _program(num_blocks, GROUP)
+    _dkv_tile(
+        q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not looked at
+        q_strides, k_strides, v_strides, do_strides, do_strides, dk_strides, dv_strides,
+        bh // H, bh % H, bh, tl.num_programs(0) // num_blocks, block * BN, scale, N_q, N_k,
+        BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def backward_kernel(
+    q_, k_, v_, o_, do_, dq_, dk_, dv_, L,
+    q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
+    scale, H, N_q, N_k, GROUP,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both walks in one launch, for work that is shorter than a launch: the one for dk and dv finds delta itself."""
+    num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
+    num_heads = tl.num_programs(0) // (num_key_blocks + num_query_blocks)
+    block, bh = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
+    b, h = bh // H, bh % H
+    if block < num_key_blocks:
+        _dkv_tile(
+            q_, k_, v_, o_, do_, dk_, dv_, L, L,
+            q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
+            b, h, bh, num_heads, block * BN, scale, N_q, N_k, BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, True,
+        )  # fmt: skip
+    else:
+        m0 = (num_key_blocks + num_query_blocks - 1 - block) * BM
+        do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+        _dq_tile(
+            q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION,
+        )  # fmt: skip
