@@ -1,0 +1,20 @@
+"""The Triton kernels compile for GPUs that are not there: every one, as `flash_triton` launches it, with this Triton."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+
+
+def test_every_kernel_compiles_to_the_instructions_it_is_written_for(tmp_path: Path) -> None:
+    # In a process of its own: this one may have Triton's interpreter instead of its compiler.
+    environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.kernels.compile_for_gpu"]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.count("compiled") == 11
