@@ -13,11 +13,11 @@ help: ## list the targets
 demo: $(VENV)/.installed ## train a small language model on generated stories and sample from it (under 2 minutes on 2 cores)
 	$(BIN)/cs336 train --config configs/demo.json
 
-test: $(VENV)/.installed-dev ## run the CPU test suite
-	$(BIN)/pytest
+test: $(VENV)/.installed-dev ## run the CPU test suite (some minutes on 2 cores)
+	$(BIN)/pytest -n auto --maxprocesses 8
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need one CUDA GPU
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu -n auto --maxprocesses 8
 
 lint: $(VENV)/.installed-dev ## check style, formatting and types
 	$(BIN)/ruff check

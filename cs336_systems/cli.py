@@ -10,7 +10,6 @@ import difflib
 import functools
 import json
 import logging
-import os
 import re
 import sys
 import time
@@ -176,7 +175,7 @@ def _train(arguments: Sequence[str]) -> int:
     if result.interrupted is not None:
         say(
             f"stopped by {result.interrupted} at step {result.step}; to go on: "
-            f"cs336 train --config {result.run_dir}/config.json --resume auto"
+            f"{_program()} train --config {result.run_dir}/config.json --resume auto"
         )
         return _EXIT_CODES[result.interrupted]
     say(f"\n{summary(dataclasses.asdict(result))}")
@@ -184,7 +183,14 @@ def _train(arguments: Sequence[str]) -> int:
         part = f", of steps {result.first_step:,} to {result.step:,}" if result.first_step > 1 else ""
         say(f"speed            {result.tokens_per_s:,.0f} tokens/s{part}")
     say(f"time             {time.perf_counter() - started:.0f} s")
+    if result.sample is not None:
+        say(f'\nmore of it: {_program()} generate {result.run_dir} --prompt "One day"')
     return 0
+
+
+def _program() -> str:
+    """How this command was called, for lines that can be pasted."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "cs336" else "cs336"
 
 
 def _parser(command: str, description: str) -> ArgumentParser:
@@ -299,7 +305,7 @@ def _bench(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="How often the kernels take turns.")
     parser.add_argument("--rep_ms", type=float, default=50.0, help="Time for each measurement of a round.")
     parser.add_argument("--quick", action="store_true", help="Small shapes in float32, seconds on a CPU.")
-    parser.add_argument("--out", type=str, default=None, help="Row file (default: results/CASE.jsonl).")
+    parser.add_argument("--out", type=str, default=None, help="Row file (default: runs/bench/CASE.jsonl).")
     options = _parse(parser, arguments)
     from .bench import attention
     from .bench.case import append_row
@@ -316,7 +322,7 @@ def _bench(arguments: Sequence[str]) -> int:
         given["shapes"] = attention.parse_shapes(options.shapes)
     if options.kernels is not None:
         given["kernels"] = tuple(options.kernels)
-    config, path = attention.AttentionBench(**given), Path(options.out or f"results/{options.case}.jsonl")
+    config, path = attention.AttentionBench(**given), Path(options.out or f"runs/bench/{options.case}.jsonl")
     rows = []
     for row in attention.measure(config):
         append_row(path, row)
@@ -355,9 +361,6 @@ class _ConsoleHandler(logging.Handler):
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `cs336` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # OpenMP's threads spin while they wait, which on a busy machine takes the cores from those that have work: a step
-    # then takes many times as long. Read when PyTorch is loaded, which is later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     log = logging.getLogger("cs336_systems")
     if not log.handlers:
         log.addHandler(_ConsoleHandler())

@@ -5,6 +5,11 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 
 import os
 
+# Read when PyTorch is loaded. Each of several test processes is to take one core, and none is to spin while it waits.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

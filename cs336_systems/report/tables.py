@@ -134,7 +134,7 @@ def _attention_table(rows: Sequence[Row]) -> str:
         if row.status != "ok":
             return {"oom": "out of memory", "error": "not served"}[row.status]
         forward, backward, both = (row.metrics[f"{n}_ms"]["p50"] for n in ("forward", "backward", "forward_backward"))
-        return f"{forward:.3g} / {backward:.3g} / {both:.3g} ({row.metrics['forward_backward_tflops']:.0f})"
+        return f"{forward:.3g} / {backward:.3g} / {both:.3g} ({row.metrics['forward_backward_tflops']:.3g})"
 
     def details(row: Row | None) -> str:
         if row is None or row.status != "ok":

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not there: every one, as `flash_triton` launches it, with this Triton."""
+"""The Triton kernels compile for GPUs that are not there, as `flash_triton` launches them, with the Triton at hand."""
 
 import os
 import subprocess

@@ -96,10 +96,7 @@ FlashAttentionCuda = flash_function("flash_cuda", forward, backward)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_qkv(q, k, v, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[-2] > _MAX_LENGTH:
-            raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")
+    check_qkv(q, k, v)
     if q.device.type != "cuda":
         raise ValueError(f"q is on {q.device}: flash_cuda needs it on a CUDA device")
     capability = _capability(q.device)
@@ -107,6 +104,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q is on {q.device}, of compute capability {capability[0]}.{capability[1]}: flash_cuda needs 8.0 or later"
         )
+    _check_served(q, k, v)
+
+
+def _check_served(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_qkv(q, k, v, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-2] > _MAX_LENGTH:
+            raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")
 
 
 @functools.cache
