@@ -79,9 +79,10 @@ class WeightedSum(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # autograd would take the gradients for constants and go on without a word
+            raise RuntimeError("weighted_sum has no second derivatives: it was called with create_graph=True")
+        x, weight = (saved.contiguous() for saved in ctx.saved_tensors)  # hooks may have given other strides
         rows, d = dy.numel(), x.shape[-1]
         dx = torch.empty_like(x)
         partial_dw = x.new_empty((_programs(rows), d), dtype=torch.float32)

@@ -17,7 +17,7 @@ import torch
 
 from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy, write_json
 from cs336_basics.generate import generate
-from cs336_basics.model import TransformerLM
+from cs336_basics.model import Attention, TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes, num_parameters
@@ -89,6 +89,7 @@ def train(config: RunConfig) -> RunResult:
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
     _check_memory(config, device)
     attention = get_attention(config.model.attention, device)
+    _check_attention(config, attention, device)
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
     config = dataclasses.replace(config, run_dir=str(run_dir))
     check_run_dir(run_dir, own={Path(str(config.data.tokenizer))})
@@ -126,6 +127,18 @@ def train(config: RunConfig) -> RunResult:
             result = run.report(interrupted)
         write_json(run_dir / RESULT, dataclasses.asdict(result))
     return result
+
+
+def _check_attention(config: RunConfig, attention: Attention, device: torch.device) -> None:
+    """Call the kernel once, before anything is written, with a head of the model in the type that it will get."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision, torch.float32)
+    q = torch.zeros(1, 1, 16, config.model.shape.d_model // config.model.shape.num_heads, device=device, dtype=dtype)
+    try:
+        attention(q, q, q, True)
+    except (ValueError, ImportError) as error:
+        raise ValueError(
+            f"model.attention is {config.model.attention!r}, which cannot be used here: {error}"
+        ) from error
 
 
 def _check_memory(config: RunConfig, device: torch.device) -> None:

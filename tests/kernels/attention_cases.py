@@ -429,6 +429,32 @@ class FlashKernelTests(KernelTests):
         peak = torch.cuda.max_memory_allocated() - before
         assert peak < 2 * 16384**2 * 4 / 10  # a tenth of the scores in float32
 
+    def test_scores_of_minus_infinity_weigh_nothing(self) -> None:
+        """Also where they are all that the first tiles have."""
+        q, k, v = (x.detach() for x in self.normal(1, 128, 16))
+        q, k = q.abs(), k.abs()
+        k[:, :100] = -math.inf
+        q, v = q.requires_grad_(), v.requires_grad_()
+        found = gradients(self.attention(q, k, v, False), [q, k, v], torch.ones_like(q))
+        expected, _ = attention_with_logsumexp(q.double(), k[:, 100:].double(), v[:, 100:].double())
+        torch.testing.assert_close(found["o"].double(), expected, rtol=2e-2, atol=2e-2)
+        assert found["dv"].isfinite().all()
+        assert not found["dv"][:, :100].any()
+
+    def test_saved_tensors_may_come_back_with_other_strides(self) -> None:
+        q, k, v = self.normal(2, 40, 16)
+
+        def spread(x: Tensor) -> Tensor:
+            return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+        dO = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+        expected = gradients(self.attention(q, k, v, True), [q, k, v], dO)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), spread):
+            o = self.attention(q, k, v, True)
+        found = gradients(o, [q, k, v], dO)
+        for name in NAMES:
+            torch.testing.assert_close(found[name], expected[name])
+
     def test_second_derivatives_are_refused(self) -> None:
         q, k, v = self.normal(2, 17, 16)
         for o in (self.attention(q, k, v, True), self.operators[0](q, k, v, True)[0]):

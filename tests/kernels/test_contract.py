@@ -16,28 +16,34 @@ def q_k_v(*shape: int) -> list[torch.Tensor]:
 def test_what_breaks_the_contract_is_named(wrong: str) -> None:
     change, message = WrongInputs.CHANGES[wrong]
     with pytest.raises(ValueError, match=message):
-        check_qkv(*change(*q_k_v(2, 3, 8, 16)))
+        check_qkv(*change(*q_k_v(2, 3, 8, 16)), False)
 
 
 def test_tensors_of_another_device_are_named() -> None:
     q, k, v = q_k_v(4, 8)
     with pytest.raises(ValueError, match=r"^v is on meta: it must be on q's device, which is cpu"):
-        check_qkv(q, k, v.to("meta"))
+        check_qkv(q, k, v.to("meta"), False)
+
+
+@pytest.mark.parametrize("wrong", ["False", None, 1, torch.ones(2, 2)], ids=repr)
+def test_an_is_causal_that_is_neither_true_nor_false_is_named(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"^is_causal is .*: it must be True or False$"):
+        check_qkv(*q_k_v(4, 8), wrong)  # type: ignore[arg-type]
 
 
 def test_what_a_kernel_adds_is_named_with_what_is_accepted() -> None:
     with pytest.raises(ValueError, match=r"^q is torch.float32: it must be one of torch.float16, torch.bfloat16"):
-        check_qkv(*q_k_v(4, 8), dtypes=(torch.float16, torch.bfloat16))
+        check_qkv(*q_k_v(4, 8), True, dtypes=(torch.float16, torch.bfloat16))
     with pytest.raises(ValueError, match=r"^q has head size 8: it must be 1 to 4"):
-        check_qkv(*q_k_v(4, 8), max_head_size=4)
+        check_qkv(*q_k_v(4, 8), True, max_head_size=4)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (0, 8), (2, 4, 8), (2, 3, 4, 8), (0, 3, 4, 8), (2, 3, 2, 4, 8)])
 def test_what_keeps_the_contract_is_taken(shape: tuple[int, ...]) -> None:
-    check_qkv(*q_k_v(*shape), dtypes=(torch.float32,), max_head_size=8)
+    check_qkv(*q_k_v(*shape), True, dtypes=(torch.float32,), max_head_size=8)
     q, _, _ = q_k_v(*shape)
     k = v = torch.ones(*shape[:-2], 9, 8)
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, False)
 
 
 @pytest.mark.parametrize(

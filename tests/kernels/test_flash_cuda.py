@@ -153,12 +153,12 @@ def test_what_it_does_not_serve_is_named() -> None:
     with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
         flash_cuda(*on_cpu())
     with pytest.raises(ValueError, match=r"^q is torch\.float32: it must be one of torch\.bfloat16, torch\.float16$"):
-        module._check_served(*on_cpu(dtype=torch.float32))
+        module._check_served(*on_cpu(dtype=torch.float32), False)
     with pytest.raises(ValueError, match=r"^q has head size 129: it must be 1 to 128$"):
-        module._check_served(*on_cpu(d=129))
+        module._check_served(*on_cpu(d=129), False)
     q, k, v = on_cpu()
     with pytest.raises(ValueError, match=r"^k has 2147483648 positions: flash_cuda serves up to 2147483392$"):
-        module._check_served(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)))
+        module._check_served(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)), False)
 
 
 def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "check_qkv", lambda *args, **kwargs: None)
     q = SimpleNamespace(device=torch.device("cuda:1"), shape=(1, 1))
     with pytest.raises(ValueError, match=r"^q is on cuda:1, of compute capability 7\.5: flash_cuda needs 8\.0"):
-        module._check(q, q, q)
+        module._check(q, q, q, False)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

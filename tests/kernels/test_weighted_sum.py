@@ -96,3 +96,11 @@ def test_a_cpu_without_the_interpreter_is_refused_by_name() -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("x is on cpu: ")
     assert "TRITON_INTERPRET=1" in done.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_derivatives_are_refused(device: str) -> None:
+    x, weight, _ = inputs((4, 7), torch.float32, device)
+    y = weighted_sum(x.requires_grad_(), weight.requires_grad_())
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)

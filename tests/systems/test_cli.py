@@ -815,6 +815,15 @@ def test_an_attention_kernel_that_does_not_exist_brings_those_that_do(cs336: Run
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["fa4", "flash_cuda", "sdpa_cudnn"])
+def test_an_attention_kernel_that_cannot_run_here_is_named_before_anything_is_written(
+    name: str, cs336: Run, folder: Path
+) -> None:
+    message = the_line(cs336("train", *TINY, *SHORT, "--train.device=cpu", f"--model.attention={name}"))
+    assert message.startswith(f"model.attention is '{name}', which cannot be used here: ")
+    assert list(folder.iterdir()) == []
+
+
 def test_a_precision_the_device_has_not_brings_those_it_has(
     cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,20 @@ FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, *, dtypes: Sequence[torch.dtype] | None = None, max_head_size: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    *,
+    dtypes: Sequence[torch.dtype] | None = None,
+    max_head_size: int | None = None,
 ) -> None:
     """Raise a ValueError that names the argument which breaks the contract, its value and what is accepted.
 
     q is (..., N_q, D), k and v are (..., N_k, D), of one dtype, on one device, with the same leading dimensions.
     """
+    if not isinstance(is_causal, bool):  # a text or a mask would be taken for true
+        raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be (..., length, head size)")

@@ -49,7 +49,7 @@ def flash_cuda(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """o and the logsumexp of the scaled scores, in nats."""
-    _check(q, k, v)
+    _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
     if o.numel() == 0:
         return o, logsumexp
@@ -78,6 +78,7 @@ def backward(
         return gradients
     if dO.stride(-1) != 1 or 0 in dO.stride():
         dO = dO.contiguous()  # what sum().backward() gives is one number, expanded: it would be read element by element
+    logsumexp = logsumexp.contiguous()
     statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
     _call(
         "flash_backward",
@@ -95,8 +96,8 @@ def backward(
 FlashAttentionCuda = flash_function("flash_cuda", forward, backward)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_qkv(q, k, v)
+def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    check_qkv(q, k, v, is_causal)
     if q.device.type != "cuda":
         raise ValueError(f"q is on {q.device}: flash_cuda needs it on a CUDA device")
     capability = _capability(q.device)
@@ -104,11 +105,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q is on {q.device}, of compute capability {capability[0]}.{capability[1]}: flash_cuda needs 8.0 or later"
         )
-    _check_served(q, k, v)
+    _check_served(q, k, v, is_causal)
 
 
-def _check_served(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_qkv(q, k, v, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
+def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    check_qkv(q, k, v, is_causal, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
     for name, x in (("q", q), ("k", k)):
         if x.shape[-2] > _MAX_LENGTH:
             raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")

@@ -37,7 +37,7 @@ def tile_size(batch: int, device_type: str) -> int:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Algorithm 1 over copies in float32; the results in the dtypes and layouts that the operator has promised."""
-    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     o, logsumexp = new_outputs(q)
     with without_autocast(q.device.type):
         wide_o, wide_logsumexp = _forward_tiles(_as_wide_3d(q), _as_wide_3d(k), _as_wide_3d(v), is_causal)
@@ -63,10 +63,10 @@ def _forward_tiles(
             scores = q_i @ k[:, j : j + size].mT
             if is_causal and i == j:  # and below it nothing is hidden
                 scores.masked_fill_(hidden_pairs(q_i.shape[1], scores.shape[2], q.device), -math.inf)
-            # Key 0 is in the first tile and seen by all, so from there on the maximum is finite.
             new_maximum = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
-            p = scores.sub_(new_maximum).exp_()
-            rescale = (maximum - new_maximum).exp_()
+            shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf is no number
+            p = scores.sub_(shift).exp_()
+            rescale = (maximum - shift).exp_()
             denominator = denominator * rescale + p.sum(dim=-1, keepdim=True)
             o_i = torch.baddbmm(o_i.mul_(rescale), p, v[:, j : j + size])
             maximum = new_maximum

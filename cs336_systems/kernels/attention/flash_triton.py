@@ -7,7 +7,8 @@ the same bits every time.
 
 The kernels and the legend of their names are in `flash_triton_kernels.py`; here is what is launched, with what tiles.
 
-What it does not do: dropout, masks other than causal, fewer key heads than query heads.
+What it does not do: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give gradients
+that are no numbers where the length is not a multiple of a tile.
 """
 
 import contextlib
@@ -216,8 +217,8 @@ def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_qkv(q, k, v, dtypes=DTYPES, max_head_size=MAX_HEAD_SIZE)
+def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=MAX_HEAD_SIZE)
     if INTERPRET:
         return
     if not q.is_cuda:
@@ -256,7 +257,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     key = _key(is_causal, q, k, v)
     launches = _LAUNCHES.get(key)
     if launches is None:
-        _check(q, k, v)
+        _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
     if o.numel() == 0:
         return o, logsumexp
@@ -288,7 +289,8 @@ def flash_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     if do.stride(-1) != 1 or 0 in do.stride():
         do = do.contiguous()  # what sum().backward() gives is one number, expanded: slow to read, not for descriptors
-    key = (need_dq, need_dkv, *_key(is_causal, do, q, k, v, o))
+    logsumexp = logsumexp.contiguous()  # as it was saved, unless hooks of saved tensors gave another
+    key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
     q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(do)
     dq4 = as_4d(dq) if need_dq else None

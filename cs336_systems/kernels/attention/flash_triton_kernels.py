@@ -131,8 +131,9 @@ def _forward_keys(
         if MASKED:
             s = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * sc)
-        p = tl.exp2(s * sc - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far was above it: -inf - -inf is no number
+        p = tl.exp2(s * sc - shift[:, None])
+        alpha = tl.exp2(m - shift)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)

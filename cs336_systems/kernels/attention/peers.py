@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_basics.model import without_autocast
 
@@ -25,7 +26,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
     Raises ValueError where q, k and v do not fit each other or are not floating point.
     """
-    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # where PyTorch 2.11 returns no tensor at all
         return sdpa_math(q, k, v, is_causal)
     return _scaled_dot_product(q, k, v, is_causal)
@@ -33,7 +34,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
 def sdpa_math(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's plain computation, with all scores in memory. Raises ValueError as `sdpa` does."""
-    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     with sdpa_kernel(SDPBackend.MATH):
         return _scaled_dot_product(q, k, v, is_causal)
 
@@ -45,11 +46,11 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     above 256, no queries or no keys, and causal attention with N_q != N_k.
     """
     if q.device.type == "cuda":
-        check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+        check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
         _check_not_empty(q, k, "sdpa_flash")
         _check_square(q, k, is_causal, "sdpa_flash")
     else:
-        check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+        check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     return _forced(SDPBackend.FLASH_ATTENTION, "sdpa_flash", q, k, v, is_causal)
 
 
@@ -60,7 +61,7 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     sizes above 128 before Hopper and 256 from there on, no queries or no keys, and causal attention with N_q != N_k.
     """
     _check_cuda(q, "sdpa_cudnn")
-    check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+    check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
     _check_not_empty(q, k, "sdpa_cudnn")
     _check_square(q, k, is_causal, "sdpa_cudnn")
     return _forced(SDPBackend.CUDNN_ATTENTION, "sdpa_cudnn", q, k, v, is_causal)
@@ -74,7 +75,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     all scores.
     """
     _check_cuda(q, "flex")
-    check_qkv(q, k, v, dtypes=(*_LOW_PRECISION, torch.float32), max_head_size=256)
+    check_qkv(q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), max_head_size=256)
     if q.shape[-1] < 16:
         raise ValueError(f"q has head size {q.shape[-1]}: flex serves 16 to 256")
     _check_not_empty(q, k, "flex")
@@ -91,7 +92,7 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
     _check_cuda(q, "fa4")
-    check_qkv(q, k, v, dtypes=_LOW_PRECISION, max_head_size=256)
+    check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
     if q.shape[-1] % 8:
         raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
     _check_not_empty(q, k, "fa4")
@@ -167,7 +168,7 @@ def _compiled_flex() -> Any:
 
 
 def _causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # a fake mask must not be kept
         return _new_causal_block_mask(n_q, n_k, device)
     return _cached_causal_block_mask(n_q, n_k, device)
 

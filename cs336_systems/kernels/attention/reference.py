@@ -11,6 +11,7 @@ import math
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cs336_basics.model import scaled_dot_product_attention as naive
 from cs336_basics.model import without_autocast
@@ -31,7 +32,7 @@ def attention_with_logsumexp(
     Computes in float32, or in float64 where that is given; o has q's dtype, L has the dtype computed in. A query that
     sees no key (there are none) gets o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
     """
-    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     wide = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device.type):
         scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])
@@ -51,10 +52,11 @@ def vectorized_torch(
     """Attention as a good PyTorch user writes it: batched products in the inputs' dtype, a softmax in float32.
 
     In low precision the products run on tensor cores, accumulate in float32 and round the scores once on their way
-    out, which is where it differs from `naive`. The causal mask is kept from call to call.
+    out, which is where it differs from `naive`; in float16 those beyond 65,504 overflow. The causal mask is kept from
+    call to call.
     Raises ValueError where q, k and v do not fit each other or are not floating point.
     """
-    check_qkv(q, k, v, dtypes=FLOATING_DTYPES)
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     with without_autocast(q.device.type):
         scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.mT
         if is_causal:
@@ -69,12 +71,13 @@ def hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Bool[Tensor, "quer
 
 
 def _kept_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler fuses the comparison; a cache it would only warn about
+    # The compiler fuses the comparison; a cache it would only warn about. And a fake mask must not be kept.
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return hidden_pairs(n_q, n_k, device)
     return _cached_hidden_pairs(n_q, n_k, device)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=2)
 def _cached_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
     # A tensor born in inference mode could not be used in training later.
     with torch.inference_mode(False):
