@@ -299,30 +299,39 @@ def _bench(arguments: Sequence[str]) -> int:
     parser.add_argument("case", choices=["attention", "list"], help="What to measure; list names the cases.")
     parser.add_argument("--kernels", nargs="+", type=str, default=None, help="Attention kernels (default: all).")
     parser.add_argument("--shapes", nargs="+", type=str, default=None, help="BxHxNxD, such as 1x16x1024x64.")
-    parser.add_argument("--dtype", type=str, default="bf16", help="bf16, fp16 or fp32.")
-    parser.add_argument("--is_causal", type=bool, default=True, help="Whether a query sees only the keys up to it.")
-    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
-    parser.add_argument("--rounds", type=int, default=3, help="How often the kernels take turns.")
-    parser.add_argument("--rep_ms", type=float, default=50.0, help="Time for each measurement of a round.")
-    parser.add_argument("--quick", action="store_true", help="Small shapes in float32, seconds on a CPU.")
+    parser.add_argument("--dtype", type=str, default=None, help="bf16, fp16 or fp32 (default: bf16).")
+    parser.add_argument(
+        "--is_causal", type=bool, default=None, help="Whether a query sees only the keys up to it (default: true)."
+    )
+    parser.add_argument("--device", type=str, default=None, help="auto, cpu, cuda or cuda:N (default: auto).")
+    parser.add_argument("--rounds", type=int, default=None, help="How often the kernels take turns (default: 3).")
+    parser.add_argument(
+        "--rep_ms", type=float, default=None, help="Time for each measurement of a round (default: 50)."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="Small shapes in float32, seconds on a CPU; other options win over it."
+    )
     parser.add_argument("--out", type=str, default=None, help="Row file (default: runs/bench/CASE.jsonl).")
     options = _parse(parser, arguments)
     from .bench import attention
-    from .bench.case import append_row
+    from .bench.case import append_row, check_row_file
     from .report.tables import rows_table
     from .training.metrics import say
 
     if options.case == "list":
         say(f"attention  {attention.__doc__.splitlines()[0]}")
         return 0
-    given = {name: getattr(options, name) for name in ("dtype", "is_causal", "device", "rounds", "rep_ms")}
+    given: dict[str, Any] = {}
     if options.quick:
-        given |= {"dtype": "fp32", "rounds": 1, "rep_ms": 1.0, "warmup_ms": 0.0, "shapes": attention.QUICK_SHAPES}
+        given = {"dtype": "fp32", "rounds": 1, "rep_ms": 1.0, "warmup_ms": 0.0, "shapes": attention.QUICK_SHAPES}
+    names = ("dtype", "is_causal", "device", "rounds", "rep_ms")
+    given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.shapes is not None:
         given["shapes"] = attention.parse_shapes(options.shapes)
     if options.kernels is not None:
         given["kernels"] = tuple(options.kernels)
-    config, path = attention.AttentionBench(**given), Path(options.out or f"runs/bench/{options.case}.jsonl")
+    config = attention.AttentionBench(**given)
+    path = check_row_file(f"runs/bench/{options.case}.jsonl" if options.out is None else options.out)
     rows = []
     for row in attention.measure(config):
         append_row(path, row)

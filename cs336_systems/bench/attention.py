@@ -7,6 +7,7 @@ the other would have the first on a cold card.
 import functools
 import gc
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from cs336_basics.model import Attention
 
-from ..hardware import use_device
+from ..hardware import select_device, use_device
 from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
 from ..training.metrics import summarise
@@ -37,6 +38,7 @@ SHAPES = (
     (1, 16, 65536, 64),
 )
 QUICK_SHAPES = ((1, 2, 64, 16), (1, 2, 65, 32))
+_SIZE_LIMIT = 1 << 31
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -66,31 +68,54 @@ class AttentionBench:
             if name not in ATTENTION:
                 raise ValueError(f"kernels has {name!r}: each must be one of {', '.join(ATTENTION)}")
         for shape in self.shapes:
-            if len(shape) != 4 or min(shape) < 1:
-                raise ValueError(f"shapes has {shape}: each must be four numbers from 1 up, B x H x N x D")
+            if len(shape) != 4 or not all(1 <= size < _SIZE_LIMIT for size in shape):
+                raise ValueError(f"shapes has {shape}: each must be four numbers, B x H x N x D, from 1 to 2^31 - 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
         for field, least in (("rounds", 1), ("warmup_ms", 0), ("rep_ms", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(f"{field} is {getattr(self, field)}: it must be at least {least}")
+            if not least <= getattr(self, field) < math.inf:
+                raise ValueError(f"{field} is {getattr(self, field)}: it must be at least {least} and finite")
+        try:
+            select_device(self.device)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("train.")) from error
 
 
 def measure(config: AttentionBench) -> Iterator[Row]:
     """One row for each shape and kernel, yielded as a shape is done; what fails is a row of status error or oom."""
     device = use_device(config.device)
     for shape in config.shapes:
-        torch.manual_seed(0)
+        yield from _measure_shape(config, shape, device)  # its tensors are gone before those of the next are made
+
+
+def _measure_shape(config: AttentionBench, shape: tuple[int, ...], device: torch.device) -> Iterator[Row]:
+    facts = {"shape": list(shape), "dtype": config.dtype, "is_causal": config.is_causal, "device": device.type}
+    facts |= {key: value for key, value in asdict(config).items() if key in ("rounds", "warmup_ms", "rep_ms")}
+    torch.manual_seed(0)
+    try:
         q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[config.dtype]) for _ in range(4))
-        subjects = [_Subject(name, (q, k, v), do, config.is_causal) for name in config.kernels]
+    except Exception as error:  # a RuntimeError too, where the size overflows or a CPU has too little memory
+        status, message = _failure(error)
+        for name in config.kernels:
+            yield Row(case=CASE, variant=name, config=facts, status=status, error=message)
+        return
+    subjects = [_Subject(name, (q, k, v), do, config.is_causal) for name in config.kernels]
+    for subject in subjects:
+        subject.run(subject.first_call)
+    for _ in range(config.rounds):
         for subject in subjects:
-            subject.run(subject.first_call)
-        for _ in range(config.rounds):
-            for subject in subjects:
-                subject.run(functools.partial(subject.time_all, config.warmup_ms, config.rep_ms))
-        for subject in subjects:
-            facts = {"shape": list(shape), "dtype": config.dtype, "is_causal": config.is_causal, "device": device.type}
-            settings = {key: value for key, value in asdict(config).items() if key in ("rounds", "warmup_ms", "rep_ms")}
-            yield subject.row({**facts, **settings})
+            subject.run(functools.partial(subject.time_all, config.warmup_ms, config.rep_ms))
+    for subject in subjects:
+        yield subject.row(facts)
+
+
+def _failure(error: Exception) -> tuple[Literal["oom", "error"], str]:
+    """Status and error of the row of something that failed."""
+    line = str(error).split("\n")[0]
+    # For a CPU PyTorch has no error of its own.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in line:
+        return "oom", line
+    return "error", f"{type(error).__name__}: {line}"
 
 
 class _Subject:
@@ -115,10 +140,8 @@ class _Subject:
             return
         try:
             step()
-        except torch.OutOfMemoryError as error:
-            self.status, self.error = "oom", str(error).split("\n")[0]
         except Exception as error:  # a kernel of others may raise anything; the other rows are wanted all the same
-            self.status, self.error = "error", f"{type(error).__name__}: {error}".split("\n")[0]
+            self.status, self.error = _failure(error)
         if self.status != "ok":
             self.clear()
             gc.collect()
@@ -179,8 +202,13 @@ def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int, int, int], ...]:
     shapes = []
     for text in texts:
         parts = text.lower().split("x")
-        if len(parts) != 4 or not all(part.isdecimal() for part in parts) or math.prod(map(int, parts)) == 0:
-            raise ValueError(f"shapes has {text!r}: each must be BxHxNxD, such as 1x16x1024x64")
+        # Ten digits are enough, and more than some thousand are too many for int().
+        if len(parts) != 4 or not all(
+            re.fullmatch(r"\d{1,10}", part) and 0 < int(part) < _SIZE_LIMIT for part in parts
+        ):
+            raise ValueError(
+                f"shapes has {text!r}: each must be BxHxNxD, such as 1x16x1024x64, of numbers from 1 to 2^31 - 1"
+            )
         b, h, n, d = map(int, parts)
         shapes.append((b, h, n, d))
     return tuple(shapes)

@@ -28,9 +28,10 @@ from ..hardware import device_peak_flops, select_device, use_device
 from ..kernels.attention import get_attention
 from ..training.loop import Trainer
 from ..training.metrics import summarise
-from .case import Row, append_row
+from .case import Row, append_row, check_row_file
 
 CASE = "train-step"
+_PROGRAM = "python -m cs336_systems.bench.train_step"
 VARIANTS = ("cs336", "cs336_graph", "hf_llama")
 
 
@@ -139,10 +140,19 @@ def measure(config: RunConfig, variant: str, warmup: int = 5, steps: int = 20) -
 
 
 def main() -> None:
-    """Measure each size and variant in a process of its own, with an empty compiler cache, and append the rows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cs336_systems.bench.train_step", description=__doc__.split("\n")[0]
-    )
+    """Measure each size and variant in a process of its own, with an empty compiler cache, and append the rows.
+
+    Exits with 1 where one of them failed, with 2 and one line for a wrong option.
+    """
+    try:
+        sys.exit(_main())
+    except (ValueError, FileNotFoundError) as error:
+        print(f"{_PROGRAM}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["small", "xl", "2.7B"])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--context_length", type=int, default=1024)
@@ -153,19 +163,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/train-step.jsonl"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        size, variant = arguments.one.split(":")
-        model = ModelConfig(size=size, context_length=arguments.context_length)
-        config = step_config(
-            model,
+
+    def config(size: str, variant: str) -> RunConfig:
+        return step_config(
+            ModelConfig(size=size, context_length=arguments.context_length),
             batch_size=arguments.batch_size,
             compile=not arguments.eager,
             precision=arguments.precision,
             device=arguments.device,
             cuda_graph=variant == "cs336_graph",
         )
-        append_row(arguments.out, measure(config, variant))
-        return
+
+    if arguments.one:
+        size, variant = arguments.one.split(":")
+        append_row(arguments.out, measure(config(size, variant), variant))
+        return 0
+    for size in arguments.sizes:  # all of them before the first is measured
+        for variant in arguments.variants:
+            select_device(config(size, variant).train.device)
+    check_row_file(arguments.out)
+    failed = False
     for size in arguments.sizes:
         for variant in arguments.variants:
             with tempfile.TemporaryDirectory() as cache:
@@ -183,7 +200,9 @@ def main() -> None:
                 metrics = json.loads(arguments.out.read_text().splitlines()[-1])["metrics"]
                 print(f"{size} {variant}: {json.dumps(metrics)}", flush=True)
             else:
+                failed = True
                 print(f"{size} {variant}: failed", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

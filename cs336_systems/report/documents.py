@@ -7,19 +7,32 @@ A block begins with a comment that holds its command and ends with another:
     <!-- end -->
 """
 
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_BLOCK = re.compile(r"(<!-- cs336 report (?P<arguments>[^\n]*?) -->\n)(?P<body>.*?)(<!-- end -->)", re.S)
+# The end is empty where the next block, or the end of the document, comes first.
+_BLOCK = re.compile(
+    r"(?P<begin><!-- cs336 report (?P<arguments>[^\n]*?) -->(?P<newline>\r?\n))"
+    r".*?(?P<end><!-- end -->|(?=<!-- cs336 report )|\Z)",
+    re.S,
+)
 
 
 def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
-    """The text with every block's body replaced by what `make` returns for its command's arguments."""
+    """The text with every block's body replaced by what `make` returns for its command's arguments.
+
+    Raises ValueError naming the command of a block that has no end.
+    """
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{make(shlex.split(match['arguments']))}\n\n{match[4]}"
+        if not match["end"]:
+            raise ValueError(f"the block of `cs336 report {match['arguments']}` has no <!-- end -->")
+        body = f"\n{make(shlex.split(match['arguments']))}\n\n"
+        return match["begin"] + body.replace("\n", match["newline"]) + match["end"]
 
     return _BLOCK.sub(fill, text)
 
@@ -28,8 +41,26 @@ def update_document(path: Path, make: Callable[[Sequence[str]], str]) -> bool:
     """Fill the blocks of a file in place; returns whether that changed it."""
     if not path.is_file():
         raise FileNotFoundError(f"document {path} does not exist")
-    before = path.read_text()
-    after = fill_blocks(before, make)
+    before = path.read_bytes()  # bytes keep their line endings
+    try:
+        after = fill_blocks(before.decode(), make).encode()
+    except ValueError as error:
+        raise ValueError(f"document {path}: {error}") from error
     if after != before:
-        path.write_text(after)
+        _replace(path.resolve(), after)  # a link stays one
     return after != before
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Give a file another content; where that fails, it is as it was."""
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -1,14 +1,22 @@
 """Documents whose numbers are filled in by commands."""
 
+import errno
+import json
+import logging
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cs336_systems.bench import case
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.report.documents import fill_blocks, update_document
-from cs336_systems.report.tables import markdown_table, rows_table, runs_table
+from cs336_systems.report.tables import markdown_table, rows_table, runs_table, summary_block
 
+DEMO = Path(__file__).parents[2] / "results/cpu/demo"
 TEXT = """before
 <!-- cs336 report runs 'a b' c -->
 old
@@ -42,11 +50,141 @@ def test_update_says_whether_it_changed_the_file(tmp_path: Path) -> None:
         update_document(tmp_path / "b.md", lambda arguments: "x")
 
 
+@pytest.mark.parametrize("command", ["runs 'a b' c", "rows d"])
+def test_a_block_without_an_end_is_named_and_nothing_is_lost(tmp_path: Path, command: str) -> None:
+    begin = TEXT.index(command)
+    cut = TEXT[:begin] + TEXT[begin:].replace("<!-- end -->\n", "", 1)
+    (tmp_path / "a.md").write_text(cut)
+    with pytest.raises(ValueError, match=rf"a\.md: the block of `cs336 report {command}` has no <!-- end -->"):
+        update_document(tmp_path / "a.md", lambda arguments: "x")
+    assert (tmp_path / "a.md").read_text() == cut
+
+
+def test_a_full_disk_leaves_the_document_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "a.md").write_text(TEXT)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        update_document(tmp_path / "a.md", lambda arguments: "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.md"]
+    assert (tmp_path / "a.md").read_text() == TEXT
+
+
+def test_line_endings_mode_and_links_are_kept(tmp_path: Path) -> None:
+    target, link = tmp_path / "a.md", tmp_path / "link.md"
+    target.write_bytes(TEXT.replace("\n", "\r\n").encode())
+    target.chmod(0o640)
+    link.symlink_to(target)
+    assert update_document(link, lambda arguments: "x\ny")
+    assert target.read_bytes() == fill_blocks(TEXT, lambda arguments: "x\ny").replace("\n", "\r\n").encode()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+
+
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     rows = [Row(case="c", variant=v, config={"a": [1, None]}, metrics={"x": 0.1}, env={"gpu": None}) for v in "ab"]
     for row in rows:
         append_row(tmp_path / "deep" / "rows.jsonl", row)
     assert read_rows(tmp_path / "deep" / "rows.jsonl") == rows
+
+
+ROW = Row(case="c", variant="v", config={}, env={})
+
+
+def test_a_row_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk:
+        """A file that takes three bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.room = file, 3
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> "FullDisk":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            done, self.room = self.file.write(data[: self.room]), 0
+            return int(done)
+
+    path, real = tmp_path / "rows.jsonl", Path.open
+    append_row(path, ROW)
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: FullDisk(real(self, *a, **k)))
+    with pytest.raises(OSError, match="No space left"):
+        append_row(path, ROW)
+    monkeypatch.undo()
+    append_row(path, ROW)
+    assert read_rows(path) == [ROW, ROW]
+
+
+def test_a_row_begins_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(asdict(ROW)))
+    append_row(path, ROW)
+    assert read_rows(path) == [ROW, ROW]
+
+
+def test_a_last_line_that_was_cut_short_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = json.dumps(asdict(ROW))
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n{line[:-5]}")
+    with caplog.at_level(logging.WARNING, logger=case.__name__):
+        assert read_rows(tmp_path / "rows.jsonl") == [ROW]
+    assert "rows.jsonl, line 2 was cut short" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "is not JSON"),
+        ("", "is not JSON"),
+        ("[]", "must be an object"),
+        ("{}", "has no case"),
+        (json.dumps({**asdict(ROW), "more": 1}), "has 'more'"),
+        (json.dumps({**asdict(ROW), "variant": None}), "variant of a row is None"),
+        (json.dumps({**asdict(ROW), "config": []}), r"config of a row is \[\]"),
+        (json.dumps({**asdict(ROW), "metrics": "fast"}), "metrics of a row is 'fast'"),
+        (json.dumps({**asdict(ROW), "status": "fine"}), "variant 'v' is 'fine': it must be one of ok, oom, error"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(asdict(ROW))}\n{line}\n")
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2.*{message}"):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_row_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"):
+        read_rows(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"row file .*no\.jsonl does not exist"):
+        read_rows(tmp_path / "no.jsonl")
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (dict(case="train-step", config={}), r"'train-step', variant 'v' has no config\.model\.size"),
+        (dict(case="attention", config={}), r"'attention', variant 'v' has no config\.shape"),
+        (dict(case="attention", config={"shape": 3}), r"config\.shape 3"),
+        (dict(case="attention", config={"shape": [1, 1, 8, 8]}), r"has no metrics\.forward_ms\.p50"),
+        (
+            dict(case="attention", config={"shape": [1, 1, 8, 8]}, metrics={"forward_ms": {"p50": "fast"}}),
+            r"metrics\.forward_ms\.p50 'fast': it must be a number",
+        ),
+    ],
+)
+def test_a_row_without_what_its_table_shows_is_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows_table([Row(variant="v", env={}, **row)])
 
 
 def test_a_row_of_an_unknown_case_is_refused(tmp_path: Path) -> None:
@@ -77,7 +215,7 @@ def test_train_step_rows_become_a_table(tmp_path: Path) -> None:
 
 
 def test_markdown_table_has_one_rule_cell_a_column() -> None:
-    assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+    assert markdown_table(["a", "b"], [["1", "2|3"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2\\|3 |"
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
@@ -87,3 +225,16 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_finished_is_left_out(tmp_path: Path) -> None:
     assert len(runs_table([tmp_path]).splitlines()) == 2
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str, content: str) -> None:
+    for file in ("config.json", "result.json"):
+        (tmp_path / file).write_text((DEMO / file).read_text())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        runs_table([tmp_path])
+    if name == "result.json":
+        with pytest.raises(ValueError, match=r"result\.json"):
+            summary_block(tmp_path)
