@@ -57,17 +57,27 @@ def append_row(path: Path, row: Row) -> None:
     left = (json.dumps(asdict(row)) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:  # unbuffered: closing must not write what failed once more
+        file.seek(0)
+        last = file.read().rpartition(b"\n")[2]
         length = file.seek(0, os.SEEK_END)
-        if length:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                left = b"\n" + left
+        if last and _is_json(last):
+            left = b"\n" + left
+        elif last:  # what a process that was killed has left: no row, and it would spoil the line
+            length = file.truncate(length - len(last))
         try:
             while left:
                 left = left[file.write(left) :]
         except BaseException:
             file.truncate(length)
             raise
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -238,3 +238,12 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str, content: st
     if name == "result.json":
         with pytest.raises(ValueError, match=r"result\.json"):
             summary_block(tmp_path)
+
+
+def test_half_a_row_that_a_killed_process_left_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_row(path, ROW)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    append_row(path, ROW)
+    assert path.read_bytes() == 2 * whole
