@@ -130,7 +130,7 @@ class _Subject:
         self.error: str | None = None
 
     def attention(self) -> Tensor:
-        kernel: Attention = get_attention(self.name, self.do.device)
+        kernel: Attention = get_attention(self.name)
         q, k, v = self.qkv
         return kernel(q, k, v, self.is_causal)
 

@@ -52,7 +52,7 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     started = time.perf_counter()
     torch.manual_seed(config.train.seed)
     with device:
-        model = TransformerLM(**asdict(shape), attention=get_attention(config.model.attention, device))
+        model = TransformerLM(**asdict(shape), attention=get_attention(config.model.attention))
     trainer = Trainer(config, model, tokens, device)
     trainer.train_step()
     _wait(device)

@@ -35,7 +35,7 @@ class LoadedModel:
     def build(self, device: torch.device, attention: str = "auto") -> TransformerLM:
         """The model itself, on a device."""
         with device:
-            model = TransformerLM(**asdict(self.shape), attention=get_attention(attention, device))
+            model = TransformerLM(**asdict(self.shape), attention=get_attention(attention))
         model.load_state_dict(self.state_dict)
         return model
 

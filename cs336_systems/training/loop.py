@@ -37,7 +37,7 @@ from .graph import RecordedStep
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.unsignedinteger]
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_LOSS_SCALE = 2.0**-10
 
 
@@ -175,7 +175,7 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        dtype = _AUTOCAST.get(self.config.train.precision)
+        dtype = AUTOCAST_DTYPES.get(self.config.train.precision)
         return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
 
     def learning_rate(self, step: int) -> float:

@@ -17,13 +17,13 @@ import torch
 
 from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy, write_json
 from cs336_basics.generate import generate
-from cs336_basics.model import Attention, TransformerLM
+from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes, num_parameters
 from ..config import RunConfig, SampleConfig
 from ..hardware import check_precision, environment, memory_bytes, use_device
-from ..kernels.attention import get_attention
+from ..kernels.attention import check_attention, get_attention
 from .checkpoint import (
     Manifest,
     check_identity,
@@ -39,7 +39,7 @@ from .checkpoint import (
 )
 from .folder import CHECKPOINTS, CONFIG, LOSS_CURVE, RESULT, SAMPLE, TOKENIZER, check_run_dir, locked
 from .load import LoadedModel, load_model
-from .loop import Position, StopRequest, Trainer, validation_starts
+from .loop import AUTOCAST_DTYPES, Position, StopRequest, Trainer, validation_starts
 from .metrics import METRICS_FILE, Progress, Row, finite_or_none, open_sinks, plot_loss_curves, read_metrics, summarise
 from .prepare import PreparedData, prepare_data
 
@@ -88,8 +88,9 @@ def train(config: RunConfig) -> RunResult:
     if config.train.cuda_graph and device.type != "cuda":
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
     _check_memory(config, device)
-    attention = get_attention(config.model.attention, device)
-    _check_attention(config, attention, device)
+    shape = config.model.shape
+    dtype = AUTOCAST_DTYPES.get(config.train.precision, torch.float32)
+    check_attention(config.model.attention, shape.d_model // shape.num_heads, dtype, device)
     run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
     config = dataclasses.replace(config, run_dir=str(run_dir))
     check_run_dir(run_dir, own={Path(str(config.data.tokenizer))})
@@ -113,7 +114,7 @@ def train(config: RunConfig) -> RunResult:
         started = time.perf_counter()
         torch.manual_seed(config.train.seed)
         with device:  # drawing the weights where they stay: 2.7 billion of them take a minute on a CPU
-            model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=attention)
+            model = TransformerLM(**dataclasses.asdict(shape), attention=get_attention(config.model.attention))
         if first_weights is not None:
             model.load_state_dict(first_weights.state_dict)
             logger.info("weights: from %s", first_weights.checkpoint)
@@ -127,18 +128,6 @@ def train(config: RunConfig) -> RunResult:
             result = run.report(interrupted)
         write_json(run_dir / RESULT, dataclasses.asdict(result))
     return result
-
-
-def _check_attention(config: RunConfig, attention: Attention, device: torch.device) -> None:
-    """Call the kernel once, before anything is written, with a head of the model in the type that it will get."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision, torch.float32)
-    q = torch.zeros(1, 1, 16, config.model.shape.d_model // config.model.shape.num_heads, device=device, dtype=dtype)
-    try:
-        attention(q, q, q, True)
-    except (ValueError, ImportError) as error:
-        raise ValueError(
-            f"model.attention is {config.model.attention!r}, which cannot be used here: {error}"
-        ) from error
 
 
 def _check_memory(config: RunConfig, device: torch.device) -> None:

@@ -28,11 +28,11 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_times() -> None:
 
 
 def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(name: str, device: torch.device) -> object:
+    def get(name: str) -> object:
         def short_of_memory(*_: object) -> None:
             raise torch.OutOfMemoryError("Tried to allocate 8.00 GiB\nof which nothing is there")
 
-        return short_of_memory if name == "vectorized_torch" else real(name, device)
+        return short_of_memory if name == "vectorized_torch" else real(name)
 
     real = bench.get_attention
     monkeypatch.setattr(bench, "get_attention", get)
@@ -58,7 +58,7 @@ def test_a_shape_that_cannot_be_made_is_rows_and_the_others_go_on(too_large: tup
 
 
 def test_a_cpu_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "get_attention", lambda name, device: lambda *_: torch.empty(1 << 50))
+    monkeypatch.setattr(bench, "get_attention", lambda name: lambda *_: torch.empty(1 << 50))
     (row,) = measure(AttentionBench(kernels=("naive",), **QUICK))
     assert row.status == "oom"
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.kernels.attention import flash_torch
+from cs336_systems.kernels.attention.function import Saved
 from tests.kernels.attention_cases import (
     CASES,
     NAMES,
@@ -86,7 +87,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(is_causal: bool, monkeypa
     q, k, v, dO = (torch.randn(1, n, d) for _ in range(4))
     with LargestTensor() as largest:
         o, logsumexp = flash_torch._forward(q, k, v, is_causal)
-        flash_torch._backward(dO, q, k, v, o, logsumexp, is_causal)
+        flash_torch._backward(dO, Saved(q, k, v, o, logsumexp, is_causal), True, True)
     assert largest.numel <= n * d
 
 
@@ -110,7 +111,8 @@ def check_backward(case: Case, dtype: torch.dtype, backward: Callable[..., tuple
     truth = compute_truth(q, k, v, dO, case.is_causal)
     plain = gradients(plain_attention(q, k, v, case.is_causal), [q, k, v], dO)
     o, logsumexp = flash_torch._forward(q.detach(), k.detach(), v.detach(), case.is_causal)
-    results = backward(dO, q.detach(), k.detach(), v.detach(), o, logsumexp, case.is_causal)
+    saved = Saved(q.detach(), k.detach(), v.detach(), o, logsumexp, case.is_causal)
+    results = backward(dO, saved, True, True)
     for name, result in zip(NAMES[1:], results, strict=True):
         check_close(name, result, truth.results[name], plain[name], truth)
 

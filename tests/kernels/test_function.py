@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.kernels.attention.function import flash_function, new_gradients, new_outputs
+from cs336_systems.kernels.attention.function import Saved, flash_function, new_gradients, new_outputs
 
 calls: list[tuple[Any, ...]] = []
 
@@ -18,13 +18,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     return o.copy_(q + k + v), logsumexp.copy_(q.sum(-1))
 
 
-def backward(
-    dO: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, *flags: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    calls.append(("backward", *flags))
+def backward(dO: Tensor, saved: Saved, *needs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, o, logsumexp, is_causal = saved
+    calls.append(("backward", is_causal, *needs))
     assert torch.equal(logsumexp, q.sum(-1))
     assert torch.equal(o, q + k + v)
-    dq, dk, dv = new_gradients(q, k, v, *flags[1:])
+    dq, dk, dv = new_gradients(q, k, v, *needs)
     for i, gradient in enumerate((dq, dk, dv), 1):
         if gradient.numel():
             gradient.copy_(dO * i)

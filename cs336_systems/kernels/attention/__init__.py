@@ -46,11 +46,11 @@ class _Kernels(Mapping[str, Attention]):
 ATTENTION = _Kernels()
 
 
-def get_attention(name: str, device: torch.device | None = None) -> Attention:
-    """The kernel registered as `name`; auto is the fastest that `device` (default: the CPU) is known to run.
+def get_attention(name: str) -> Attention:
+    """The kernel registered as `name`; auto is PyTorch's own choice.
 
-    That is PyTorch's own choice so far: on an H200 it takes cuDNN, which the rows in results/h200/attention.jsonl show
-    ahead of flash_triton, and on a CPU there is nothing faster here.
+    On an H200 it takes cuDNN, which the rows in results/h200/attention.jsonl show ahead of flash_triton, and on a CPU
+    there is nothing faster here.
 
     Raises ValueError naming `model.attention` where no kernel has the name, or what the kernel needs is not installed.
     """
@@ -62,3 +62,13 @@ def get_attention(name: str, device: torch.device | None = None) -> Attention:
         return ATTENTION[name]
     except ImportError as error:
         raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
+
+
+def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Call the kernel once, on little. Raises ValueError naming `model.attention` where it cannot serve such heads."""
+    attention = get_attention(name)
+    q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
+    try:
+        attention(q, q, q, True)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .contract import as_4d, check_qkv
-from .function import flash_function, new_gradients, new_outputs
+from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
 _SOURCES = Path(__file__).parent / "csrc"
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -50,35 +50,17 @@ def flash_cuda(
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """o and the logsumexp of the scaled scores, in nats."""
     _check(q, k, v, is_causal)
+    if (outputs := empty_outputs(q, k)) is not None:
+        return outputs
     o, logsumexp = new_outputs(q)
-    if o.numel() == 0:
-        return o, logsumexp
-    if k.shape[-2] == 0:
-        return o.zero_(), logsumexp.fill_(float("-inf"))
     _call("flash_forward", q, k, is_causal, *(_View.of(x) for x in (q, k, v, o)), logsumexp.data_ptr())
     return o, logsumexp
 
 
-def backward(
-    dO: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    need_dq: bool,
-    need_dkv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; those that are not needed are empty."""
+    q, k, v, o, logsumexp, is_causal = saved
     gradients = new_gradients(q, k, v, need_dq, need_dkv)
-    if q.numel() == 0 or k.numel() == 0:
-        for gradient in gradients:
-            gradient.zero_()
-        return gradients
-    if dO.stride(-1) != 1 or 0 in dO.stride():
-        dO = dO.contiguous()  # what sum().backward() gives is one number, expanded: it would be read element by element
-    logsumexp = logsumexp.contiguous()
     statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
     _call(
         "flash_backward",

@@ -17,7 +17,7 @@ from torch import Tensor
 from cs336_basics.model import without_autocast
 
 from .contract import FLOATING_DTYPES, check_qkv
-from .function import flash_function, new_gradients, new_outputs
+from .function import Saved, flash_function, new_gradients, new_outputs
 from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
@@ -75,32 +75,12 @@ def _forward_tiles(
     return o, logsumexp
 
 
-def _backward(
-    dO: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    need_dq: bool = True,
-    need_dkv: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    size = tile_size(q.shape[:-2].numel(), q.device.type)
-    return _gradients_by_tiles(size, dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
+def _backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
+    size = tile_size(dO.shape[:-2].numel(), dO.device.type)
+    return _gradients_by_tiles(size, dO, saved, need_dq, need_dkv)
 
 
-def compiled_backward(
-    dO: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    need_dq: bool = True,
-    need_dkv: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
     Takes and gives what `function.Backward` says and holds N_q x N_k scores.
@@ -108,23 +88,15 @@ def compiled_backward(
     eagerly.
     Source: CS336 assignment 2, equations 13 to 19.
     """
-    size = max(q.shape[-2], k.shape[-2], 1)
-    return _gradients_by_tiles(size, dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
+    size = max(saved.q.shape[-2], saved.k.shape[-2], 1)
+    return _gradients_by_tiles(size, dO, saved, need_dq, need_dkv)
 
 
 def _gradients_by_tiles(
-    size: int,
-    dO: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    need_dq: bool,
-    need_dkv: bool,
+    size: int, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every tile of S and P computed again, and what it adds to dQ, dK and dV."""
+    q, k, v, o, logsumexp, is_causal = saved
     with torch.no_grad(), without_autocast(q.device.type):
         wide_q, wide_k, wide_v, wide_dO = (_as_wide_3d(x) for x in (q, k, v, dO))
         wide_q = wide_q / math.sqrt(q.shape[-1])

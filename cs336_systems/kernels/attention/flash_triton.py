@@ -27,7 +27,7 @@ from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
 from .contract import as_4d, check_qkv
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
-from .function import flash_function, new_gradients, new_outputs
+from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -258,11 +258,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     launches = _LAUNCHES.get(key)
     if launches is None:
         _check(q, k, v, is_causal)
+        if (outputs := empty_outputs(q, k)) is not None:
+            return outputs
     o, logsumexp = new_outputs(q)
-    if o.numel() == 0:
-        return o, logsumexp
-    if k.shape[-2] == 0:
-        return o.zero_(), logsumexp.fill_(float("-inf"))
     q4, k4, v4, o4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o)
     with _device_guard(q):
         if launches is None:
@@ -272,24 +270,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     return o, logsumexp
 
 
-def flash_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    need_dq: bool,
-    need_dkv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, each of no elements where it is not needed."""
+    q, k, v, o, logsumexp, is_causal = saved
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    if do.stride(-1) != 1 or 0 in do.stride():
-        do = do.contiguous()  # what sum().backward() gives is one number, expanded: slow to read, not for descriptors
-    logsumexp = logsumexp.contiguous()  # as it was saved, unless hooks of saved tensors gave another
     key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
     q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(do)

@@ -5,7 +5,7 @@ for torch.compile, which then has no graph break, for fake tensors, and for the 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,22 @@ from .contract import attention_flops
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """forward(q, k, v, is_causal) -> o, logsumexp"""
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, bool, bool], tuple[Tensor, Tensor, Tensor]]
-"""backward(dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv) -> dq, dk, dv; what is not needed may be empty"""
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves to the backward pass."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    logsumexp: Tensor
+    is_causal: bool
+
+
+Backward = Callable[[Tensor, Saved, bool, bool], tuple[Tensor, Tensor, Tensor]]
+"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv; what is not needed may be empty. Called with at least one query
+and one key, a dO without repeated elements and a contiguous logsumexp."""
 
 
 def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) -> type[torch.autograd.Function]:
@@ -41,8 +55,13 @@ def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) ->
         def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
             _check_not_differentiated_again(name)
             need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-            run: Callable[..., Any] = backward_op if _traced() else backward_pass
-            dQ, dK, dV = run(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
+            needs = need_dq, need_dk or need_dv
+            q, k, v, o, logsumexp = ctx.saved_tensors
+            saved = Saved(q, k, v, o, logsumexp, ctx.is_causal)
+            if _traced():
+                dQ, dK, dV = backward_op(dO, *saved, *needs)
+            else:
+                dQ, dK, dV = _run_backward(backward_pass, dO, saved, *needs)
             return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
 
     FlashAttention.__doc__ = f"FlashAttention-2 as an autograd.Function: `{name}`."
@@ -79,24 +98,15 @@ def _register_operators(
         need_dq: bool,
         need_dkv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
+        return _run_backward(backward, dO, Saved(q, k, v, o, logsumexp, is_causal), need_dq, need_dkv)
 
     @forward_op.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
         return new_outputs(q)
 
     @backward_op.register_fake
-    def _(
-        dO: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        logsumexp: Tensor,
-        is_causal: bool,
-        need_dq: bool,
-        need_dkv: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _(dO: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *_, need_dq, need_dkv = rest
         return new_gradients(q, k, v, need_dq, need_dkv)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -125,6 +135,29 @@ def _register_operators(
         return attention_flops(q_shape, k_shape[-2], is_causal, products=5)
 
     return forward_op, backward_op
+
+
+def _run_backward(
+    backward: Backward, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A kernel's backward pass, without the cases that are the same for all of them."""
+    q, k, v = saved[:3]
+    if q.numel() == 0 or k.numel() == 0:
+        dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    if dO.stride(-1) != 1 or 0 in dO.stride():
+        dO = dO.contiguous()  # what sum().backward() gives is one number, expanded: slow to read, not for descriptors
+    if not saved.logsumexp.is_contiguous():  # hooks of saved tensors may have given another
+        saved = saved._replace(logsumexp=saved.logsumexp.contiguous())
+    return backward(dO, saved, need_dq, need_dkv)
+
+
+def empty_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+    """o and logsumexp where there is no query, or no key to see (0 and -inf); None where there is work to do."""
+    if q.numel() and k.numel():
+        return None
+    o, logsumexp = new_outputs(q)
+    return o.zero_(), logsumexp.fill_(float("-inf"))
 
 
 def new_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
