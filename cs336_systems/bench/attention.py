@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from cs336_basics.model import Attention
 
@@ -139,7 +140,10 @@ class _Subject:
         if self.status != "ok":
             return
         try:
-            step()
+            # The backward pass is timed many times over on one forward pass, which what torch.compile makes (flex)
+            # refuses where it has donated buffers; it asks at compile time and at each backward pass.
+            with functorch_config.patch(donated_buffer=False):
+                step()
         except Exception as error:  # a kernel of others may raise anything; the other rows are wanted all the same
             self.status, self.error = _failure(error)
         if self.status != "ok":

@@ -63,6 +63,16 @@ def test_a_cpu_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) 
     assert row.status == "oom"
 
 
+def test_a_compiled_kernel_with_buffers_to_donate_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wasteful(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+        return ((q @ k.mT).exp() @ v).exp()
+
+    compiled = torch.compile(wasteful, backend="aot_eager")
+    monkeypatch.setattr(bench, "get_attention", lambda name: compiled)
+    (row,) = measure(AttentionBench(kernels=("naive",), **QUICK))
+    assert (row.status, row.error) == ("ok", None)
+
+
 def test_settings_have_tables_of_their_own() -> None:
     def row(gpu: str | None, **config: object) -> Row:
         return Row(case="attention", variant="a", config={"shape": [1], **config}, status="oom", env={"gpu": gpu})

@@ -1,9 +1,11 @@
 """flash_cuda by what every kernel is held to, and by its own: paths for strides, 64-bit offsets, the compiler."""
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from cs336_systems.kernels.attention import flash_cuda as module
 from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
+from tests.kernels import run_flash_cuda
 from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
 
 DEVICE = "cuda"
+ROOT = Path(__file__).parents[2]
 LENGTHS = [(127, 127), (128, 128), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0)]
 MORE_CASES = tuple(
     Case(n_q, n_k, d, leading=(2, 3), is_causal=is_causal)
@@ -143,6 +147,43 @@ def test_in_a_cuda_graph() -> None:
     o.zero_()
     graph.replay()
     assert torch.equal(o, expected)
+
+
+def under_sanitizer(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`run_flash_cuda.py` with one of compute-sanitizer's tools watching all kernels."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")
+    # Each tensor is to be an allocation of its own, with some bytes after it that belong to none.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    options = ["--error-exitcode", "1", *(["--padding", "4096"] if tool == "memcheck" else [])]
+    command = [sys.executable, "-m", run_flash_cuda.__name__, *arguments]
+    return subprocess.run(
+        ["compute-sanitizer", "--tool", tool, *options, *command],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tool, summary", [("memcheck", "ERROR SUMMARY: 0 errors"), ("racecheck", "RACECHECK SUMMARY: 0 hazards displayed")]
+)
+def test_a_sanitizer_finds_nothing(tool: str, summary: str) -> None:
+    count = run_flash_cuda.run()  # also compiles what is to be watched
+    done = under_sanitizer(tool)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert f"{count} cases ran" in done.stdout
+    assert summary in done.stdout
+
+
+@pytest.mark.gpu
+def test_the_sanitizer_finds_a_key_beyond_the_end() -> None:
+    run_flash_cuda.run((run_flash_cuda.LARGEST,))  # compiles it
+    done = under_sanitizer("memcheck", "beyond_the_end")
+    assert done.returncode != 0
+    assert "Invalid __global__ read" in done.stdout, done.stdout[-5000:]
 
 
 def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

@@ -23,8 +23,8 @@ from .reference import hidden_pairs
 logger = logging.getLogger(__name__)
 
 # Scores a tile holds over all of B: on a CPU what a core's cache keeps between the passes over them; on a GPU so many
-# that its time is longer than the launches' on the host, 128 MiB of them.
-_TILE_SCORES = {"cpu": 2**18, "cuda": 2**25}
+# that its time is longer than the launches' on the host, 64 MiB of them: a backward pass holds three such tiles.
+_TILE_SCORES = {"cpu": 2**18, "cuda": 2**24}
 # Fewer scores than this are done before a compiled function has checked its guards.
 _WORTH_COMPILING = 2**16
 

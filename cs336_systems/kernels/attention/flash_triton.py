@@ -50,6 +50,8 @@ class Tile(NamedTuple):
     BN: int
     num_warps: int
     num_stages: int
+    TOGETHER: bool = False
+    """Of the phases that walk along the keys; see the kernels' legend."""
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def padded_head_size(d: int) -> int:
 
 def _tile(phase: str, q: Tensor, tma: bool) -> Tile:
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
-        return Tile(BM=32, BN=16, num_warps=4, num_stages=1)
+        return Tile(BM=32, BN=16, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
     if properties.shared_memory_per_block_optin < 160 * 1024:
         return Tile(BM=32, BN=32, num_warps=4, num_stages=2)  # the table is for the larger cards; this fits all
@@ -92,7 +94,8 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool, 
     rows = [tile.BM, tile.BN, tile.BN, tile.BM]
     num_programs = triton.cdiv(q.shape[2], tile.BM) * q.shape[0] * q.shape[1]
     blocks = [*_blocks(q, rows, tma), None]
-    return Launch(forward_kernel, num_programs, blocks, _constants([q, k, v, o], k, is_causal, tile, tma), *tile[2:])
+    constants = [*_constants([q, k, v, o], k, is_causal, tile, tma), tile.TOGETHER]
+    return Launch(forward_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
 
 
 def dq_launch(
@@ -106,7 +109,8 @@ def dq_launch(
     num_programs = _padded_length(q) // tile.BM * q.shape[0] * q.shape[1]
     blocks = [*_blocks(q, rows, tma), None, None]
     constants = _constants([q, k, v, o, do, q if dq is None else dq], k, is_causal, tile, tma)
-    return Launch(dq_kernel, num_programs, blocks, [*constants, dq is not None], *tile[2:])
+    constants += [tile.TOGETHER, dq is not None]
+    return Launch(dq_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
 
 
 def dkv_launch(
@@ -116,9 +120,8 @@ def dkv_launch(
     rows = [tile.BM, tile.BN, tile.BN, tile.BM, tile.BN, tile.BN]
     num_programs = triton.cdiv(k.shape[2], tile.BN) * q.shape[0] * q.shape[1]
     blocks = [*_blocks(q, rows, tma), [1, tile.BM] if tma else None]
-    return Launch(
-        dkv_kernel, num_programs, blocks, _constants([q, k, v, do, dk, dv], q, is_causal, tile, tma), *tile[2:]
-    )
+    constants = _constants([q, k, v, do, dk, dv], q, is_causal, tile, tma)
+    return Launch(dkv_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
 
 
 def backward_launch(
@@ -139,7 +142,8 @@ def backward_launch(
     num_blocks = triton.cdiv(q.shape[2], tile.BM) + triton.cdiv(k.shape[2], tile.BN)
     constants = _constants([q, k, v, o, do, dq, dk, dv], q, is_causal, tile, tma)
     num_programs = num_blocks * q.shape[0] * q.shape[1]
-    return Launch(backward_kernel, num_programs, [*_blocks(q, rows, tma), None], constants, *tile[2:])
+    blocks = [*_blocks(q, rows, tma), None]
+    return Launch(backward_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
 
 
 def _blocks(q: Tensor, rows: list[int], tma: bool) -> list[list[int] | None]:

@@ -12,6 +12,9 @@ Legend
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
     GROUP          heads that are worked on at the same time
     TMA            tensors come as descriptors and are moved by the copy engine of Hopper; otherwise by pointers
+    TOGETHER       the keys and the values of a tile are waited for at once, before the first product. Otherwise the
+                   values are waited for when they are needed, and the compiler puts a barrier there: with eight warps
+                   it keeps both groups of four in step, where one's exponentials could hide behind the other's products
 """
 
 import math
@@ -123,10 +126,13 @@ def _forward_keys(
     acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1, lines 6 to 11, over the keys lo to hi. m, the running maximum, is in units of base 2."""
     for n0 in tl.range(lo, hi, BN):
         k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        if TOGETHER:
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
         s = _scores(q, k, PRECISION)
         if MASKED:
             s = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), s, float("-inf"))
@@ -136,7 +142,8 @@ def _forward_keys(
         alpha = tl.exp2(m - shift)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        if not TOGETHER:
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
         acc = _dot(p.to(q.dtype), v, acc, PRECISION)
         m = m_new
     return acc, total, m
@@ -146,7 +153,7 @@ def _forward_keys(
 def forward_kernel(
     q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
     sc = scale * _LOG2_E
@@ -161,11 +168,11 @@ def forward_kernel(
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     acc, total, m = _forward_keys(
         acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION,
+        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION, TOGETHER,
     )  # fmt: skip
     acc, total, m = _forward_keys(
         acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION,
+        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION, TOGETHER,
     )  # fmt: skip
     rows = m0 + tl.arange(0, BM)
     tl.store(L + tl.cast(bh, tl.int64) * N_q + rows, (m + tl.log2(total)) * _LN_2, mask=rows < N_q)
@@ -177,12 +184,16 @@ def _dq_keys(
     dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 11 to 14 and 15, along the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
         k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        if TOGETHER:
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
         s = _scores(q, k, PRECISION)
-        v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        if not TOGETHER:
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
         dp = _scores(do, v, PRECISION)
         p = tl.exp2(s * sc - l2[:, None])
         if MASKED:  # after exp2, which may be infinite where a score beyond the mask is above the logsumexp
@@ -209,7 +220,7 @@ def _row_statistics(
 def _dq_tile(
     q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries from m0."""
     sc = scale * _LOG2_E
@@ -218,11 +229,11 @@ def _dq_tile(
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     dq = _dq_keys(
         dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION,
+        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION, TOGETHER,
     )  # fmt: skip
     dq = _dq_keys(
         dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION,
+        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION, TOGETHER,
     )  # fmt: skip
     _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
 
@@ -232,7 +243,8 @@ def dq_kernel(
     q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, NEED_DQ: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    NEED_DQ: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: VECTORS for the other walk, and dq."""
     N_PAD = tl.cdiv(N_q, _PAD) * _PAD
@@ -247,7 +259,7 @@ def dq_kernel(
     if NEED_DQ and m0 < N_q:
         _dq_tile(
             q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION,
+            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, TOGETHER,
         )  # fmt: skip
 
 
@@ -362,5 +374,5 @@ def backward_kernel(
         do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
         _dq_tile(
             q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION,
+            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, False,
         )  # fmt: skip

@@ -152,13 +152,11 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Any:
 
 
 def _run_compiled_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
-    # Donated buffers would forbid a second backward pass through one forward pass, which other kernels allow.
-    with torch._functorch.config.patch(donated_buffer=False):
-        try:
+    try:
+        return _compiled_flex()(q, k, v, block_mask)
+    except torch._dynamo.exc.FailOnRecompileLimitHit:
+        with torch._dynamo.config.patch(recompile_limit=_FLEX_SHAPES, accumulated_recompile_limit=_FLEX_SHAPES):
             return _compiled_flex()(q, k, v, block_mask)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            with torch._dynamo.config.patch(recompile_limit=_FLEX_SHAPES, accumulated_recompile_limit=_FLEX_SHAPES):
-                return _compiled_flex()(q, k, v, block_mask)
 
 
 @functools.cache

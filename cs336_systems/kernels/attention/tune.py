@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(d: int, tma: bool) -> Iterator[Candidate]:
-    """What is worth trying: the rows that a program keeps, those it walks along, warps, stages."""
+    """What is worth trying: the rows that a program keeps, those it walks along, warps, stages, how it waits."""
     for phase in _PHASES:
         if phase == "backward":  # both walks with one tile, by pointers
             sizes = () if tma else ((32, 32), (32, 64), (64, 32), (64, 64))
@@ -57,7 +57,8 @@ def candidates(d: int, tma: bool) -> Iterator[Candidate]:
                 if products * keep * (d + walk) > num_warps * 32 * 255 * 1.25:
                     continue
                 BM, BN = (walk, keep) if phase == "dkv" else (keep, walk)
-                yield Candidate(phase, d, tma, Tile(BM, BN, num_warps, num_stages))
+                for together in (False, True) if tma and num_warps == 8 and phase != "dkv" else (False,):
+                    yield Candidate(phase, d, tma, Tile(BM, BN, num_warps, num_stages, together))
 
 
 def _inputs(n: int, d: int) -> dict[str, Tensor]:
@@ -139,11 +140,12 @@ def main() -> None:
         for candidate in candidates(d, tma)
     ]
     results = measure(entries, arguments.workers)
-    tiles = {key: tile._asdict() for key, tile in flash.tile_table().items()}
+    tiles = dict(flash.tile_table())
     for key, best in fastest(results, 3).items():
         print(key, *(f"\n    {ms:.3f} ms {tuple(candidate.tile)}" for candidate, ms in best))
-        tiles[key] = best[0][0].tile._asdict()
-    lines = ",\n".join(f'  "{key}": {json.dumps(tile)}' for key, tile in sorted(tiles.items()))
+        tiles[key] = best[0][0].tile
+    rows = {key: {name: x for name, x in tile._asdict().items() if x is not False} for key, tile in tiles.items()}
+    lines = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted(rows.items()))
     arguments.out.write_text("{\n" + lines + "\n}\n")
 
 

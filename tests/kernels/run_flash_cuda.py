@@ -1,0 +1,58 @@
+"""Runs every kernel of `flash_cuda` at its corners, on little, for a checker that watches; see `test_flash_cuda.py`.
+
+What PyTorch does beside them it does on the CPU: the checkers are slow, and look at every kernel there is.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+
+from cs336_systems.kernels.attention import flash_cuda as module
+from cs336_systems.kernels.attention.flash_cuda import flash_cuda
+from tests.kernels.attention_cases import NAMES, Case, gradients, plain_attention
+
+HEAD_SIZES = (1, 40, 64, 80, 128)
+LENGTHS = ((1, 1), (64, 200), (128, 128), (129, 129), (200, 17))
+CASES = tuple(
+    Case(n_q, n_k, d, is_causal=is_causal, layout=layout)
+    for d, (n_q, n_k), is_causal in itertools.product(HEAD_SIZES, LENGTHS, (False, True))
+    # Copied 16 bytes at a time, and one by one.
+    for layout in (("contiguous", "off_by_one") if n_q == 129 else ("contiguous",))
+)
+
+LARGEST = Case(129, 129, 128)
+
+
+def run(cases: tuple[Case, ...] = CASES) -> int:
+    """Forward and backward pass of each case, compared closely enough to see that they ran; how many there were."""
+    count = 0
+    for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16)):
+        q, k, v, dO = case.inputs(dtype, "cuda")
+        found = gradients(flash_cuda(q, k, v, case.is_causal), [q, k, v], dO)
+        *inputs, dO = (x.detach().cpu().float() for x in (q, k, v, dO))
+        inputs = [x.requires_grad_() for x in inputs]
+        expected = gradients(plain_attention(*inputs, case.is_causal), inputs, dO)
+        for name in NAMES:
+            torch.testing.assert_close(found[name].cpu().float(), expected[name], rtol=0.05, atol=0.05)
+        count += 1
+    return count
+
+
+def run_beyond_the_end() -> None:
+    """A key more than there are, which a checker of memory has to find."""
+    sizes = module._Sizes
+
+    def one_more(batch: int, heads: int, n_q: int, n_k: int, *others: Any) -> Any:
+        return sizes(batch, heads, n_q, n_k + 1, *others)
+
+    module._Sizes = one_more  # type: ignore[assignment,misc]
+    run((LARGEST,))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["beyond_the_end"]:
+        run_beyond_the_end()
+    else:
+        print(f"{run()} cases ran")
