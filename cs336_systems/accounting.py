@@ -45,12 +45,16 @@ def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     return 3 * forward_flops(shape, num_sequences, length)
 
 
-def least_training_bytes(shape: ModelShape, batch_size: int, micro_batch: int) -> int:
-    """Memory that no training step does without: 16 N + 4 T d / H + 8 B T + 2 b T V.
+def least_training_bytes(
+    shape: ModelShape, batch_size: int, micro_batch: int, weight_parts: int = 1, state_parts: int = 1
+) -> int:
+    """Memory that no training step of a process does without: 8 N / w + 8 N / s + 4 T d / H + 8 B T + 2 b T V.
 
-    A float32 weight, its gradient and AdamW's two moments a parameter; the rotary tables; token IDs of a batch of B;
-    logits of a micro-batch of b, in the smallest type there is for them. The other activations are not counted.
+    A float32 weight and its gradient a parameter, divided into w parts; AdamW's two moments, divided into s; the rotary
+    tables; token IDs of the process's batch of B; logits of its micro-batch of b, in the smallest type there is for
+    them. The other activations are not counted.
     """
-    length = shape.context_length
+    length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * (shape.d_model // shape.num_heads)
-    return 16 * num_parameters(shape) + rotary + 8 * batch_size * length + 2 * micro_batch * length * shape.vocab_size
+    state = 8 * n // weight_parts + 8 * n // state_parts
+    return state + rotary + 8 * batch_size * length + 2 * micro_batch * length * shape.vocab_size

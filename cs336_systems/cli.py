@@ -6,38 +6,38 @@ sees that it was not finished.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
-import logging
-import re
+import os
 import sys
 import time
-from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser
 
+from .arguments import field_names, make_parser, parse, unknown_field
 from .config import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     SampleConfig,
     TrainConfig,
-    describe_type,
 )
+from .console import launched_rank, say, start_logging
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "train": TrainConfig,
+    "parallel": ParallelConfig,
     "checkpoint": CheckpointConfig,
     "sample": SampleConfig,
     "log": LogConfig,
@@ -48,7 +48,7 @@ _EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
 @functools.cache  # most of the time of a parse would go into reading the help out of the docstrings
 def train_parser() -> ArgumentParser:
     """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
-    parser = _parser("train", "Text in, trained language model out.")
+    parser = make_parser("train", "Text in, trained language model out.")
     parser.add_argument("--config", action="config", help="JSON file with any of the fields below.")
     parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration and stop.")
     parser.add_class_arguments(RunConfig, skip={"skip_data", *_GROUPS})
@@ -71,7 +71,7 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
     parser = train_parser()
-    built = _parse(parser, _config_files_first(list(arguments), parser))
+    built = parse(parser, _config_files_first(list(arguments), parser))
     fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *_GROUPS)}
     return RunConfig(**fields), built.print_config
 
@@ -107,20 +107,8 @@ def _check_config_file(path: Path, parser: ArgumentParser) -> None:
             raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
         fields = [f"{name}.{key}" for key in value] if name in _GROUPS else [name]
         for field in fields:
-            if field not in _fields(parser):
-                raise ValueError(f"{_unknown(field, parser)} (in config file {path})")
-
-
-def _fields(parser: ArgumentParser) -> list[str]:
-    return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})
-
-
-def _unknown(name: str, parser: ArgumentParser) -> str:
-    """That a field is unknown, with the nearest name there is."""
-    known = _fields(parser)
-    same_last = [field for field in known if field.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same_last or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown field {name}" + (f": did you mean {near[0]}?" if near else "")
+            if field not in field_names(parser):
+                raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:
@@ -131,36 +119,6 @@ def load_config(path: str | Path, **overrides: Any) -> RunConfig:
     return parse_run_config(["--config", str(path), *arguments])[0]
 
 
-def _one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message as a line without Python's types, with the nearest field for one that is unknown."""
-    message = " ".join(message.split())
-    if found := re.search(r"unrecognized arguments: --([\w.]+)", message):
-        return _unknown(found[1], parser)
-    if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
-        return _unknown(f"{found[1]}.{found[2]}", parser)
-    # Of several keys the last one is the field: a group that is given as JSON repeats what its field says.
-    if found := re.match(r'.*Parser key "(?P<name>[^"]+)": (?P<rest>.*)', message):
-        return _wrong_type(found["name"], found["rest"], parser)
-    return message
-
-
-def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
-    """That a field, or a group, is of another type than it must be; `said` is what jsonargparse says of it."""
-    hints = {action.dest: action._typehint for action in parser._actions if hasattr(action, "_typehint")}
-    if name not in hints:
-        given = re.search(r"Unable to load config (['\"])(?P<value>.*?)\1", said)
-        return f"{name} is {given['value']}: it must be a JSON object" if given else f"{name}: {said}"
-    if inside := re.search(r"NestedArg\(key='(\w+)'", said):
-        return _unknown(f"{name}.{inside[1]}", parser)
-    # A union lists what each of its types says before it comes to the value.
-    value = re.search(r"Given value type: .*?Given value:(.*)", said) or re.search(r"Got value:(.*)", said)
-    if value is None:  # one that Python itself does not show, an integer of thousands of digits
-        return f"{name} must be {describe_type(hints[name])}"
-    part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
-    shown = value[1].strip() or "''"
-    return f"{name} {'holds' if part else 'is'} {shown}: it must be {describe_type(hints[name])}"
-
-
 def _train(arguments: Sequence[str]) -> int:
     config, print_only = parse_run_config(arguments)
     if print_only:
@@ -168,10 +126,11 @@ def _train(arguments: Sequence[str]) -> int:
         return 0
     from .report.tables import summary
     from .training import train
-    from .training.metrics import say
 
     started = time.perf_counter()
     result = train(config)
+    if launched_rank():  # one of several processes that torchrun has started
+        return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
     if result.interrupted is not None:
         say(
             f"stopped by {result.interrupted} at step {result.step}; to go on: "
@@ -193,37 +152,15 @@ def _program() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "cs336" else "cs336"
 
 
-def _parser(command: str, description: str) -> ArgumentParser:
-    # The docstring under each field of a dataclass becomes its help.
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    return ArgumentParser(
-        prog=f"cs336 {command}",
-        description=description,
-        exit_on_error=False,
-        parser_mode="json",
-        print_config=None,
-        allow_abbrev=False,
-    )
-
-
-def _parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    try:
-        return parser.instantiate(parser.parse_args(list(arguments)))
-    except ArgumentError as error:
-        raise ValueError(_one_line(str(error), parser)) from error
-    except (OverflowError, RecursionError) as error:
-        raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
-
-
 def _generate(arguments: Sequence[str]) -> int:
-    parser = _parser("generate", "Sample from a trained model.")
+    parser = make_parser("generate", "Sample from a trained model.")
     parser.add_argument("run", type=str, help="Run folder or checkpoint.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
     parser.add_class_arguments(SampleConfig)
-    options = vars(_parse(parser, arguments))
+    options = vars(parse(parser, arguments))
     from .hardware import use_device
     from .training.load import load_model
-    from .training.pipeline import sample_text
+    from .training.run import sample_text
 
     device, run = use_device(options.pop("device")), options.pop("run")
     sampling = SampleConfig(**options)
@@ -235,13 +172,13 @@ def _generate(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    parser = _parser("export", "Write a trained model in another format.")
+    parser = make_parser("export", "Write a trained model in another format.")
     parser.add_argument("run", type=str, help="Run folder or checkpoint.")
     parser.add_argument(
         "--format", choices=["hf"], default="hf", help="hf: what LlamaForCausalLM.from_pretrained loads."
     )
     parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     from .training.load import export_run
 
     checkpoint, out = export_run(options.run, options.out)
@@ -250,10 +187,10 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _import_hf(arguments: Sequence[str]) -> int:
-    parser = _parser("import-hf", "Make a run folder out of a Hugging Face Llama of our kind.")
+    parser = make_parser("import-hf", "Make a run folder out of a Hugging Face Llama of our kind.")
     parser.add_argument("folder", type=str, help="Folder with config.json and model.safetensors.")
     parser.add_argument("--out", type=str, required=True, help="Run folder to make; --init_from takes it for training.")
-    options = _parse(parser, arguments)
+    options = parse(parser, arguments)
     from .training.load import import_run
 
     print(f"{options.folder} -> {import_run(options.folder, options.out)}")
@@ -262,18 +199,20 @@ def _import_hf(arguments: Sequence[str]) -> int:
 
 def make_report(arguments: Sequence[str]) -> str:
     """The text of `cs336 report ARGUMENTS`, also what fills the blocks of the documents."""
-    parser = _parser("report", "Text and plots out of what runs and measurements have written.")
+    parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
     parser.add_argument(
         "what",
-        choices=["runs", "rows", "summary", "update"],
-        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. summary: how "
-        "a run ended. update: make the blocks of Markdown documents again.",
+        choices=["runs", "rows", "streams", "summary", "update"],
+        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. streams: what ran at once in "
+        "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
+        "again.",
     )
     parser.add_argument("paths", nargs="+", type=str, help="Run folders, row files or documents.")
-    parser.add_argument("--plot", type=str, default=None, help="With runs: also draw their loss curves into this PNG.")
-    options = _parse(parser, arguments)
+    parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
+    options = parse(parser, arguments)
     from .bench.case import read_rows
     from .report.documents import update_document
+    from .report.streams import plot_streams, streams_table
     from .report.tables import plot_runs, rows_table, runs_table, summary_block
 
     paths = [Path(path) for path in options.paths]
@@ -281,12 +220,12 @@ def make_report(arguments: Sequence[str]) -> str:
         changed = {path: update_document(path, make_report) for path in paths}
         return "\n".join(f"{path}: {'made again' if new else 'up to date'}" for path, new in changed.items())
     if options.plot:
-        plot_runs(paths, Path(options.plot))
+        (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
-    return (
-        runs_table(paths) if options.what == "runs" else rows_table([row for path in paths for row in read_rows(path)])
-    )
+    if options.what == "rows":
+        return rows_table([row for path in paths for row in read_rows(path)])
+    return (streams_table if options.what == "streams" else runs_table)(paths)
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -295,52 +234,9 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    parser = _parser("bench", "Measure, and write one row a measurement.")
-    parser.add_argument("case", choices=["attention", "list"], help="What to measure; list names the cases.")
-    parser.add_argument("--kernels", nargs="+", type=str, default=None, help="Attention kernels (default: all).")
-    parser.add_argument("--shapes", nargs="+", type=str, default=None, help="BxHxNxD, such as 1x16x1024x64.")
-    parser.add_argument("--dtype", type=str, default=None, help="bf16, fp16 or fp32 (default: bf16).")
-    parser.add_argument(
-        "--is_causal", type=bool, default=None, help="Whether a query sees only the keys up to it (default: true)."
-    )
-    parser.add_argument("--device", type=str, default=None, help="auto, cpu, cuda or cuda:N (default: auto).")
-    parser.add_argument("--rounds", type=int, default=None, help="How often the kernels take turns (default: 3).")
-    parser.add_argument(
-        "--rep_ms", type=float, default=None, help="Time for each measurement of a round (default: 50)."
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="Small shapes in float32, seconds on a CPU; other options win over it."
-    )
-    parser.add_argument("--out", type=str, default=None, help="Row file (default: runs/bench/CASE.jsonl).")
-    options = _parse(parser, arguments)
-    from .bench import attention
-    from .bench.case import append_row, check_row_file
-    from .report.tables import rows_table
-    from .training.metrics import say
+    from .bench_command import bench
 
-    if options.case == "list":
-        say(f"attention  {attention.__doc__.splitlines()[0]}")
-        return 0
-    given: dict[str, Any] = {}
-    if options.quick:
-        given = {"dtype": "fp32", "rounds": 1, "rep_ms": 1.0, "warmup_ms": 0.0, "shapes": attention.QUICK_SHAPES}
-    names = ("dtype", "is_causal", "device", "rounds", "rep_ms")
-    given |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.shapes is not None:
-        given["shapes"] = attention.parse_shapes(options.shapes)
-    if options.kernels is not None:
-        given["kernels"] = tuple(options.kernels)
-    config = attention.AttentionBench(**given)
-    path = check_row_file(f"runs/bench/{options.case}.jsonl" if options.out is None else options.out)
-    rows = []
-    for row in attention.measure(config):
-        append_row(path, row)
-        rows.append(row)
-        say(f"{row.config['shape']} {row.variant}: {row.status} {row.error or ''}".rstrip())
-    say("")
-    say(rows_table(rows))
-    say(f"\nrows are in {path}")
-    return 0
+    return bench(arguments)
 
 
 _COMMANDS = {
@@ -358,22 +254,10 @@ def _usage() -> str:
     return f"usage: cs336 COMMAND ...\n\n{commands}\n\ncs336 COMMAND --help tells more of each."
 
 
-class _ConsoleHandler(logging.Handler):
-    """Log lines through rich's console, so that they do not tear the live progress line."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from .training.metrics import say
-
-        say(self.format(record))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `cs336` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    log = logging.getLogger("cs336_systems")
-    if not log.handlers:
-        log.addHandler(_ConsoleHandler())
-        log.setLevel(logging.INFO)
+    start_logging(quiet=bool(launched_rank()))
     if arguments == ["--version"]:
         print(f"cs336 {metadata.version('cs336-systems')}")
         sys.exit(0)
@@ -394,5 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(error: Exception, code: int) -> None:
+    if launched_rank() is not None:
+        from .parallel.failure import leave_failure
+
+        leave_failure(error)
+        os._exit(code)  # what is left of a process group whose other ranks are gone may wait for them for ever
     print(f"cs336: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses, validated where they are built, and the named model sizes.
+"""The configuration of a run: frozen dataclasses, validated where they are built.
 
 One JSON file fills them, the command line overrides any field, and the resolved form is written into the run folder.
 Imports nothing heavy, so that `cs336 --help` is quick.
@@ -6,136 +6,12 @@ Imports nothing heavy, so that `cs336 --help` is quick.
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from cs336_basics.shape import ModelShape
-
-DEFAULT_VOCAB_SIZE = 10_000
-DEFAULT_CONTEXT_LENGTH = 256
-
-# The handout's table 1 (2025), its 10B and the 2026 leaderboard's model.
-MODEL_SIZES: dict[str, dict[str, int]] = {
-    "small": dict(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
-    "medium": dict(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
-    "large": dict(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
-    "xl": dict(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
-    "2.7B": dict(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
-    "10B": dict(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
-    "8B": dict(
-        d_model=4096, d_ff=11008, num_layers=34, num_heads=32, vocab_size=151_936, context_length=32_768
-    ),
-}  # fmt: skip
-_SHAPE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
-
-
-def _require(condition: bool, name: str, value: object, accepted: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {value!r}: it must be {accepted}")
-
-
-def _check_types(config: Any, group: str) -> None:
-    """Hold every field to its annotation, as the command line's parser does, for JSON's null and for Python."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        accepted = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if not any(_is_a(value, kind) for kind in accepted):
-            raise ValueError(f"{group}{name} is {value!r}: it must be {describe_type(hint)}")
-
-
-def _is_a(value: object, kind: Any) -> bool:
-    if isinstance(value, float) and math.isnan(value):
-        return kind in (int, float)  # left to the check of the range, which no NaN passes
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def describe_type(hint: Any) -> str:
-    """What a field of this annotation accepts, in words: int | None is "an integer or null"."""
-    if isinstance(hint, UnionType):
-        return " or ".join(map(describe_type, get_args(hint)))
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
-    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
-    return names.get(hint, f"a {hint.__name__}")
-
-
-def _require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        # Above that bound an integer fits neither a tensor nor, soon after, a float.
-        if value is not None and not minimum <= value < 1 << 63:
-            above = " and below 2^63" if value > minimum else ""
-            raise ValueError(f"{group}.{name} is {value!r}: it must be at least {minimum:g}{above}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The architecture: by name with `size`, or field by field."""
-
-    size: str | None = None
-    """Named size: small, medium, large, xl, 2.7B, 10B or 8B. Gives d_model, d_ff, num_layers and num_heads."""
-    vocab_size: int | None = None
-    """Size of the vocabulary, also what the tokenizer is trained to (default: the size's, else 10,000)."""
-    context_length: int | None = None
-    """Tokens a sequence (default: the size's, else 256)."""
-    d_model: int | None = None
-    """Width of the residual stream."""
-    d_ff: int | None = None
-    """Width of the feed-forward layer."""
-    num_layers: int | None = None
-    """Number of Transformer blocks."""
-    num_heads: int | None = None
-    """Number of attention heads; d_model / num_heads must be even."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    attention: str = "auto"
-    """Attention kernel by its registered name; auto is sdpa, PyTorch's choice among its own."""
-
-    def __post_init__(self) -> None:
-        _check_types(self, "model.")
-        preset: dict[str, int] = {}
-        if self.size is not None:
-            _require(self.size in MODEL_SIZES, "model.size", self.size, f"one of {', '.join(MODEL_SIZES)}")
-            preset = MODEL_SIZES[self.size]
-        defaults = {"vocab_size": DEFAULT_VOCAB_SIZE, "context_length": DEFAULT_CONTEXT_LENGTH}
-        for name in ("vocab_size", "context_length", *_SHAPE_FIELDS):
-            given = getattr(self, name)
-            if given is None:
-                object.__setattr__(self, name, preset.get(name, defaults.get(name)))
-            elif name in _SHAPE_FIELDS and name in preset and given != preset[name]:
-                raise ValueError(
-                    f"model.{name} is {given}, but model.size {self.size!r} means {preset[name]}: give the size, or "
-                    f"leave it out and give {', '.join(_SHAPE_FIELDS)}"
-                )
-            if getattr(self, name) is None:
-                raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
-        _require_at_least(self, "model", 1, "vocab_size", "context_length", *_SHAPE_FIELDS)
-        _require(0 < self.rope_theta < math.inf, "model.rope_theta", self.rope_theta, "above 0 and finite")
-        s = self.shape
-        _require(s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, "at most 2^24")
-        if s.d_model % s.num_heads:
-            raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
-        if (s.d_model // s.num_heads) % 2:
-            raise ValueError(
-                f"model.d_model / model.num_heads is {s.d_model // s.num_heads}: the size of a head must be even, "
-                "because rotary embedding turns pairs"
-            )
-
-    @property
-    def shape(self) -> ModelShape:
-        """The resolved architecture, nothing of it None."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelShape)}
-        return ModelShape(**values)
+from .fields import check_types, require, require_at_least
+from .model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,22 +44,22 @@ class DataConfig:
     """Seed of the stories or of the random tokens."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "data.")
+        check_types(self, "data.")
         if self.source == "text":
-            _require(bool(self.train_text), "data.train_text", self.train_text, "a path, because data.source is 'text'")
+            require(bool(self.train_text), "data.train_text", self.train_text, "a path, because data.source is 'text'")
         else:
             for name in ("train_text", "valid_text"):
-                _require(
+                require(
                     getattr(self, name) is None,
                     f"data.{name}",
                     getattr(self, name),
                     f"left out unless data.source is 'text' (it is {self.source!r})",
                 )
-        _require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
-        _require_at_least(self, "data", 10_000, "story_chars")
-        _require_at_least(self, "data", 2, "random_tokens")
-        _require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
-        _require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
+        require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
+        require_at_least(self, "data", 10_000, "story_chars")
+        require_at_least(self, "data", 2, "random_tokens")
+        require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
+        require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
         for name, file in (
@@ -220,10 +96,10 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "optimizer.")
-        _require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
+        check_types(self, "optimizer.")
+        require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
         for i, beta in enumerate(self.betas):
-            _require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
+            require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
         if self.min_lr is None:
             object.__setattr__(self, "min_lr", self.lr / 10)
 
@@ -248,6 +124,9 @@ class TrainConfig:
     """torch.compile, block by block."""
     cuda_graph: bool = False
     """Record forward and backward as a CUDA graph and replay it: no launch overhead, which decides for small models."""
+    activation_checkpointing: str = "none"
+    """none; block: a block keeps only its input, the rest is computed again in the backward pass; every_K: so with
+    every K-th block."""
     deterministic: bool = False
     """Deterministic algorithms on the GPU too (slower), for runs that must repeat bit for bit."""
     validation_interval: int = 100
@@ -260,13 +139,13 @@ class TrainConfig:
     """Seed of the weights and of the order of the data."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "train.")
-        _require_at_least(
+        check_types(self, "train.")
+        require_at_least(
             self, "train", 1, "max_steps", "batch_size", "gradient_accumulation_steps", "validation_sequences"
         )
-        _require_at_least(self, "train", 0, "validation_interval")
-        _require(0 <= self.seed < 1 << 63, "train.seed", self.seed, "at least 0 and below 2^63")
-        _require(
+        require_at_least(self, "train", 0, "validation_interval")
+        require(0 <= self.seed < 1 << 63, "train.seed", self.seed, "at least 0 and below 2^63")
+        require(
             not (self.cuda_graph and self.precision == "fp16"),
             "train.cuda_graph",
             self.cuda_graph,
@@ -275,13 +154,85 @@ class TrainConfig:
         if self.max_grad_norm == math.inf:  # which JSON cannot say
             object.__setattr__(self, "max_grad_norm", None)
         limit = self.max_grad_norm
-        _require(limit is None or limit > 0, "train.max_grad_norm", limit, "above 0, or null: do not clip")
-        _require(
+        require(limit is None or limit > 0, "train.max_grad_norm", limit, "above 0, or null: do not clip")
+        require(
             self.batch_size % self.gradient_accumulation_steps == 0,
             "train.gradient_accumulation_steps",
             self.gradient_accumulation_steps,
             f"a divisor of train.batch_size, {self.batch_size}",
         )
+        require(
+            re.fullmatch(r"none|block|every_[1-9]\d{0,8}", self.activation_checkpointing) is not None,
+            "train.activation_checkpointing",
+            self.activation_checkpointing,
+            "none, block or every_K with a number K",
+        )
+
+    @property
+    def checkpointed_every(self) -> int | None:
+        """Every how many blocks one is checkpointed, or None for none of them."""
+        if self.activation_checkpointing == "none":
+            return None
+        return (
+            1 if self.activation_checkpointing == "block" else int(self.activation_checkpointing.removeprefix("every_"))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Training by several processes together, one a GPU."""
+
+    strategy: Literal[
+        "auto",
+        "none",
+        "naive",
+        "flat",
+        "overlap",
+        "individual",
+        "bucketed",
+        "flashddp",
+        "fsdp",
+        "torch_ddp",
+        "torch_fsdp",
+    ] = "auto"
+    """How they share the work; auto: none for one process, bucketed for several."""
+    devices: int = 1
+    """Processes to start on this machine, one a GPU. Under torchrun it is torchrun that starts them."""
+    bucket_size_mb: float | None = None
+    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, PyTorch's 25 for torch_ddp)."""
+    shard_optimizer: bool = False
+    """Each process keeps the optimizer's state of its own part of the parameters only (ZeRO stage 1)."""
+    grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Type in which gradients travel; same: as they are."""
+    init_timeout_s: float = 300.0
+    """How long processes wait for each other at the start."""
+    step_timeout_s: float = 120.0
+    """How long one waits for another in a step before the run ends with a message."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "parallel.")
+        require_at_least(self, "parallel", 1, "devices")
+        for name in ("bucket_size_mb", "init_timeout_s", "step_timeout_s"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < 1e9, f"parallel.{name}", value, "above 0 and below 1e9")
+        require(
+            not (self.shard_optimizer and self.strategy in ("fsdp", "torch_fsdp")),
+            "parallel.shard_optimizer",
+            self.shard_optimizer,
+            f"false with parallel.strategy {self.strategy!r}, which shards the optimizer's state anyway",
+        )
+        require(
+            not (self.devices > 1 and self.strategy == "none"),
+            "parallel.strategy",
+            self.strategy,
+            f"another than 'none' with parallel.devices {self.devices}",
+        )
+
+    def strategy_for(self, world_size: int) -> str:
+        """The strategy of a run of so many processes, auto resolved."""
+        if self.strategy == "auto":
+            return "none" if world_size == 1 else "bucketed"
+        return self.strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +243,12 @@ class CheckpointConfig:
     """Save every this many steps; 0 or less: only the last step, which is always saved."""
     keep_last: int | None = None
     """Keep only this many of the newest checkpoints (default: all)."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in main memory."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "checkpoint.")
-        _require_at_least(self, "checkpoint", 1, "keep_last")
+        check_types(self, "checkpoint.")
+        require_at_least(self, "checkpoint", 1, "keep_last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,13 +269,13 @@ class SampleConfig:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "sample.")
-        _require_at_least(self, "sample", 0, "max_new_tokens", "temperature")
-        _require_at_least(self, "sample", 1, "top_k")
-        _require(0 <= self.seed < 1 << 63, "sample.seed", self.seed, "at least 0 and below 2^63")
+        check_types(self, "sample.")
+        require_at_least(self, "sample", 0, "max_new_tokens", "temperature")
+        require_at_least(self, "sample", 1, "top_k")
+        require(0 <= self.seed < 1 << 63, "sample.seed", self.seed, "at least 0 and below 2^63")
         if any("\ud800" <= character <= "\udfff" for character in self.prompt):
             raise ValueError(f"sample.prompt is {self.prompt!r}: it must be valid UTF-8")
-        _require(self.top_p is None or 0 < self.top_p <= 1, "sample.top_p", self.top_p, "above 0 and at most 1")
+        require(self.top_p is None or 0 < self.top_p <= 1, "sample.top_p", self.top_p, "above 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +290,7 @@ class LogConfig:
     """Project name at Weights & Biases."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "log.")
+        check_types(self, "log.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,25 +309,65 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        _check_types(self, "")
+        check_types(self, "")
         if self.resume == "auto":
-            _require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
+            require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
         room = self.model.shape.context_length - 1
-        _require(
+        require(
             (self.sample.max_new_tokens or 0) <= room,
             "sample.max_new_tokens",
             self.sample.max_new_tokens,
             f"at most {room}, so that a prompt and it fit into model.context_length",
         )
+        self.check_world_size(self.parallel.devices)
         if self.optimizer.warmup_steps is None:
             warmup_steps = min(100, self.train.max_steps // 10)
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, warmup_steps=warmup_steps))
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ValueError where a batch cannot be shared by so many processes, or they cannot do what is asked."""
+        train, parallel = self.train, self.parallel
+        if train.batch_size % (world_size * train.gradient_accumulation_steps):
+            raise ValueError(
+                f"train.batch_size is {train.batch_size}: it must be divisible by the number of processes times "
+                f"train.gradient_accumulation_steps, {world_size} x {train.gradient_accumulation_steps}"
+            )
+        if world_size > 1:
+            require(
+                parallel.strategy != "none", "parallel.strategy", "none", f"another for {world_size} processes together"
+            )
+            require(
+                train.device in ("auto", "cpu", "cuda"),
+                "train.device",
+                train.device,
+                f"auto, cpu or cuda: each of {world_size} processes takes a GPU of its own",
+            )
+        if train.cuda_graph:
+            sharded_or_others = ("fsdp", "torch_fsdp", "torch_ddp")
+            require(
+                parallel.strategy not in sharded_or_others,
+                "parallel.strategy",
+                parallel.strategy,
+                f"none of {', '.join(sharded_or_others)} with train.cuda_graph",
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON types."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """The configuration that `to_dict` gave, also by way of JSON."""
+        groups = {name: hint for name, hint in get_type_hints(cls).items() if dataclasses.is_dataclass(hint)}
+        given = dict(values)
+        for name, group in groups.items():
+            if name in given:
+                fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given[name].items()}
+                given[name] = group(**fields)  # type: ignore[operator]
+        return cls(**given)

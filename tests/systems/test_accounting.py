@@ -18,7 +18,7 @@ from cs336_systems.accounting import (
     num_parameters,
     training_flops,
 )
-from cs336_systems.config import MODEL_SIZES, ModelConfig
+from cs336_systems.model_config import MODEL_SIZES, ModelConfig
 
 
 def shape_of(vocab: int, context: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:

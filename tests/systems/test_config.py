@@ -9,16 +9,17 @@ import pytest
 
 from cs336_systems.cli import parse_run_config
 from cs336_systems.config import (
-    MODEL_SIZES,
     CheckpointConfig,
     DataConfig,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     SampleConfig,
     TrainConfig,
 )
+from cs336_systems.model_config import MODEL_SIZES
 
 NAN, INF = math.nan, math.inf
 TINY = dict(vocab_size=300, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
@@ -27,6 +28,7 @@ GROUPS: dict[str, type] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "train": TrainConfig,
+    "parallel": ParallelConfig,
     "checkpoint": CheckpointConfig,
     "sample": SampleConfig,
     "log": LogConfig,

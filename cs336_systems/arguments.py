@@ -1,0 +1,78 @@
+"""Arguments of the commands, by jsonargparse, and what is wrong with them as one line that names the field."""
+
+import difflib
+import re
+from argparse import ArgumentError
+from collections.abc import Sequence
+from typing import Any, get_origin
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from .fields import describe_type
+
+
+def make_parser(command: str, description: str) -> ArgumentParser:
+    """The parser of `cs336 COMMAND`."""
+    # The docstring under each field of a dataclass becomes its help.
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    return ArgumentParser(
+        prog=f"cs336 {command}",
+        description=description,
+        exit_on_error=False,
+        parser_mode="json",
+        print_config=None,
+        allow_abbrev=False,
+    )
+
+
+def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
+    """The options of some arguments. Raises ValueError with one line that names what is wrong."""
+    try:
+        return parser.instantiate(parser.parse_args(list(arguments)))
+    except ArgumentError as error:
+        raise ValueError(_one_line(str(error), parser)) from error
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
+
+
+def field_names(parser: ArgumentParser) -> list[str]:
+    """The names that a parser knows, but for those of its own."""
+    return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})
+
+
+def unknown_field(name: str, parser: ArgumentParser) -> str:
+    """That a field is unknown, with the nearest name there is."""
+    known = field_names(parser)
+    same_last = [field for field in known if field.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same_last or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"unknown field {name}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _one_line(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message as a line without Python's types, with the nearest field for one that is unknown."""
+    message = " ".join(message.split())
+    if found := re.search(r"unrecognized arguments: --([\w.]+)", message):
+        return unknown_field(found[1], parser)
+    if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
+        return unknown_field(f"{found[1]}.{found[2]}", parser)
+    # Of several keys the last one is the field: a group that is given as JSON repeats what its field says.
+    if found := re.match(r'.*Parser key "(?P<name>[^"]+)": (?P<rest>.*)', message):
+        return _wrong_type(found["name"], found["rest"], parser)
+    return message
+
+
+def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
+    """That a field, or a group, is of another type than it must be; `said` is what jsonargparse says of it."""
+    hints = {action.dest: action._typehint for action in parser._actions if hasattr(action, "_typehint")}
+    if name not in hints:
+        given = re.search(r"Unable to load config (['\"])(?P<value>.*?)\1", said)
+        return f"{name} is {given['value']}: it must be a JSON object" if given else f"{name}: {said}"
+    if inside := re.search(r"NestedArg\(key='(\w+)'", said):
+        return unknown_field(f"{name}.{inside[1]}", parser)
+    # A union lists what each of its types says before it comes to the value.
+    value = re.search(r"Given value type: .*?Given value:(.*)", said) or re.search(r"Got value:(.*)", said)
+    if value is None:  # one that Python itself does not show, an integer of thousands of digits
+        return f"{name} must be {describe_type(hints[name])}"
+    part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
+    shown = value[1].strip() or "''"
+    return f"{name} {'holds' if part else 'is'} {shown}: it must be {describe_type(hints[name])}"

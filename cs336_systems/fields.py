@@ -1,0 +1,58 @@
+"""Checks of a configuration's fields: each raises a ValueError that names the field, the value and what is accepted."""
+
+import math
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+def require(condition: bool, name: str, value: object, accepted: str) -> None:
+    """Raise ValueError unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name} is {value!r}: it must be {accepted}")
+
+
+def check_types(config: Any, group: str) -> None:
+    """Hold every field to its annotation, as the command line's parser does, for JSON's null and for Python."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not any(_is_a(value, kind) for kind in _alternatives(hint)):
+            raise ValueError(f"{group}{name} is {value!r}: it must be {describe_type(hint)}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return kind in (int, float)  # left to the check of the range, which no NaN passes
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_a, value, kinds))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def describe_type(hint: Any) -> str:
+    """What a field of this annotation accepts, in words: int | None is "an integer or null"."""
+    if len(_alternatives(hint)) > 1:
+        return " or ".join(map(describe_type, _alternatives(hint)))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} numbers"
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+    return names.get(hint, f"a {hint.__name__}")
+
+
+def require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:
+    """Raise ValueError where a field that is given is below the minimum, or too large for a 64-bit integer."""
+    for name in names:
+        value = getattr(config, name)
+        # Above that bound an integer fits neither a tensor nor, soon after, a float.
+        if value is not None and not minimum <= value < 1 << 63:
+            above = " and below 2^63" if value > minimum else ""
+            raise ValueError(f"{group}.{name} is {value!r}: it must be at least {minimum:g}{above}")
