@@ -1,29 +1,80 @@
 """Parallel strategies by name: each wraps a module, and the training loop does not know which one it has."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-
-class SingleProcess(nn.Module):
-    """The strategy contract with nothing to communicate: one process, the same code path as with many."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients made inside stay on this process, for accumulation over micro-batches."""
-        yield
-
-    def finish_gradient_synchronization(self) -> None:
-        """To be called between the last backward and the optimizer's step; returns when gradients are averaged."""
+from .strategy import Strategy
 
 
-STRATEGIES: dict[str, Callable[[nn.Module], SingleProcess]] = {"none": SingleProcess}
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a strategy may be told; each takes what it has a use for."""
+
+    bucket_size_mb: float | None = None
+    """Bytes of gradients that travel together, in 2^20 (default: the strategy's)."""
+    grad_dtype: torch.dtype | None = None
+    """Type in which gradients travel (default: their own)."""
+    compute_dtype: torch.dtype | None = None
+    """Type in which sharded weights travel and compute (default: their own)."""
+
+
+def _naive(module: nn.Module, options: Options) -> Strategy:
+    from .ddp import NaiveDDP
+
+    return NaiveDDP(module, options.grad_dtype)
+
+
+def _flat(module: nn.Module, options: Options) -> Strategy:
+    from .ddp import FlatDDP
+
+    return FlatDDP(module, options.grad_dtype)
+
+
+def _overlap(module: nn.Module, options: Options) -> Strategy:
+    from .ddp import DDP
+
+    return DDP(module, options.grad_dtype)
+
+
+def _bucketed(module: nn.Module, options: Options) -> Strategy:
+    from .bucketed import DDPBucketed
+
+    size = {} if options.bucket_size_mb is None else {"bucket_size_mb": options.bucket_size_mb}
+    return DDPBucketed(module, **size, grad_dtype=options.grad_dtype)
+
+
+def _torch_ddp(module: nn.Module, options: Options) -> Strategy:
+    from .torch_peers import TorchDDP
+
+    size = {} if options.bucket_size_mb is None else {"bucket_size_mb": options.bucket_size_mb}
+    return TorchDDP(module, **size, grad_dtype=options.grad_dtype)
+
+
+def _torch_fsdp(module: nn.Module, options: Options) -> Strategy:
+    from .torch_peers import TorchFSDP
+
+    return TorchFSDP(module, options.compute_dtype, options.grad_dtype)
+
+
+def _fsdp(module: nn.Module, options: Options) -> Strategy:
+    from .fsdp import FSDP
+
+    return FSDP(module, options.compute_dtype, options.grad_dtype)
+
+
+# A new strategy enters here; its module is loaded when it is used.
+STRATEGIES: dict[str, Callable[[nn.Module, Options], Strategy]] = {
+    "none": lambda module, options: Strategy(module),
+    "naive": _naive,
+    "flat": _flat,
+    "overlap": _overlap,
+    "individual": _overlap,
+    "bucketed": _bucketed,
+    "flashddp": _bucketed,
+    "torch_ddp": _torch_ddp,
+    "fsdp": _fsdp,
+    "torch_fsdp": _torch_fsdp,
+}

@@ -1,0 +1,110 @@
+"""Overlapped data parallelism in buckets: gradients that are ready one after another travel together.
+
+A transfer has a cost of its own besides that of its bytes, and small gradients are many (Li et al. 2020, section
+3.2.3).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ddp import DDP
+
+
+class Bucket:
+    """One flat tensor whose views are the gradients of some parameters of one type."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = [v.view(p.shape) for v, p in zip(self.flat.split(sizes), parameters, strict=True)]
+
+    def collect(self) -> Tensor:
+        """Make every gradient a view of the flat tensor, which is returned.
+
+        Those that autograd added to are already. One that it made anew, because there was none, is copied.
+        """
+        apart = [
+            (view, p, p.grad)
+            for view, p in zip(self.views, self.parameters, strict=True)
+            if p.grad is not None and p.grad is not view
+        ]
+        if apart:
+            torch._foreach_copy_([view for view, _, _ in apart], [gradient for _, _, gradient in apart])
+        for view, p, _ in apart:
+            p.grad = view
+        return self.flat
+
+    def clear(self) -> None:
+        """Zero the gradients and give them to the parameters, for the next backward pass to add to."""
+        self.flat.zero_()
+        for view, p in zip(self.views, self.parameters, strict=True):
+            p.grad = view
+
+
+def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one type and device, at most most_bytes together; a larger one is alone.
+
+    Buckets come in the order in which they are complete.
+    """
+    place = {p: i for i, p in enumerate(parameters)}
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        bucket = filling.setdefault((p.dtype, p.device), [])
+        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > most_bytes:
+            buckets.append(bucket)
+            bucket = filling[p.dtype, p.device] = []
+        bucket.append(p)
+    return sorted([*buckets, *filling.values()], key=lambda bucket: place[bucket[-1]])
+
+
+class DDPBucketed(DDP):
+    """`DDP` whose gradients live in flat buckets of at most bucket_size_mb (in 2^20 bytes), sent when they are full.
+
+    Autograd adds to the buckets in place, so nothing is copied, as long as gradients are cleared by this module's
+    `zero_grad`; an optimizer's own, which drops them, costs a copy of each. After the first step the buckets are cut
+    again, in the order in which gradients come.
+
+    Raises ValueError where bucket_size_mb is not above 0.
+    """
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
+        if not 0 < bucket_size_mb < math.inf:
+            raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0 and finite")
+        self._most_bytes = bucket_size_mb * 2**20
+        super().__init__(module, grad_dtype)
+
+    def _group(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        return cut_into_buckets(order, self._most_bytes)
+
+    def _arrange(self) -> None:
+        super()._arrange()
+        self._buckets: list[Bucket] = []  # made when the gradients of the step before are no longer needed
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._buckets:
+            self._make_buckets()
+        return super().forward(*inputs, **kwargs)
+
+    def _make_buckets(self) -> None:
+        self._buckets = [Bucket(group) for group in self._groups]
+        for bucket in self._buckets:
+            bucket.collect()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. They stay views of the buckets, whatever set_to_none says."""
+        super().zero_grad()
+        if not self._buckets:
+            self._make_buckets()
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def _is_missing(self, p: nn.Parameter) -> bool:
+        return p not in self._touched  # its gradient may be the zeros of its view
+
+    def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
+        return [self._buckets[self._group_of[group[0]]].collect()]

@@ -1,0 +1,307 @@
+"""Processes that train together: start and stop, who is who, and tensors on their way between them.
+
+A collective is started, then waited for; in between, the process computes. Each bears a name, so that one that fails or
+never ends is reported as what it was: rank, operation, step. With one process nothing is sent and the same code runs.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ..console import launched_rank
+from .failure import CollectiveError, Watchdog, first_line, named
+from .meeting import meeting_place
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start, stop, who is who
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+_alone = False
+_watchdog: Watchdog | None = None
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    group = dist.group.WORLD  # asked itself: every transfer needs this
+    return group.size() if group is not None and not _alone else 1
+
+
+def rank() -> int:
+    """This process among them, from 0."""
+    return dist.get_rank() if dist.is_initialized() and not _alone else 0
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While active, this process does as one without others: to measure what they add."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
+
+
+def environment_rank() -> int:
+    """This process's number among those that were started together, also before they have met."""
+    return launched_rank() or 0
+
+
+def local_rank() -> int:
+    """This process among those of its machine, which is also the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def launched() -> bool:
+    """Whether torchrun, or our own launch through the same agent, started this process as one of several."""
+    return launched_rank() is not None
+
+
+@contextlib.contextmanager
+def process_group(
+    device: torch.device,
+    *,
+    init_timeout_s: float = 300,
+    step_timeout_s: float = 120,
+    **where: Any,
+) -> Iterator[None]:
+    """The process group of this run: NCCL for tensors on a GPU, gloo for those on a CPU.
+
+    Where the others are is in the environment, as torchrun sets it, or in `where`: what `init_process_group` takes
+    (init_method, rank, world_size). A collective that is not done within step_timeout_s ends the process (on a GPU) or
+    raises CollectiveError. Raises it too where the others do not come within init_timeout_s.
+    """
+    global _watchdog
+    # gloo beside NCCL carries Python objects, which would otherwise wait for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        where = where or meeting_place(init_timeout_s)
+        dist.init_process_group(backend, timeout=timedelta(seconds=init_timeout_s), **where)
+        with named("meeting of all ranks"):
+            dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise CollectiveError(f"the ranks did not all meet within {init_timeout_s:g} s: {first_line(error)}") from error
+    # NCCL's own watchdog knows no step, so ours is to be first; gloo raises where it is waited for, so it is to be.
+    allowance = 60 if device.type == "cuda" else 0
+    timeout = timedelta(seconds=step_timeout_s + allowance)
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+    _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10))
+    try:
+        yield
+    except BaseException:
+        _stop_watching()
+        # Not destroyed: that would wait for what the other ranks have perhaps not sent.
+        if hasattr(dist.distributed_c10d, "_abort_process_group"):
+            dist.distributed_c10d._abort_process_group()
+        raise
+    _stop_watching()
+    dist.destroy_process_group()
+
+
+def _stop_watching() -> None:
+    global _watchdog
+    if _watchdog is not None:
+        _watchdog.stop()
+    _watchdog = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transfers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Transfer:
+    """A collective under way, made by one of the `start_` functions.
+
+    `wait` returns when its tensors may be used; on a GPU it only makes the current stream wait.
+    """
+
+    def __init__(self, what: str, works: Sequence[Any] = (), apply: Callable[[], None] | None = None) -> None:
+        self.what, self.works, self.started = what, works, time.monotonic()
+        self._apply = apply
+        self._passed: torch.cuda.Event | None = None
+        # What is recorded as a CUDA graph does not run now, and nobody may ask whether it is done.
+        recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        self._watched = bool(works) and _watchdog is not None and not recorded
+        if self._watched and _watchdog is not None:
+            _watchdog.watch(self)
+
+    def wait(self) -> None:
+        with named(self.what):
+            for work in self.works:
+                work.wait()
+        if self._apply is not None:
+            self._apply()
+        # The watchdog keeps this for up to a second, many steps; works and `apply` hold tensors. An event for each,
+        # though they end in order: what hangs is to be told by its name.
+        if self._watched and self.works and torch.cuda.is_initialized():
+            self._passed = torch.cuda.Event()
+            self._passed.record()
+        self.works, self._apply = (), None
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works) and (self._passed is None or self._passed.query())
+
+
+def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | None = None) -> Transfer:
+    """Average tensors over all ranks, in place, as few transfers: one a dtype.
+
+    With a wire_dtype they are cast to it for the way. Raises ValueError for a sparse tensor.
+    """
+    tensors = [t for t in tensors if t.numel()]
+    if world_size() == 1 or not tensors:
+        return Transfer(what)
+    if any(t.layout is not torch.strided for t in tensors):
+        raise ValueError(f"{what}: a tensor is {next(t.layout for t in tensors if t.layout is not torch.strided)}: "
+                         "only dense ones can be averaged")  # fmt: skip
+    sent = [t.to(wire_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself where nothing changes
+    averages = _by_nccl(tensors[0])
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for t in sent:
+        by_dtype.setdefault(t.dtype, []).append(t)
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM  # gloo has no average
+    works = []
+    for group in by_dtype.values():
+        one = len(group) == 1  # which gloo can average on a GPU too
+        options = c10d.AllreduceOptions() if one else c10d.AllreduceCoalescedOptions()
+        works.append(_together("allreduce" if one else "allreduce_coalesced", [group], options, what, op))
+
+    def apply() -> None:
+        if not averages:
+            for t in sent:
+                t.div_(world_size())
+        for t, s in zip(tensors, sent, strict=True):
+            if s is not t:
+                t.copy_(s)
+
+    return Transfer(what, works, apply)
+
+
+def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
+    """Fill each output (world_size * rows, ...) with the inputs (rows, ...) of all ranks, in the order of ranks.
+
+    All tensors have one dtype and are contiguous.
+    """
+    if world_size() == 1:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            output.copy_(tensor)
+        return Transfer(what)
+    return Transfer(what, [_together(_ALL_GATHER, [outputs, inputs], c10d.AllgatherOptions(), what)])
+
+
+def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
+    """Average inputs (world_size * rows, ...) over all ranks and leave each rank its rows in output (rows, ...).
+
+    All tensors have one dtype and are contiguous.
+    """
+    if world_size() == 1:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            output.copy_(tensor)
+        return Transfer(what)
+    averages = _by_nccl(inputs[0])
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+
+    def apply() -> None:
+        if not averages:
+            torch._foreach_div_(list(outputs), world_size())
+
+    return Transfer(what, [_together(_REDUCE_SCATTER, [outputs, inputs], c10d.ReduceScatterOptions(), what, op)], apply)
+
+
+def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transfer:
+    """Copy each tensor from the rank given with it to all others, on NCCL all at once, so that all ranks send."""
+    calls = [(tensor, source) for tensor, source in sources if tensor.numel()]
+    if world_size() == 1 or not calls:
+        return Transfer(what)
+    with named(what), torch.profiler.record_function(what):
+        if not _by_nccl(first := calls[0][0]):
+            return Transfer(what, [dist.broadcast(tensor, source, async_op=True) for tensor, source in calls])
+        with c10d._coalescing_manager(device=first.device, async_ops=True) as works:
+            for tensor, source in calls:
+                dist.broadcast(tensor, source, async_op=True)  # which keeps it off the current stream
+        return Transfer(what, [works.works[0]])  # the one work of them all, which can be asked whether it is done
+
+
+def _by_nccl(tensor: Tensor) -> bool:
+    """Whether NCCL carries it; gloo can carry tensors of a GPU too."""
+    return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config()
+
+
+_ALL_GATHER, _REDUCE_SCATTER = "all_gather_single_coalesced", "reduce_scatter_single_coalesced"
+if not hasattr(dist.ProcessGroup, _ALL_GATHER):  # before PyTorch 2.13
+    _ALL_GATHER, _REDUCE_SCATTER = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"
+
+
+def _together(method: str, tensors: Sequence[Sequence[Tensor]], options: Any, what: str, op: Any = None) -> Any:
+    """Start one collective for lists of tensors. `_coalescing_manager` does the same in three times the host's time."""
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = op
+    with named(what), torch._C._profiler._RecordFunctionFast(what):
+        return getattr(dist.group.WORLD, method)(*tensors, options)
+
+
+def mean(tensors: Iterable[Tensor], what: str) -> None:
+    """`start_mean`, waited for."""
+    start_mean(tensors, what).wait()
+
+
+def broadcast(tensors: Iterable[Tensor], what: str) -> None:
+    """Copy tensors from rank 0 to all others."""
+    start_broadcasts([(tensor, 0) for tensor in tensors], what).wait()
+
+
+def gather_objects(value: Any, what: str) -> list[Any]:
+    """The values of all ranks, in their order. Only for small ones of this program's own: they travel pickled."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        with named(what):
+            dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(what: str) -> None:
+    """Return when all ranks have come here."""
+    gather_objects(None, what)
+
+
+def check_same(facts: dict[str, Any], what: str) -> None:
+    """Raise ValueError, on all ranks, naming each fact in which a rank differs from rank 0."""
+    missing = "nothing"
+    everyone = gather_objects(facts, f"comparison of {what}")
+    for other, theirs in enumerate(everyone):
+        names = [*everyone[0], *(name for name in theirs if name not in everyone[0])]
+        differing = [
+            f"{name} is {theirs.get(name, missing)} on rank {other} and {everyone[0].get(name, missing)} on rank 0"
+            for name in names
+            if theirs.get(name, missing) != everyone[0].get(name, missing)
+        ]
+        if differing:
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise ValueError(f"the ranks have different {what}: {'; '.join(differing[:3])}{more}")
+
+
+def mean_weight(count: int) -> float:
+    """What to multiply this rank's mean over `count` items by, so that the mean over ranks is that over all items.
+
+    That is world_size * count / (count of all ranks). Gradients are averaged over ranks as they are, so where ranks
+    have different numbers of tokens each scales its loss by this.
+    """
+    total = sum(gather_objects(count, "count of tokens"))
+    return world_size() * count / total if total else 1.0

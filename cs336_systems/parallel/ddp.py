@@ -1,0 +1,134 @@
+"""Data parallelism: every rank has the whole model and its own part of the batch, and gradients are averaged.
+
+From the plainest to the one that hides its communication: `NaiveDDP` sends each gradient by itself after the backward
+pass, `FlatDDP` all of them at once, `DDP` each one during the backward pass, as soon as it is there. `bucketed.py` has
+the one that sends several together. All leave the same gradients (Li et al. 2020, PyTorch Distributed, section 3).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from . import comm
+from .strategy import Strategy, UsedParameters, weak_hook
+
+
+class NaiveDDP(Strategy):
+    """After the backward pass, one all-reduce a parameter, one after the other."""
+
+    def finish_gradient_synchronization(self) -> None:
+        names = {p: name for name, p in self.module.named_parameters()}
+        used = UsedParameters(self.trainable())
+        flags = used.fill()
+        for p in self.trainable():
+            assert p.grad is not None
+            comm.start_mean([p.grad], f"all-reduce of the gradient of {names[p]}", self.grad_dtype).wait()
+        comm.mean([flags], "all-reduce of the flags of used parameters")
+        used.settle()
+
+
+class FlatDDP(Strategy):
+    """After the backward pass, one all-reduce of all gradients flattened together, one a dtype."""
+
+    def finish_gradient_synchronization(self) -> None:
+        used = UsedParameters(self.trainable())
+        tensors = [used.fill(), *(p.grad for p in self.trainable() if p.grad is not None)]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, group in by_dtype.items():
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
+            comm.start_mean([flat], f"all-reduce of all gradients in {dtype}", self.grad_dtype).wait()
+            parts = flat.split([tensor.numel() for tensor in group])
+            torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
+        used.settle()
+
+
+class DDP(Strategy):
+    """During the backward pass, each gradient starts on its way as soon as it is there, and computing goes on.
+
+    All ranks must start the same transfers in the same order, and not all need use the same parameters. So the order is
+    fixed: a gradient that is there before its turn waits for those before it, and zeros are sent at the end for those
+    that have not come. The order is that of the registered parameters backwards, and after the first step that in which
+    the gradients came on rank 0.
+    """
+
+    def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
+        super().__init__(module, grad_dtype)
+        self._names = {p: name for name, p in module.named_parameters()}
+        self._used = UsedParameters(self.trainable())
+        self._order = self.trainable()[::-1]
+        self._order_is_learnt = False
+        self._arrange()
+        for p in self._order:
+            p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
+
+    def _group(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Which gradients travel together."""
+        return [[p] for p in order]
+
+    def _arrange(self) -> None:
+        self._groups = self._group(self._order)
+        self._group_of = {p: i for i, group in enumerate(self._groups) for p in group}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._touched: set[nn.Parameter] = set()  # by any backward pass of this step
+        self._came: dict[nn.Parameter, None] = {}  # in the last one, in this order
+        self._still_to_come = [len(group) for group in self._groups]
+        self._transfers: list[comm.Transfer] = []
+
+    def _on_gradient(self, p: nn.Parameter) -> None:
+        self._touched.add(p)
+        if not self._synchronizing:
+            return
+        if p in self._came:
+            raise RuntimeError(
+                f"a second backward pass reached {self._names[p]} before finish_gradient_synchronization: all backward "
+                "passes of a step but the last belong inside no_sync()"
+            )
+        self._came[p] = None
+        self._still_to_come[self._group_of[p]] -= 1
+        while len(self._transfers) < len(self._groups) and self._still_to_come[len(self._transfers)] == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        group = self._groups[len(self._transfers)]
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        what = f"all-reduce of the gradient of {self._names[group[0]]}{more}"
+        self._transfers.append(comm.start_mean(self._gradients(group), what, self.grad_dtype))
+
+    def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
+        """What is sent for a group whose gradients are all there."""
+        return [p.grad for p in group if p.grad is not None]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and forget a backward pass that has not been finished."""
+        for transfer in self._transfers:
+            transfer.wait()
+        self._reset()
+        super().zero_grad(set_to_none)
+
+    def _is_missing(self, p: nn.Parameter) -> bool:
+        return p.grad is None
+
+    def finish_gradient_synchronization(self) -> None:
+        flags = self._used.fill(self._is_missing)
+        while len(self._transfers) < len(self._groups):
+            self._start_next()
+        self._transfers.append(comm.start_mean([flags], "all-reduce of the flags of used parameters"))
+        for transfer in self._transfers:
+            transfer.wait()
+        self._used.settle()
+        if self._order_is_learnt:
+            self._reset()
+        else:
+            self._learn_order()
+
+    def _learn_order(self) -> None:
+        numbers = {p: i for i, p in enumerate(self.trainable())}
+        came = comm.gather_objects([numbers[p] for p in self._came], "order of the gradients")[0]
+        parameters = self.trainable()
+        first = [parameters[i] for i in came]
+        self._order = first + [p for p in self._order if p not in set(first)]
+        self._order_is_learnt = True
+        self._arrange()

@@ -1,0 +1,119 @@
+"""What goes wrong between ranks, and how it is told: which rank, which operation, which step.
+
+Where a transfer fails, whoever waits for it raises; where it never ends, a thread ends the process.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ..console import launched_rank
+
+OWN_LAUNCH = "CS336_LAUNCHED"
+"""Set in the environment of processes that we have started ourselves, and whose failures we tell."""
+
+
+class CollectiveError(RuntimeError):
+    """A transfer between ranks failed or was not done in time. Says which rank, which operation, which step."""
+
+
+_step: int | None = None
+
+
+def set_step(step: int | None) -> None:
+    """Say which step of training this is, for messages."""
+    global _step
+    _step = step
+
+
+def _place(what: str) -> str:
+    return f"rank {_rank()}: {what}" + (f" at step {_step}" if _step is not None else "")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else launched_rank() or 0
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without further lines, the source line of a backend and its advice; its type for nothing."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"^\[[^\]]*\] ?", "", line).partition(". This is typically")[0]
+
+
+class Watched(Protocol):
+    """What the watchdog asks of a transfer."""
+
+    what: str
+    started: float
+
+    def done(self) -> bool: ...
+
+
+class named:
+    """Turns what the backend raises into a CollectiveError that says where it was."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+            place, why = _place(self.what), first_line(error)
+            raise CollectiveError(f"{place} failed, another rank is gone or late: {why}") from error
+
+
+class Watchdog:
+    """A thread that ends this process where a transfer is not done in time: it may hang where nothing can be raised.
+
+    On a GPU the main thread waits inside the driver, for kernels that wait for another rank.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._stopped = timeout_s, threading.Event()
+        self._under_way: deque[Watched] = deque()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def watch(self, transfer: Watched) -> None:
+        self._under_way.append(transfer)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
+            with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
+                while self._under_way and self._under_way[0].done():
+                    self._under_way.popleft()
+            if self._under_way and time.monotonic() - self._under_way[0].started > self._timeout_s:
+                self._end(self._under_way[0].what)
+
+    def _end(self, what: str) -> None:
+        message = f"{_place(what)} was not done after {self._timeout_s:g} s: another rank is gone or hangs"
+        fail(message)
+
+
+def fail(message: str) -> None:
+    """End this process at once, with a message for whoever launched it."""
+    leave_failure(CollectiveError(message))
+    os._exit(1)
+
+
+def leave_failure(error: BaseException) -> None:
+    """Leave an error to the launcher, in the file it has named and the form it reads; say it where it is torchrun."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        report = {"message": message, "kind": type(error).__name__, "extraInfo": extra}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": report}, file)
+    if OWN_LAUNCH not in os.environ:
+        print(message if message.startswith("rank ") else f"rank {_rank()}: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,390 @@
+"""Fully sharded data parallelism: every rank keeps a piece of each weight and has a whole one only while it computes.
+
+ZeRO stage 3 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") in the
+form of PyTorch FSDP (Zhao et al. 2023). Read it from `FSDP` downwards: when something is sent is in `_Walk`, what in
+`fsdp_units.py`.
+
+Streams. An NCCL transfer starts after what is queued on the current stream so far, and `wait` makes the current stream
+wait for it. All memory of transfers is allocated and freed on the current stream, and freed only after that wait, so
+the caching allocator hands it on in order; nothing needs `record_stream`, which would keep it for longer.
+"""
+
+import math
+from collections.abc import Callable, Container
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from . import comm
+from .fsdp_units import EMBEDDINGS, Unit, divide
+from .strategy import Strategy, weak_hook
+
+
+class FSDP(Strategy):
+    """Weights of Linear and Embedding sharded by rows over all ranks; all else is replicated, its gradients averaged.
+
+    A weight (rows, ...) is divided as torch.chunk and DTensor's Shard(0) do: ceil(rows / world_size) rows a rank, the
+    last ranks have fewer or none. After wrapping, the module's parameter of that name is this rank's shard, the same
+    object as before, in the type it had (the master weights, and what optimizers see); so is its gradient.
+
+    What is gathered together is a unit: the weights of one element of an nn.ModuleList (a Transformer block), and
+    elsewhere of one module. While a unit computes, forward or backward, the next one is on its way; so at most two are
+    whole. A unit's gradients leave as soon as they are there, and are waited for when the next unit's leave.
+
+    compute_dtype: shards are cast to it before they travel; weights and their gradients have it in computation. Under
+    autocast give the same type, or autocast keeps its own copies of all weights until backward is over.
+    grad_dtype: the type in which gradients travel (default: the one they have).
+
+    Accumulation: gradients are averaged after each backward, also inside `no_sync`, and summed as shards, since the sum
+    of means is the mean of sums; whole gradients would take as much memory as sharding saves.
+
+    Ranks may use different weights, but must make the same calls of forward and backward; in the first forward, which
+    teaches the order of units, only where they are registered in that order. Weights are whole only inside the calls of
+    their unit's module and its backward. A block may be compiled or checkpointed inside (its `forward` replaced, before
+    or after wrapping) or checkpointed from outside, with use_reentrant=False. Freeze parameters before wrapping.
+
+    Raises ValueError where the ranks' modules are not alike, and for sparse gradients and max_norm of nn.Embedding.
+    """
+
+    def __init__(
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
+    ) -> None:
+        for name, child in module.named_modules():
+            if isinstance(child, nn.Embedding) and (child.sparse or child.max_norm is not None):
+                option = "sparse=True" if child.sparse else f"max_norm={child.max_norm}"
+                where = f"{name}.weight".removeprefix(".")
+                raise ValueError(f"{where} is of an nn.Embedding with {option}, which fsdp cannot shard")
+        super().__init__(module, grad_dtype)
+        self._stages = divide(module, compute_dtype, grad_dtype)
+        self._units = list(dict.fromkeys(unit for stage in self._stages for unit in stage.units))
+        self._sharded = {id(w.shard): w for unit in self._units for w in unit.weights}
+        self._trainable = self.trainable()
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._plan(list(range(len(self._stages))))
+        self._unknown = {True, False}  # whether with gradients: forward passes whose order is not learned yet
+        self._called: list[tuple[int, bool]] = []  # in such a pass: stages, and whether backward comes to them
+        self._walk: _Walk | None = None  # through the forward pass under way
+        self._back: _Walk | None = None  # through the backward pass under way
+        self._task = -1  # its number in autograd
+        self._marked = False  # whether `_mark_used` was called in this step
+        self._scattering: Unit | None = None
+        self._whole = {id(weight.full): (unit, weight) for unit in self._units for weight in unit.trainable}
+        hook = weak_hook(self._after_gradient)
+        for unit in self._units:
+            for weight in unit.trainable:
+                weight.full.register_post_accumulate_grad_hook(hook)
+        # Hooks and not a new `forward`, so that they run outside of what compiles or checkpoints the forward.
+        outside = torch.compiler.disable
+        module.register_forward_pre_hook(outside(self._before_forward))
+        for number, stage in enumerate(self._stages):
+            stage.module.register_forward_pre_hook(outside(partial(self._before_stage, number)))
+            stage.module.register_forward_hook(outside(partial(self._after_stage, number)), always_call=True)
+        module.register_forward_hook(outside(self._after_forward))
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if _in_backward():  # checkpointing computes it again
+            return
+        self._reset()  # what is whole is of an older pass: the weights may have changed, or its backward never came
+        self._walk = _Walk(self._places)
+        self._called = []
+
+    def _before_stage(self, number: int, module: nn.Module, inputs: Any) -> None:
+        stage = self._stages[number]
+        if _in_backward() or self._walk is None or not self._walk.visit(number):
+            stage.start()  # out of turn: all ranks have to do the same
+            stage.wait()
+        stage.register(full=True)
+
+    def _after_stage(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        if _in_backward():
+            return  # the gradients come next
+        stage = self._stages[number]
+        stage.register(full=False)
+        backed = _watch(output, partial(self._before_stage_backward, number))
+        if self._unknown:
+            self._called.append((number, backed))
+        if self._walk is None or not self._walk.is_at(number):
+            stage.free()
+        elif not (self._walk.at_end() and torch.is_grad_enabled()):  # the last is the first that backward needs
+            self._walk.leave()
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if _in_backward() or self._walk is None:
+            return
+        self._walk.to_end()
+        if torch.is_grad_enabled():
+            _watch(output, self._begin_backward)
+        else:
+            self._walk.leave()
+        self._walk = None
+        if torch.is_grad_enabled() in self._unknown:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Agree with all ranks on the order of the first forward pass, and of the first one with gradients."""
+        everyone = comm.gather_objects(self._called, "the order of the units")
+        order = [number for number, _ in max(everyone, key=lambda called: len(called))]
+        for number in set(range(len(self._stages))).difference(order):
+            _insert(order, number, [stage.name.rpartition(".")[0] for stage in self._stages])
+        self._unknown -= {False, torch.is_grad_enabled()}
+        if order != [place.number for place in self._places]:
+            self._reset()
+        self._plan(order, {number for called in everyone for number, backed in called if backed})
+
+    def _plan(self, order: list[int], backed: Container[int] = ()) -> None:
+        """Lay out the walks of forward, and of backward as far back as it goes or may go on some rank."""
+        stages = self._stages
+        self._places = [_Place(number, stages[number].units, []) for number in order]
+        goes = [number in backed or stages[number].trains for number in order]
+        seen: set[Unit] = set()
+        self._back_places: list[_Place] = []
+        for number in order[goes.index(True) if True in goes else len(order) :]:
+            stage = stages[number]
+            due = [unit for unit in stage.units if unit.trainable and unit not in seen]
+            seen.update(due)
+            # The backward of an embedding needs the indices, not the weight.
+            gathered = [] if isinstance(stage.module, EMBEDDINGS) else stage.units
+            self._back_places.insert(0, _Place(number, gathered, due))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._reset(keep=self._task == -1)  # all but what forward has kept, unless a backward was broken off
+        self._mark_used()
+        self._task, self._back = task, _Walk(self._back_places, self._scatter)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    def _before_stage_backward(self, number: int) -> None:
+        """Backward comes to a stage. autograd goes in the reverse order of forward, so later stages are done."""
+        self._begin_backward()
+        assert self._back is not None
+        if not self._back.is_at(number) and not self._back.visit(number) and self._back.knows(number):
+            self._back.restart()  # one backward of two forward passes
+            self._back.visit(number)
+        stage = self._stages[number]
+        if not isinstance(stage.module, EMBEDDINGS):
+            stage.start()
+            stage.wait()
+            stage.register(full=True)  # checkpointing computes the forward again, with the module's weights
+
+    def _after_gradient(self, full: Tensor) -> None:
+        self._begin_backward()
+        unit, weight = self._whole[id(full)]
+        weight.used = True
+        unit.arrived += 1
+        if unit.arrived == len(unit.trainable):
+            self._scatter(unit)
+
+    def _scatter(self, unit: Unit) -> None:
+        self._wait_scatter()  # here and not before, so that one is under way while the next unit computes
+        unit.start_scatter()
+        self._scattering = unit
+
+    def _wait_scatter(self) -> None:
+        if self._scattering is not None:
+            self._scattering.wait_scatter()
+            self._scattering = None
+
+    def _end_backward(self) -> None:
+        """Go to the end of the walk, as other ranks may have done, and send what came after its turn."""
+        if self._back is None:
+            return
+        self._back.to_end()
+        for place in self._back_places:
+            for unit in place.due:
+                if unit.arrived or not unit.scattered:
+                    self._scatter(unit)
+        self._back, self._task = None, -1
+        for unit in self._units:
+            unit.free()
+            unit.forget()
+
+    def _reset(self, keep: bool = False) -> None:
+        """Forget a pass that was broken off; free what is whole."""
+        self._walk = None
+        for unit in () if keep else self._units:
+            unit.free()
+            if self._task != -1:
+                unit.forget()
+        self._back, self._task = None, -1
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait for the last shards and average the replicated gradients; no unit is whole afterwards."""
+        self._reset()
+        self._wait_scatter()
+        self._mark_used()
+        self._marked = False
+        if not self._trainable:
+            return
+        missing = [i for i, p in enumerate(self._trainable) if not self._used(p)]
+        used = torch.ones(len(self._trainable), device=self._trainable[0].device)
+        if missing:
+            used[missing] = 0  # as in UsedParameters: a flag for each, read only by a rank that misses something
+        replicated = [p for p in self._trainable if id(p) not in self._sharded]
+        for p in replicated:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients = [p.grad for p in replicated if p.grad is not None]
+        comm.start_mean([*gradients, used], "mean of the replicated gradients", self.grad_dtype).wait()
+        if missing:
+            by_anybody = used.tolist()
+            for i in missing:
+                if not by_anybody[i]:
+                    self._trainable[i].grad = None
+
+    def _used(self, parameter: nn.Parameter) -> bool:
+        weight = self._sharded.get(id(parameter))
+        return parameter.grad is not None if weight is None else weight.used
+
+    def _mark_used(self) -> None:
+        """Once a step, before its gradients: what has a gradient already keeps it, whoever uses it now."""
+        if not self._marked:
+            self._marked = True
+            for weight in self._sharded.values():
+                weight.used = weight.shard.grad is not None
+
+    def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
+        """Scale the averaged gradients to a common 2-norm, over all shards, of at most max_norm; return it before."""
+        gradients: dict[bool, list[Tensor]] = {True: [], False: []}
+        for p in self._trainable:
+            if p.grad is not None:
+                gradients[id(p) in self._sharded].append(p.grad)
+        squares = {}
+        for kind, some in gradients.items():
+            norms = torch._foreach_norm(some) if some else [torch.zeros((), device=self._device)]
+            squares[kind] = torch.stack(norms).square().sum()
+        comm.mean([squares[True]], "norm of the gradients")
+        norm = (squares[True] * comm.world_size() + squares[False]).sqrt()
+        if max_norm != math.inf and (everything := gradients[True] + gradients[False]):
+            torch._foreach_mul_(everything, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Every parameter whole, in the type of the master weights, by its name; replicated ones as they are.
+
+        All ranks call it together.
+        """
+        whole: dict[int, Tensor] = {}
+        for unit in self._units:
+            for weight, tensor in zip(unit.weights, unit.gather_masters(), strict=True):
+                whole[id(weight.shard)] = tensor
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: whole.get(id(p), p.detach()) for name, p in named}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state dict that one process alone would have. All ranks call it together."""
+        return {**super().full_state_dict(), **self.gather_full_params()}
+
+    def shards(self) -> dict[str, tuple[torch.Size, int]]:
+        """By name, the sharded parameters: the whole shape, and the first row that this rank has."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        weights = {name: self._sharded[id(p)] for name, p in named if id(p) in self._sharded}
+        return {name: (weight.shape, weight.first_row) for name, weight in weights.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When: the walk that all ranks make alike
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A place in a walk: a stage by its number, what is gathered for it, whose gradients are complete after it."""
+
+    number: int
+    gathered: list[Unit]
+    due: list[Unit]
+
+
+class _Walk:
+    """One pass through all places of a plan, one after another.
+
+    Coming to a place starts the gather of the next one; leaving it sends the gradients that are due, where they have
+    not left yet, and frees its units. A rank passes in the same way over places that it does not use. So all ranks
+    start the same transfers in the same order, which is all that collectives need.
+    """
+
+    def __init__(self, places: list[_Place], scatter: Callable[[Unit], None] | None = None) -> None:
+        self.places, self.at, self._scatter = places, -1, scatter
+
+    def is_at(self, number: int) -> bool:
+        return self.at >= 0 and self.places[self.at].number == number
+
+    def at_end(self) -> bool:
+        return self.at == len(self.places) - 1
+
+    def knows(self, number: int) -> bool:
+        return any(place.number == number for place in self.places)
+
+    def visit(self, number: int) -> bool:
+        """Go to the next place of this stage and wait for its weights. False if there is none ahead."""
+        for i in range(self.at + 1, len(self.places)):
+            if self.places[i].number == number:
+                self._go(i)
+                return True
+        return False
+
+    def to_end(self) -> None:
+        self._go(len(self.places) - 1)
+
+    def restart(self) -> None:
+        self.to_end()
+        self.leave()
+        self.at = -1
+
+    def leave(self) -> None:
+        if self.at < 0:
+            return
+        here = self.places[self.at]
+        for unit in here.due:
+            if self._scatter and not unit.scattered:  # not used here, or not all of it
+                self._scatter(unit)
+        following = [] if self.at_end() else self.places[self.at + 1].gathered
+        for unit in here.gathered:
+            if unit not in following:
+                unit.free()
+
+    def _go(self, to: int) -> None:
+        while self.at < to:
+            if self.at >= 0:
+                self.leave()
+            self.at += 1
+            for unit in self.places[self.at].gathered:
+                unit.start_gather()  # of the first place; the others are under way
+                if self.at == to:
+                    unit.wait_gather()
+            if not self.at_end():
+                for unit in self.places[self.at + 1].gathered:
+                    unit.start_gather()
+
+
+def _insert(order: list[int], number: int, folders: list[str]) -> None:
+    """Put a stage that has not been called among its neighbours: those of the same list, or those registered beside."""
+    near = [other for other in order if folders[other] == folders[number]] if folders[number] else []
+    near = near or order
+    if before := [other for other in near if other < number]:
+        order.insert(len(order) - order[::-1].index(max(before)), number)
+    else:
+        order.insert(order.index(min(near)) if near else 0, number)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _watch(output: Any, hook: Callable[[], None]) -> bool:
+    """Call `hook` when the gradient of a tensor in output is there, before backward goes on to where it comes from."""
+    tensors = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    tensors = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad] if torch.is_grad_enabled() else []
+    for tensor in tensors:
+        tensor.register_hook(lambda _: hook())
+    return bool(tensors)

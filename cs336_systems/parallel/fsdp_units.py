@@ -1,0 +1,263 @@
+"""What fully sharded training sends: weights that travel together, and back as gradients.
+
+`fsdp.py` says when, and where the method comes from.
+"""
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_basics.model import Embedding, Linear
+
+from . import comm
+
+EMBEDDINGS = (Embedding, nn.Embedding)
+SHARDED = (Linear, nn.Linear, *EMBEDDINGS)
+
+
+class Memory:
+    """Tensors on one memory, which is there at first, and then only from `take` to `give_back`; the tensors stay."""
+
+    ALIGNMENT = 512  # bytes, as PyTorch's allocator has it on GPUs
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [-(-shape.numel() * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT for shape in shapes]
+        parts = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device=device).split(
+            [size // dtype.itemsize for size in sizes]
+        )
+        self.tensors = [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._storage, self.nbytes = parts[0].untyped_storage(), sum(sizes)
+
+    def take(self) -> None:
+        self._storage.resize_(self.nbytes)
+
+    def give_back(self) -> None:
+        self._storage.resize_(0)
+
+    def is_there(self) -> bool:
+        return self._storage.nbytes() > 0
+
+
+class Parcel:
+    """What is sent for tensors like these: in shapes that may have room behind their rows, and in one type.
+
+    They go as they are where all have shape and type, and else as copies, which one kernel makes.
+    """
+
+    def __init__(self, like: Sequence[Tensor], shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
+        self._copies: Memory | None = None
+        if any(t.shape != shape or t.dtype != dtype for t, shape in zip(like, shapes, strict=True)):
+            self._copies = Memory(shapes, dtype, like[0].device)
+            self._rows = [copy[: len(t)] for copy, t in zip(self._copies.tensors, like, strict=True)]
+            self._copies.give_back()
+
+    def pack(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self._copies is None:
+            return [t.detach().contiguous() for t in tensors]
+        self._copies.take()
+        with torch.no_grad():
+            torch._foreach_copy_(self._rows, tensors)
+        return self._copies.tensors
+
+    def give_back(self) -> None:
+        if self._copies is not None:
+            self._copies.give_back()
+
+
+class Weight:
+    """One weight: this rank's rows, and the whole, whose memory is there only while it is needed."""
+
+    full: nn.Parameter
+
+    def __init__(self, parameter: nn.Parameter, owners: list[tuple[dict[str, Any], str]]) -> None:
+        self.shard, self.owners = parameter, owners  # where modules have it: their dict of parameters, its name there
+        self.shape, self.used = parameter.shape, False
+        rows, world_size = self.shape[0], comm.world_size()
+        self.piece = torch.Size((-(-rows // world_size), *self.shape[1:]))  # of each rank, padded where rows are fewer
+        self.padded = torch.Size((world_size * self.piece[0], *self.shape[1:]))
+        self.first_row = min(comm.rank() * self.piece[0], rows)
+        parameter.grad = None
+        mine = parameter.data[self.first_row : self.first_row + self.piece[0]]
+        parameter.data = mine.clone(memory_format=torch.contiguous_format)
+
+    def lay(self, room: Tensor) -> None:
+        """Let the whole weight be on this tensor."""
+        # Two tensors on one memory: what is written into `room` does not count as a change of `full`, which autograd
+        # has saved for backward and expects to find as it was.
+        self.full = nn.Parameter(room.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
+
+
+class Unit:
+    """Weights that travel together, in one transfer straight to and from where they are used.
+
+    The gathered rows of all ranks are the weight, and rows of a gradient go to the rank they belong to as they lie in
+    it: nothing is copied in between but to change the type, or where the rows do not divide by the number of ranks.
+    What a step needs again and again is made here once, for the host is to be faster than the GPU.
+    """
+
+    def __init__(
+        self, name: str, weights: list[Weight], dtype: torch.dtype, grad_dtype: torch.dtype | None = None
+    ) -> None:
+        self.name, self.weights = name, weights
+        device = weights[0].shard.device
+        self.whole = Memory([w.padded for w in weights], dtype, device)
+        for weight, room in zip(weights, self.whole.tensors, strict=True):
+            weight.lay(room)
+        self.whole.give_back()
+        self._places = [(parameters, key, w.full, w.shard) for w in weights for parameters, key in w.owners]
+        self._registered = False  # whether modules have the whole weights
+        self._shards: list[Tensor] = [w.shard for w in weights]
+        self._pieces = Parcel(self._shards, [w.piece for w in weights], dtype)
+        self._present = False  # whole, or under way
+        self._gather: comm.Transfer | None = None
+        self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
+        self.trainable = [w for w in weights if w.full.requires_grad]
+        if self.trainable:
+            self._gradients = Parcel(
+                [w.full for w in self.trainable], [w.padded for w in self.trainable], grad_dtype or dtype
+            )
+            self._got = Memory([w.piece for w in self.trainable], grad_dtype or dtype, device)
+            self._mine = [got[: len(w.shard)] for got, w in zip(self._got.tensors, self.trainable, strict=True)]
+            self._got.give_back()
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as before the first backward."""
+        self.arrived, self.scattered = 0, False
+        for weight in self.trainable:
+            weight.full.grad = None
+
+    def register(self, full: bool) -> None:
+        """Let the modules have the whole weights, or the shards again."""
+        if full != self._registered:
+            self._registered = full
+            for parameters, name, whole, shard in self._places:
+                parameters[name] = whole if full else shard
+
+    def start_gather(self) -> None:
+        if self._present:
+            return
+        self._present = True
+        self.whole.take()
+        sent = self._pieces.pack(self._shards)
+        self._gather = comm.start_gather(self.whole.tensors, sent, f"gather of {self.name}")
+
+    def wait_gather(self) -> None:
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+            self._pieces.give_back()
+
+    def free(self) -> None:
+        """Give the memory of the whole weights back; the tensors stay, for autograd has saved them."""
+        if self._present:
+            self.wait_gather()
+            self.register(full=False)
+            self.whole.give_back()
+            self._present = False
+
+    def start_scatter(self) -> None:
+        """Take the gradients from the whole weights and send each rank its rows; zeros for weights without."""
+        gradients = []
+        for weight in self.trainable:
+            gradient = weight.full.grad
+            gradients.append(torch.zeros_like(weight.full) if gradient is None else gradient)
+            weight.full.grad = None
+        sent = self._gradients.pack(gradients)
+        self._got.take()
+        self._scatter = comm.start_scatter_mean(self._got.tensors, sent, f"scatter of {self.name}"), sent
+        self.arrived, self.scattered = 0, True
+
+    def wait_scatter(self) -> None:
+        """Add what has come to the gradients of the shards."""
+        if self._scatter is None:
+            return
+        self._scatter[0].wait()
+        self._scatter = None  # and with it what was sent
+        self._gradients.give_back()
+        new = [torch.empty_like(w.shard) for w in self.trainable]
+        torch._foreach_copy_(new, self._mine)
+        self._got.give_back()
+        for weight, gradient in zip(self.trainable, new, strict=True):
+            shard = weight.shard
+            if shard.grad is None:
+                shard.grad = gradient
+            else:
+                shard.grad.add_(gradient)
+
+    def gather_masters(self) -> list[Tensor]:
+        """All weights whole, in the type of the shards."""
+        rooms = [w.shard.new_empty(w.padded) for w in self.weights]
+        parcel = Parcel(self._shards, [w.piece for w in self.weights], self._shards[0].dtype)
+        comm.start_gather(rooms, parcel.pack(self._shards), f"gather of all of {self.name}").wait()
+        return [room[: w.shape[0]] for room, w in zip(rooms, self.weights, strict=True)]
+
+
+class Stage:
+    """A module whose calls need the weights of units to be whole: a block, or a single Linear or Embedding.
+
+    It has one unit, or more where some of its weights are shared with other stages or have another type.
+    """
+
+    def __init__(self, name: str, module: nn.Module, units: list[Unit]) -> None:
+        self.name, self.module, self.units = name, module, units
+        self.trains = any(p.requires_grad for p in module.parameters())
+
+    def start(self) -> None:
+        for unit in self.units:
+            unit.start_gather()
+
+    def wait(self) -> None:
+        for unit in self.units:
+            unit.wait_gather()
+
+    def register(self, full: bool) -> None:
+        for unit in self.units:
+            unit.register(full)
+
+    def free(self) -> None:
+        for unit in self.units:
+            unit.free()
+
+
+def divide(module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None) -> list[Stage]:
+    """Shard the weights of a module; return its stages in the order in which they are registered."""
+    sharded: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}  # and where modules have it
+    for child in module.modules():
+        weight = child._parameters.get("weight") if isinstance(child, SHARDED) else None
+        if weight is not None and weight.numel():
+            sharded[weight] = []
+    for child in module.modules():  # any other module may share it
+        for name, parameter in child._parameters.items():
+            if parameter in sharded:
+                sharded[parameter].append((child._parameters, name))
+    found = dict.fromkeys(_find_stages(module, sharded))
+    modules = [stage for stage in found if any(p in sharded for p in stage.parameters())]
+    users: dict[nn.Parameter, list[int]] = {p: [] for p in sharded}
+    for number, stage in enumerate(modules):
+        for p in stage.parameters():
+            if p in sharded:
+                users[p].append(number)
+    # A unit is what the same stages use: for tied weights it is theirs together, and as a rule of one stage.
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    for p in sharded:
+        groups.setdefault((tuple(users[p]), p.dtype), []).append(p)
+    names = {child: name for name, child in module.named_modules()}
+    units: list[list[Unit]] = [[] for _ in modules]
+    for (numbers, dtype), parameters in groups.items():
+        weights = [Weight(p, sharded[p]) for p in parameters]
+        name = " and ".join(names[modules[number]] for number in numbers)
+        unit = Unit(name, weights, compute_dtype or dtype, grad_dtype)
+        for number in numbers:
+            units[number].append(unit)
+    return [Stage(names[stage], stage, its) for stage, its in zip(modules, units, strict=True)]
+
+
+def _find_stages(module: nn.Module, sharded: Container[nn.Parameter], in_list: bool = False) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # which are never called themselves
+        in_list = in_list or isinstance(module, nn.ModuleList)
+    elif in_list or any(p in sharded for p in module._parameters.values() if p is not None):
+        return [module]
+    return [stage for child in module.children() for stage in _find_stages(child, sharded, in_list)]

@@ -1,0 +1,54 @@
+"""Where the ranks of one start find each other, and not those of a start before.
+
+The agents of torchrun keep one key-value store through all restarts, and PyTorch's process groups leave their addresses
+in it under names that do not change. A rank that is first to come back reads where another one was, and the restart
+fails; the number of restarts is no name either, each agent counts its own (pytorch/pytorch issue 135712).
+"""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def meeting_place(timeout_s: float) -> dict[str, Any]:
+    """What `init_process_group` takes of where the ranks are, where this process has an agent; nothing otherwise.
+
+    Raises RuntimeError where not all ranks come within timeout_s.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return {"store": fresh_store(store, rank, world_size, timeout_s), "rank": rank, "world_size": world_size}
+
+
+def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """A part of the store that no earlier start has written to, the same one on all ranks of this start.
+
+    Rank 0 draws its name. The others cannot know which name in the store is today's, so each asks under a name of its
+    own, which nobody but today's rank 0 answers, and rank 0 goes on until all have taken its answer: a question of an
+    earlier start it answers in vain.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"question of rank {rank}", own)
+        store.wait([f"answer to {own}"], timedelta(seconds=timeout_s))
+        name = store.get(f"answer to {own}").decode()
+        store.set(f"{name} is known to rank {rank}", "")
+        return dist.PrefixStore(name, store)
+    missing = set(range(1, world_size))
+    end = time.monotonic() + timeout_s
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{own} is known to rank {other}"]):
+                missing.remove(other)
+            elif store.check([f"question of rank {other}"]):
+                question = store.get(f"question of rank {other}").decode()
+                store.set(f"answer to {question}", own)
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"no word of rank {', '.join(map(str, sorted(missing)))}")
+        time.sleep(0.01)
+    return dist.PrefixStore(own, store)

@@ -1,0 +1,86 @@
+"""PyTorch's own data parallelism behind the same contract, to measure against. As its users run it, with its limits.
+
+`DistributedDataParallel` raises where a parameter is not used; `fully_shard` keeps parameters as DTensors.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .strategy import Strategy
+
+_COMPRESS = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
+
+
+class TorchDDP(Strategy):
+    """`torch.nn.parallel.DistributedDataParallel`, gradients as views of its buckets."""
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0, grad_dtype: torch.dtype | None = None) -> None:
+        super().__init__(module, grad_dtype)
+        self._ddp: Any = None
+        if dist.is_initialized():
+            # Not a submodule of this one, which would name every parameter twice.
+            ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True)
+            if grad_dtype in _COMPRESS:  # float32 is what they are
+                ddp.register_comm_hook(None, _COMPRESS[grad_dtype])
+            object.__setattr__(self, "_ddp", ddp)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return (self._ddp or self.module)(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients made inside stay on this process."""
+        inside: AbstractContextManager = self._ddp.no_sync() if self._ddp else nullcontext()
+        with inside:
+            yield
+
+
+class TorchFSDP(Strategy):
+    """`torch.distributed.fsdp.fully_shard` on every element of a ModuleList, and on the module itself."""
+
+    def __init__(
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(module, grad_dtype)
+        if dist.is_initialized():
+            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=grad_dtype)
+            for layers in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:
+                for layer in layers:
+                    fully_shard(layer, mp_policy=policy)
+            fully_shard(module, mp_policy=policy)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients made inside stay whole on this process."""
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(True)
+
+    @property
+    def sharded(self) -> bool:
+        """Its shards are DTensors, which say themselves what they are."""
+        return dist.is_initialized()
+
+    def _set_sync(self, wanted: bool) -> None:
+        if dist.is_initialized():
+            self.module.set_requires_gradient_sync(wanted)  # type: ignore[operator]
+
+    def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        tensors = super().full_state_dict()
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}

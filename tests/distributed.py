@@ -1,0 +1,95 @@
+"""The one way in which tests start several ranks: real processes, gloo (NCCL for multigpu tests), a time limit.
+
+Processes are forked from a server that has PyTorch loaded, so a test of four ranks takes a fraction of a second.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.parallel import comm
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch._dynamo", "cs336_systems.parallel", "cs336_systems.training"])
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu", timeout_s: float = 60
+) -> list[Any]:
+    """What `function(*args)` returns on each of world_size ranks of a process group, in their order.
+
+    The function must be one of a module, and what it takes and returns is pickled (return plain values or CPU tensors).
+    Fails the test with the traceback of the first rank that raises, and where a rank dies or the time is over.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_rank_main, args=(theirs, rank, world_size, store, device, timeout_s, function, args)
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+        if not ready:
+            pytest.fail(f"ranks {sorted(waiting.values())} did not end in time")
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                pytest.fail(f"rank {rank} died")
+            if not ok:
+                pytest.fail(f"rank {rank}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    pipe: Any, rank: int, world_size: int, store: str, device: str, timeout_s: float, function: Any, args: Any
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        with comm.process_group(
+            where,
+            init_timeout_s=timeout_s,
+            step_timeout_s=timeout_s,
+            init_method=store,
+            rank=rank,
+            world_size=world_size,
+        ):
+            value = function(*args)
+            comm.barrier("end of the test")
+        answer = True, value
+    except BaseException:
+        answer = False, traceback.format_exc()
+    # Not by send, which would share tensors with a process that is gone by then.
+    pipe.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,296 @@
+"""Data parallelism on gloo: equal to one process on the whole batch, whatever the model does with its parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.parallel import STRATEGIES, Options, comm
+from cs336_systems.parallel.bucketed import DDPBucketed, cut_into_buckets
+from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP
+from tests.distributed import run_ranks
+from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
+
+STEPS = 10
+OURS = ("naive", "flat", "overlap", "bucketed")
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def assert_ranks_equal(states: list[dict[str, Tensor]]) -> None:
+    """To the last bit."""
+    for other in states[1:]:
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def train_on_ranks(
+    name: str,
+    model: str,
+    options: dict[str, Any],
+    micro_batches: int = 1,
+    own_zero_grad: bool = True,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    device: str = "cpu",
+) -> dict[str, Tensor]:
+    """The whole state after STEPS on this rank's parts of the batches, from weights that differ over the ranks."""
+    module = build(model, seed=comm.rank()).to(device)
+    strategy = STRATEGIES[name](module, Options(**options))
+    optimizer = make_optimizer(module.parameters())
+    for step in range(STEPS):
+        mine = batch_of(step).to(device).chunk(comm.world_size())[comm.rank()]
+        train_step(strategy, optimizer, mine, micro_batches, own_zero_grad)
+    return {key: value.cpu() for key, value in strategy.full_state_dict().items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("model", ["awkward", "transformer"])
+@pytest.mark.parametrize("name", OURS)
+def test_equals_one_process(name: str, model: str, world_size: int) -> None:
+    options = {"bucket_size_mb": 0.002}
+    states = run_ranks(train_on_ranks, world_size, name, model, options)
+    assert_ranks_equal(states)
+    assert_close(states[0], train_alone(model, STEPS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("own_zero_grad", [True, False])
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("name", OURS)
+def test_accumulation(name: str, micro_batches: int, own_zero_grad: bool) -> None:
+    options = {"bucket_size_mb": 0.001}
+    states = run_ranks(train_on_ranks, 2, name, "awkward", options, micro_batches, own_zero_grad, sgd)
+    assert_ranks_equal(states)
+    assert_close(states[0], train_alone("awkward", STEPS, sgd), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_gradients_travel_in_bf16(name: str) -> None:
+    options = {"grad_dtype": torch.bfloat16, "bucket_size_mb": 0.002}
+    states = run_ranks(train_on_ranks, 2, name, "transformer", options, 1, True, sgd)
+    assert_ranks_equal(states)
+    expected = train_alone("transformer", STEPS, sgd)
+    assert_close(states[0], expected, rtol=0.05, atol=0.02)  # bf16 has 8 bits
+    assert any(not torch.allclose(states[0][k], v, rtol=1e-5, atol=1e-6) for k, v in expected.items())
+
+
+@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp"])
+def test_the_peers_do_the_same(name: str) -> None:
+    states = run_ranks(train_on_ranks, 2, name, "transformer", {})
+    assert_ranks_equal(states)
+    assert_close(states[0], train_alone("transformer", STEPS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", [*OURS, "torch_ddp", "torch_fsdp"])
+def test_equals_one_process_on_gpus(name: str) -> None:
+    states = run_ranks(
+        train_on_ranks, 2, name, "transformer", {"bucket_size_mb": 0.002}, 2, True, adamw, "cuda", device="cuda"
+    )
+    assert_ranks_equal(states)
+    assert_close(states[0], train_alone("transformer", STEPS), rtol=1e-3, atol=1e-4)
+
+
+# Parameters that not all ranks use
+
+
+class Branches(nn.Module):
+    """Uses `a`, `b` or both, as it is told; `never` is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        parts = [getattr(self, name)(x) for name in which]
+        return torch.stack(parts).sum()
+
+
+def gradients_of_branches(name: str, uses: list[str]) -> list[dict[str, Tensor | None]]:
+    torch.manual_seed(0)
+    module = Branches()
+    strategy = STRATEGIES[name](module, Options(bucket_size_mb=1e-5))
+    seen = []
+    for _ in range(3):  # also after the order has been learnt
+        strategy.zero_grad()
+        strategy(torch.ones(1, 3), uses[comm.rank()]).backward()
+        strategy.finish_gradient_synchronization()
+        seen.append({n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()})
+    return seen
+
+
+@pytest.mark.parametrize("uses", [["ab", "ab"], ["ab", "a"], ["a", "b"], ["b", "ab"], ["ab", "ba"]])
+@pytest.mark.parametrize("name", OURS)
+def test_parameters_that_some_ranks_do_not_use(name: str, uses: list[str]) -> None:
+    for seen in run_ranks(gradients_of_branches, 2, name, uses):
+        for gradients in seen:
+            assert gradients["never.weight"] is None
+            assert gradients["never.bias"] is None
+            for branch in "ab":
+                share = sum(branch in used for used in uses) / 2
+                for kind in ("weight", "bias"):
+                    gradient = gradients[f"{branch}.{kind}"]
+                    assert gradient is not None
+                    assert torch.equal(gradient, torch.full_like(gradient, share))
+
+
+# Ranks with different numbers of tokens
+
+
+def weighted_gradients(name: str) -> list[Tensor]:
+    module = build("transformer")
+    strategy = STRATEGIES[name](module, Options())
+    batch = batch_of(0)
+    mine = batch[:1] if comm.rank() == 0 else batch[1:]
+    (mean_loss(strategy, mine) * comm.mean_weight(mine.shape[0])).backward()
+    strategy.finish_gradient_synchronization()
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ranks_with_different_numbers_of_tokens_give_the_mean_over_all(name: str) -> None:
+    module = build("transformer")
+    mean_loss(module, batch_of(0)).backward()
+    for gradients in run_ranks(weighted_gradients, 2, name):
+        for actual, p in zip(gradients, module.parameters(), strict=True):
+            torch.testing.assert_close(actual, p.grad, rtol=1e-4, atol=1e-6)
+
+
+# What is sent, and when
+
+
+def transfers_during_backward(cls: type[DDP], *options: Any) -> list[list[str]]:
+    """Per step: what was started, with a mark where the backward pass ended."""
+    events: list[str] = []
+    start = comm.start_mean
+    comm.start_mean = lambda tensors, what, wire=None: (events.append(what), start(tensors, what, wire))[1]
+    module = build("transformer")
+    strategy = cls(module, *options)
+    steps = []
+    for step in range(3):
+        events.clear()
+        strategy.zero_grad()
+        mean_loss(strategy, batch_of(step)).backward()
+        events.append("end of backward")
+        strategy.finish_gradient_synchronization()
+        steps.append(list(events))
+    return steps
+
+
+def test_overlap_sends_every_gradient_before_the_end_of_the_backward_pass() -> None:
+    for steps in run_ranks(transfers_during_backward, 2, DDP):
+        for events in steps:
+            *gradients, end, flags = events
+            assert len(gradients) == len(list(build("transformer").parameters()))
+            assert end == "end of backward"
+            assert "flags" in flags
+
+
+def test_naive_and_flat_send_nothing_before_the_end() -> None:
+    for cls in (NaiveDDP, FlatDDP):
+        for events in run_ranks(transfers_during_backward, 2, cls)[0]:
+            assert events[0] == "end of backward"
+
+
+def test_buckets_are_sent_during_the_backward_pass_in_the_order_in_which_they_fill() -> None:
+    for first, *later in run_ranks(transfers_during_backward, 2, DDPBucketed, 0.002):
+        assert first.index("end of backward") > 1
+        for events in later:
+            *gradients, end, _ = events
+            assert end == "end of backward"
+            assert "lm_head" in gradients[0]
+            assert "token_embeddings" in gradients[-1] or "ln1" in gradients[-1] or "q_proj" in gradients[-1]
+
+
+def gradients_are_views() -> None:
+    module = build("transformer")
+    strategy = DDPBucketed(module, 0.002)
+    optimizer = adamw(module.parameters())
+    for step in range(3):
+        train_step(strategy, optimizer, batch_of(step))
+        if step == 0:
+            strategy.zero_grad()  # the buckets are cut anew
+        storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
+        assert storages == {bucket.flat.untyped_storage().data_ptr() for bucket in strategy._buckets}
+        before = {p: p.grad.data_ptr() for p in module.parameters() if p.grad is not None}
+        strategy.zero_grad()
+        mean_loss(strategy, batch_of(step)).backward()
+        assert before == {p: p.grad.data_ptr() for p in module.parameters() if p.grad is not None}
+        strategy.finish_gradient_synchronization()
+
+
+def test_gradients_are_views_of_their_buckets_and_stay_where_they_are() -> None:
+    run_ranks(gradients_are_views, 2)
+
+
+def test_buckets_hold_at_most_their_size_and_a_larger_tensor_is_alone() -> None:
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 20, 300, 5, 5, 90, 10)]
+    buckets = cut_into_buckets(parameters, 400)
+    assert [[p.numel() for p in bucket] for bucket in buckets] == [[10, 20], [300], [5, 5, 90], [10]]
+
+
+def test_buckets_are_of_one_type() -> None:
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.float64]
+    buckets = cut_into_buckets([nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in dtypes], 1e9)
+    assert [[p.dtype for p in bucket] for bucket in buckets] == [[torch.float32] * 2, [torch.float64] * 2]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
+def test_a_bucket_size_that_is_none_is_refused(size: float) -> None:
+    with pytest.raises(ValueError, match="bucket_size_mb is"):
+        DDPBucketed(nn.Linear(2, 2), size)
+
+
+def backward_twice(name: str) -> str:
+    module = nn.Linear(2, 2)
+    strategy = STRATEGIES[name](module, Options())
+    strategy(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="inside no_sync") as error:
+        strategy(torch.ones(1, 2)).sum().backward()
+    strategy.finish_gradient_synchronization()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["overlap", "bucketed"])
+def test_two_backward_passes_without_no_sync_are_refused(name: str) -> None:
+    assert "weight" in run_ranks(backward_twice, 1, name)[0] or "bias" in run_ranks(backward_twice, 1, name)[0]
+
+
+def different_modules() -> str:
+    module = nn.Linear(2, 2 + comm.rank())
+    with pytest.raises(ValueError, match="different parameters") as error:
+        NaiveDDP(module)
+    return str(error.value)
+
+
+def test_ranks_with_different_shapes_are_told_which() -> None:
+    for message in run_ranks(different_modules, 2):
+        assert "weight is float32 (3, 2) on rank 1 and float32 (2, 2) on rank 0" in message
+
+
+def after_a_dropped_step(name: str) -> dict[str, Tensor]:
+    """A backward pass that is not finished, then a step as if it had not been."""
+    module = build("transformer")
+    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    optimizer = sgd(module.parameters())
+    mine = batch_of(0).chunk(comm.world_size())[comm.rank()]
+    train_step(strategy, optimizer, mine)
+    strategy.zero_grad()
+    mean_loss(strategy, mine * 0).backward()
+    train_step(strategy, optimizer, batch_of(1).chunk(comm.world_size())[comm.rank()])
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_that_is_dropped_leaves_nothing_behind(name: str) -> None:
+    states = run_ranks(after_a_dropped_step, 2, name)
+    assert_ranks_equal(states)
+    assert_close(states[0], train_alone("transformer", 2, sgd), rtol=1e-4, atol=1e-5)

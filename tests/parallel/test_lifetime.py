@@ -1,0 +1,33 @@
+"""A wrapped model is freed with the last references to it, so that one can be trained after another."""
+
+import gc
+import weakref
+
+import pytest
+
+from cs336_systems.parallel import STRATEGIES, Options, comm
+from tests.distributed import run_ranks
+from tests.parallel.models import adamw, batch_of, build, train_step
+
+DISTINCT = {make: name for name, make in reversed(STRATEGIES.items())}.values()  # each under its first name
+
+
+def left_after_training(name: str) -> list[str]:
+    """What is still there of a strategy that was trained for two steps and let go."""
+    module = build("transformer")
+    strategy = STRATEGIES[name](module, Options())
+    optimizer = adamw(strategy.parameters())
+    for step in range(2):
+        train_step(strategy, optimizer, batch_of(step).chunk(comm.world_size())[comm.rank()])
+    first = next(strategy.parameters())
+    references = {"module": module, "strategy": strategy, "parameter": first, "gradient": first.grad}
+    weak = {what: weakref.ref(thing) for what, thing in references.items()}
+    del module, strategy, optimizer, first, references
+    gc.collect()
+    return [what for what, reference in weak.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", DISTINCT)
+def test_a_trained_model_is_freed_with_its_strategy(name: str, world_size: int) -> None:
+    assert run_ranks(left_after_training, world_size, name) == [[]] * world_size

@@ -1,0 +1,64 @@
+"""Ranks find those of their own start in a store that has seen others."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import permutations
+
+import pytest
+import torch.distributed as dist
+
+from cs336_systems.parallel.meeting import fresh_store
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def client(store: dist.TCPStore) -> dist.Store:
+    """A connection of its own, as a process has: who waits on one keeps others off it."""
+    return dist.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
+
+
+def wait_for_key(store: dist.Store, key: str, other_than: bytes | None) -> bytes:
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        if store.check([key]) and (value := store.get(key)) != other_than:
+            return value
+        time.sleep(0.001)
+    raise AssertionError(f"nobody has set {key}")
+
+
+def test_every_start_has_a_part_of_its_own_whoever_comes_first(store: dist.TCPStore) -> None:
+    asked: dict[int, bytes | None] = {1: None, 2: None}
+    for order in permutations(range(3)):  # each a start; the store remembers those before
+        with ThreadPoolExecutor() as pool:
+            started: dict[int, Future[dist.Store]] = {}
+            for rank in order:
+                started[rank] = pool.submit(fresh_store, client(store), rank, 3, TIMEOUT_S)
+                if rank != 0:  # it has come before the next one starts
+                    asked[rank] = wait_for_key(store, f"question of rank {rank}", asked[rank])
+            parts = {rank: future.result(TIMEOUT_S) for rank, future in started.items()}
+        for rank, part in parts.items():
+            part.set(f"from {rank}", str(rank))
+        for part in parts.values():
+            assert [part.get(f"from {rank}") for rank in range(3)] == [b"0", b"1", b"2"]
+        assert not any(parts[0].check([f"of start {other}"]) for other in permutations(range(3)))
+        parts[1].set(f"of start {order}", "")
+
+
+def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
+    with pytest.raises(RuntimeError, match="no word of rank 1, 2"):
+        fresh_store(store, 0, 3, timeout_s=0.05)
+
+
+def test_one_without_a_first_rank_does_not_wait_for_ever(store: dist.TCPStore) -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        fresh_store(store, 1, 2, timeout_s=0.05)
+
+
+def test_one_rank_alone_meets_at_once(store: dist.TCPStore) -> None:
+    fresh_store(store, 0, 1, timeout_s=0).set("a", "b")
+    assert not store.check(["a"])

@@ -1,0 +1,690 @@
+"""The sharded optimizer on gloo: to the last bit what the optimizer does in one process, with a part of its state."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_basics.optimizer import AdamW
+from cs336_systems.parallel import comm
+from cs336_systems.parallel.zero1 import ShardedOptimizer
+from tests.distributed import run_ranks
+from tests.parallel.models import batch_of, build, mean_loss
+
+STEPS = 10
+SMALL = 0.002  # four parameters at most, so that there are many rounds
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to train the awkward model: tied, frozen and unused parameters, two dtypes."""
+
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
+    kwargs: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    groups: bool = False
+    scheduler: bool = False
+    closure: bool = False
+    scaler: bool = False
+    missing: bool = False  # gradients, of other parameters at each step
+    added: bool = False  # parameters, midway
+    thawed: bool = False  # the frozen parameter, midway
+
+
+EVERYTHING: dict[str, Any] = dict(groups=True, closure=True, missing=True, added=True, thawed=True)
+SETUPS = {
+    "own AdamW": Setup(AdamW),
+    "AdamW": Setup(),
+    "fused AdamW": Setup(kwargs={"lr": 1e-2, "fused": True}),
+    "amsgrad": Setup(kwargs={"lr": 1e-2, "amsgrad": True}),
+    "SGD": Setup(torch.optim.SGD),
+    "SGD momentum": Setup(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "Adagrad": Setup(torch.optim.Adagrad),  # has its state from the beginning
+    "groups": Setup(groups=True),
+    "scheduler": Setup(groups=True, scheduler=True),
+    "closure": Setup(closure=True),
+    "scaler": Setup(scaler=True),
+    "missing": Setup(missing=True),
+    "added": Setup(added=True),
+    "thawed": Setup(thawed=True),
+    "everything, own AdamW": Setup(AdamW, **EVERYTHING),
+    "everything, fused AdamW": Setup(kwargs={"lr": 1e-2, "fused": True}, **EVERYTHING),
+    "everything, SGD momentum": Setup(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, **EVERYTHING),
+}
+
+
+class Training:
+    """A model, its optimizer, and gradients drawn for each step, the same on all ranks and devices."""
+
+    def __init__(self, setup: Setup, sharded: bool, device: str = "cpu") -> None:
+        self.setup, self.device = setup, device
+        self.model = build("awkward").to(device)
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        self.later: list[nn.Parameter] = []
+        if setup.added:
+            self.later, vectors = [matrices.pop(), *vectors[-2:]], vectors[:-2]
+        # As a list of all, or with a rate and a decay for each.
+        params: Any = [*matrices, *vectors]
+        if setup.groups:
+            params = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-2}]
+        make: Callable[..., torch.optim.Optimizer] = setup.cls
+        if sharded:
+            make = functools.partial(ShardedOptimizer, optimizer_cls=setup.cls, transfer_mb=SMALL)
+        self.optimizer = make(params, **setup.kwargs)
+        self.scheduler = None
+        if setup.scheduler:
+            self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                self.optimizer, max_lr=[0.1, 0.05], total_steps=STEPS + 1, cycle_momentum=False
+            )
+        self.scaler = torch.amp.GradScaler(device, enabled=setup.scaler, init_scale=1.0)
+
+    def steps(self, first: int = 0, last: int = STEPS) -> None:
+        for step in range(first, last):
+            if step == STEPS // 2:
+                if self.later:
+                    self.optimizer.add_param_group({"params": self.later, "lr": 2e-2})
+                if self.setup.thawed:
+                    self.model.frozen.weight.requires_grad = True
+            self.optimizer.zero_grad()
+            self.one_step(step)
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def one_step(self, step: int) -> None:
+        if self.setup.closure:
+            calls = []
+
+            def closure() -> Tensor:
+                assert torch.is_grad_enabled()
+                calls.append(step)
+                self.draw_gradients(step)
+                return torch.tensor(float(step))
+
+            assert self.optimizer.step(closure) == step
+            assert calls == [step]
+            return
+        self.draw_gradients(step)
+        if self.setup.scaler:
+            # Its first use makes the scale, as that of a loss.
+            self.scaler.scale(torch.ones((), device=self.device))
+            if step == 3:
+                next(self.model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+            self.scaler.step(self.optimizer)
+            self.scaler.update(1.0)
+        else:
+            assert self.optimizer.step() is None
+
+    def draw_gradients(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for i, (name, p) in enumerate(self.model.named_parameters()):
+            gradient = torch.randn(p.shape, generator=generator)
+            left_out = name.startswith("unused") or (self.setup.missing and i % 3 == step % 3)
+            if p.requires_grad and not left_out:
+                p.grad = gradient.to(p)
+
+    def load(self, result: dict[str, Any]) -> None:
+        self.model.load_state_dict(result["parameters"], strict=False)  # which has no buffer, nor tied names
+        self.optimizer.load_state_dict(result["optimizer"])
+
+    def result(self) -> dict[str, Any]:
+        parameters = {name: p.detach().cpu() for name, p in self.model.named_parameters()}
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return {"parameters": parameters, "optimizer": self.optimizer.consolidate_state_dict()}
+        optimizer = self.optimizer.state_dict()
+        # Adagrad has a state of frozen parameters too.
+        all_parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        optimizer["state"] = {i: s for i, s in optimizer["state"].items() if all_parameters[i].requires_grad}
+        return {"parameters": parameters, "optimizer": optimizer}
+
+
+def train_all(sharded: bool, device: str) -> dict[str, dict[str, Any]]:
+    """The results of all setups, which take no longer than starting the ranks does."""
+    results = {}
+    for name, setup in SETUPS.items():
+        training = Training(setup, sharded, device)
+        training.steps()
+        results[name] = training.result()
+    return results
+
+
+@functools.cache
+def on_ranks(world_size: int, device: str = "cpu") -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(train_all, world_size, True, device, device=device)
+
+
+@functools.cache
+def _all_alone(device: str) -> dict[str, dict[str, Any]]:
+    return run_ranks(train_all, 1, False, device, device=device)[0]
+
+
+def alone(name: str, device: str = "cpu") -> dict[str, Any]:
+    """What the plain optimizer does in one process."""
+    return _all_alone(device)[name]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two structures are the same, tensors to the last bit."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+    return a == b
+
+
+def check(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for rank, result in enumerate(results):
+        for name, parameter in expected["parameters"].items():
+            assert torch.equal(result["parameters"][name], parameter), f"{name} on rank {rank}"
+        assert rank == 0 or result["optimizer"] is None
+    assert equal(results[0]["optimizer"], expected["optimizer"])
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("name", SETUPS)
+def test_equals_the_plain_optimizer(name: str, world_size: int) -> None:
+    check([results[name] for results in on_ranks(world_size)], alone(name))
+
+
+def test_the_truth_has_what_it_is_to_show() -> None:
+    """That the setups are different, that there was an overflow, and that what was thawed is stepped."""
+    results = {name: alone(name)["parameters"] for name in SETUPS if name != "own AdamW"}
+    names = list(results)
+    for i, name in enumerate(names):
+        same = [other for other in names[i + 1 :] if equal(results[name], results[other])]
+        assert set(same) <= {"closure", "fused AdamW"}, name
+    assert alone("scaler")["optimizer"]["state"][0]["step"] == STEPS - 1
+    states = alone("thawed")["optimizer"]["state"]
+    assert {int(state["step"]) for state in states.values()} == {STEPS, STEPS // 2}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who has what
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def shapes_of_states() -> tuple[list[int], int, dict[int, int], list[int | None]]:
+    training = Training(SETUPS["groups"], True)
+    training.steps(0, 2)
+    optimizer = training.optimizer
+    assert isinstance(optimizer, ShardedOptimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {i: optimizer.state[p] for i, p in enumerate(parameters) if optimizer.state.get(p, {})}
+    assert optimizer.state_dict()["state"].keys() == own.keys()
+    owners = [optimizer.owner_of(p) for p in parameters]
+    large = {i: sum(v.nbytes for v in state.values() if v.ndim) for i, state in own.items()}
+    everything = sum(v.nbytes for state in own.values() for v in state.values())
+    return sorted(own), everything, large, owners
+
+
+@WORLD_SIZES
+def test_state_is_spread_evenly_and_nothing_is_held_twice(world_size: int) -> None:
+    """With AdamW: 8 bytes for one element of float32, and the count of steps."""
+    ranks = run_ranks(shapes_of_states, world_size)
+    states = alone("groups")["optimizer"]["state"]
+    assert sorted(i for own, *_ in ranks for i in own) == sorted(states)
+    assert sum(total for _, total, _, _ in ranks) == sum(v.nbytes for state in states.values() for v in state.values())
+
+    sizes = [sum(large.values()) for _, _, large, _ in ranks]
+    largest = max(size for _, _, large, _ in ranks for size in large.values())
+    assert max(sizes) - min(sizes) <= largest
+
+    for rank, (own, _, _, owners) in enumerate(ranks):
+        assert owners == ranks[0][3]
+        assert all(owners[i] == rank for i in own)
+    parameters = list(build("awkward").parameters())
+    assert ranks[0][3].count(None) == sum(not p.requires_grad for p in parameters) == 1
+
+
+def elements_of_ranks(sizes: list[int], later: list[int]) -> tuple[list[int], bool]:
+    first, second = ([nn.Parameter(torch.zeros(n)) for n in some] for some in (sizes, later))
+    optimizer = ShardedOptimizer(first, torch.optim.SGD, lr=0.1)
+    before = [optimizer.owner_of(p) for p in first]
+    if second:
+        optimizer.add_param_group({"params": second})
+    elements = [0] * comm.world_size()
+    for p in (*first, *second):
+        elements[optimizer.owner_of(p) or 0] += p.numel()
+    return elements, before == [optimizer.owner_of(p) for p in first]
+
+
+@pytest.mark.parametrize(
+    "sizes, later",
+    [([1, 2, 3, 4, 100], []), ([5] * 9, []), ([7, 1, 1], [50, 3, 3, 3]), ([0, 0, 1], [0]), (list(range(40)), [9] * 7)],
+)
+def test_elements_differ_by_the_largest_parameter_at_most(sizes: list[int], later: list[int]) -> None:
+    results = run_ranks(elements_of_ranks, 3, sizes, later)
+    elements, old_ones_stayed = results[0]
+    assert results == [results[0]] * 3
+    assert sum(elements) == sum(sizes) + sum(later)
+    assert max(elements) - min(elements) <= max(sizes + later)
+    assert old_ones_stayed
+
+
+def fewer_than_ranks() -> tuple[list[Tensor], int]:
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], len(optimizer.state)
+
+
+def test_fewer_parameters_than_ranks() -> None:
+    results, expected = run_ranks(fewer_than_ranks, 4), run_ranks(fewer_than_ranks, 1)[0]
+    assert all(equal(parameters, expected[0]) for parameters, _ in results)
+    assert [count for _, count in results] == [1, 1, 0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State dicts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def go_on(sharded: bool, first: int, last: int, before: dict[str, Any], own_part: bool) -> dict[str, Any]:
+    """Train from step `first`, from what another training left, in each setup."""
+    results = {}
+    for name in RESUMABLE:
+        training = Training(SETUPS[name], sharded)
+        if before:
+            training.load(before[name])
+        training.steps(first, last)
+        if own_part:  # through what this rank has itself, in an optimizer that has stepped otherwise
+            other = Training(SETUPS[name], sharded)
+            other.steps(first, last - 1)
+            parameters = {name: p.detach() for name, p in training.model.named_parameters()}
+            other.load({"parameters": parameters, "optimizer": training.optimizer.state_dict()})
+            training = other
+        results[name] = training.result()
+    return results
+
+
+RESUMABLE = ["own AdamW", "fused AdamW", "SGD momentum", "Adagrad", "groups", "missing"]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 4), (4, 1), (1, 2), (2, None), (None, 4)], ids=lambda s: f"from {s[0]} to {s[1]}"
+)
+def test_goes_on_at_another_world_size(sizes: tuple[int | None, int | None]) -> None:
+    """None: the plain optimizer."""
+    results: list[dict[str, Any]] = [{}]
+    for size, first, last in zip(sizes, (0, 4), (4, STEPS), strict=True):
+        results = run_ranks(go_on, size or 1, size is not None, first, last, results[0], False)
+    for name in RESUMABLE:
+        check([result[name] for result in results], alone(name))
+
+
+def test_own_part_is_enough_to_load() -> None:
+    results = run_ranks(go_on, 2, True, 0, STEPS, {}, True)
+    for name in RESUMABLE:
+        check([result[name] for result in results], alone(name))
+
+
+def consolidated(to: int) -> bool:
+    training = Training(SETUPS["AdamW"], True)
+    training.steps(0, 2)
+    assert isinstance(training.optimizer, ShardedOptimizer)
+    state = training.optimizer.consolidate_state_dict(to)
+    if state is not None:
+        # A copy: the next step does not change it.
+        before = state["state"][0]["exp_avg"].clone()
+        training.steps(2, 3)
+        assert torch.equal(state["state"][0]["exp_avg"], before)
+        assert state["state"][0]["step"] == 2
+    else:
+        training.steps(2, 3)
+    return state is not None
+
+
+def test_consolidates_on_the_rank_that_is_asked_for() -> None:
+    assert run_ranks(consolidated, 3, 1) == [False, True, False]
+    assert run_ranks(consolidated, 1, 0) == [True]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transfers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def record_events(optimizer: ShardedOptimizer) -> Iterator[list[tuple[Any, ...]]]:
+    events: list[tuple[Any, ...]] = []
+    assert optimizer._inner is not None
+    step, start = optimizer._inner.step, comm.start_broadcasts
+
+    def record_step() -> None:
+        events.append(("step",))
+        step()
+
+    def record_start(sources: Any, what: str) -> comm.Transfer:
+        transfer = start(sources, what)
+        wait = transfer.wait
+        sizes = [0] * comm.world_size()
+        for tensor, owner in sources:
+            sizes[owner] += tensor.nbytes
+        events.append(("start", sizes, len(sources)))
+
+        def record_wait() -> None:
+            events.append(("wait",))
+            wait()
+
+        transfer.wait = record_wait  # type: ignore[method-assign]
+        return transfer
+
+    optimizer._inner.step, comm.start_broadcasts = record_step, record_start  # type: ignore[method-assign, assignment]
+    try:
+        yield events
+    finally:
+        comm.start_broadcasts = start
+
+
+def events_of_a_step(count: int, transfer_mb: float, uses: bool) -> list[tuple[Any, ...]]:
+    """With parameters of 1 KiB; where `uses` is false, rank 1 has no gradients."""
+    parameters = [nn.Parameter(torch.zeros(256)) for _ in range(count)]
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, transfer_mb=transfer_mb)
+    for p in parameters if uses or comm.rank() != 1 else []:
+        p.grad = torch.ones_like(p)
+    with record_events(optimizer) as events:
+        optimizer.step()
+    return events
+
+
+def test_parameters_travel_in_few_transfers_while_the_next_are_stepped() -> None:
+    kib = 1024
+    for events in run_ranks(events_of_a_step, 2, 12, 2 / kib, True):
+        start = ("start", [2 * kib, 2 * kib], 2)  # both ranks send
+        assert events == [("step",), start] * 3 + [("wait",)] * 3
+    for events in run_ranks(events_of_a_step, 2, 12, 256, True):
+        assert events == [("step",), ("start", [6 * kib, 6 * kib], 2), ("wait",)]
+    # A parameter above the limit goes alone.
+    for events in run_ranks(events_of_a_step, 2, 4, 0.5 / kib, True):
+        assert [event[0] for event in events] == ["step", "start"] * 2 + ["wait"] * 2
+
+
+def test_transfers_are_the_same_whatever_gradients_a_rank_has() -> None:
+    with_them, without = run_ranks(events_of_a_step, 2, 7, 1 / 1024, False)
+    assert [e for e in with_them if e[0] == "start"] == [e for e in without if e[0] == "start"]
+
+
+def step_with_only_own_gradients() -> tuple[list[Tensor], int]:
+    """Others' gradients are not needed for the step, as a strategy of its own may find of use."""
+    training = Training(SETUPS["AdamW"], True)
+    assert isinstance(training.optimizer, ShardedOptimizer)
+    for step in range(STEPS):
+        training.optimizer.zero_grad()
+        training.draw_gradients(step)
+        for p in training.model.parameters():
+            if training.optimizer.owner_of(p) != comm.rank():
+                p.grad = None
+        training.optimizer.step()
+    return training.result()
+
+
+def test_a_step_needs_gradients_of_own_parameters_only() -> None:
+    check(run_ranks(step_with_only_own_gradients, 3), alone("AdamW"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where parameters lie
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(parameters: list[Tensor]) -> list[int]:
+    """The storage of each, numbered in the order of their first appearance; each begins at a multiple of 512 bytes."""
+    storages = [p.untyped_storage().data_ptr() for p in parameters]
+    assert not any(p.storage_offset() * p.itemsize % 512 for p in parameters)
+    return [list(dict.fromkeys(storages)).index(storage) for storage in storages]
+
+
+def places(transfer_mb: float) -> tuple[list[int], list[int], list[list[Any]], bool]:
+    """Pieces at first, pieces after some have been added and thawed, transfers of a step, whether the first stayed."""
+    torch.manual_seed(0)
+    first: list[Tensor] = [nn.Parameter(torch.randn(100, 3)) for _ in range(6)]
+    first += [nn.Parameter(torch.randn(5, dtype=torch.double)) for _ in range(2)]
+    frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    values = [p.detach().clone() for p in first]
+    optimizer = ShardedOptimizer([*first, frozen], torch.optim.SGD, lr=0.1, transfer_mb=transfer_mb)
+    assert equal([p.detach() for p in first], values)
+    before, addresses = pieces_of(first), [p.data_ptr() for p in first]
+
+    later = [nn.Parameter(torch.randn(7)) for _ in range(3)]
+    optimizer.add_param_group({"params": later})
+    frozen.requires_grad_()
+    for p in (*first, *later):
+        p.grad = torch.ones_like(p)
+    with record_events(optimizer) as events:
+        optimizer.step()
+    everything = [*first, *later, frozen]
+    stayed = addresses == [p.data_ptr() for p in first]
+    return before, pieces_of(everything), [e[1:] for e in events if e[0] == "start"], stayed  # type: ignore[misc]
+
+
+def test_a_piece_is_one_tensor_and_stays_where_it_is() -> None:
+    """300 floats take a place of 1536 bytes, few numbers one of 512."""
+    both = run_ranks(places, 2, 1)
+    assert both[0] == both[1]
+    pieces, more, transfers, stayed = both[0]
+    # One an owner and dtype; the owners take turns.
+    assert pieces == [0, 1, 0, 1, 0, 1, 2, 3]
+    floats, doubles = 3 * 1536, 512
+    assert transfers[0] == ([floats + doubles] * 2, 4)
+    # What was added, and what was thawed, travel in rounds of their own.
+    assert (more[:8], len(set(more[8:]) - set(pieces)), len(transfers)) == (pieces, 3, 3)
+    assert [sum(sizes) for sizes, _ in transfers[1:]] == [3 * 512, 512]
+    assert stayed
+
+    pieces, _, transfers, stayed = run_ranks(places, 2, 4096 / 2**20)[0]
+    # Two matrices in 4096 bytes, and a third would be beyond; then the third and a double.
+    assert pieces == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert [sizes for sizes, _ in transfers[:2]] == [[2 * 1536] * 2, [1536 + 512] * 2]
+    assert stayed
+
+
+def lies_where_it_lay() -> bool:
+    model = build("awkward")
+    addresses = [p.data_ptr() for p in model.parameters()]
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    mean_loss(model, batch_of(0)).backward()
+    optimizer.step()
+    return addresses == [p.data_ptr() for p in model.parameters()]
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert run_ranks(lies_where_it_lay, 1) == [True]
+
+
+def with_a_view(on: list[int]) -> tuple[list[float], list[float], list[Any]]:
+    """Of a larger storage, on some ranks. What else holds it sees the steps."""
+    larger, free = torch.zeros(10), [nn.Parameter(torch.zeros(n)) for n in (4, 0, 4)]
+    view = nn.Parameter(larger[2:6] if comm.rank() in on else torch.zeros(4))
+    optimizer = ShardedOptimizer([free[0], view, *free[1:]], torch.optim.SGD, lr=1.0)
+    for p in (*free, view):
+        p.grad = torch.full_like(p, -3.0)
+    with record_events(optimizer) as events:
+        optimizer.step()
+    return larger.tolist(), torch.cat([view, *free]).tolist(), [e for e in events if e[0] == "start"]
+
+
+@pytest.mark.parametrize("on", [[0, 1], [1]])
+def test_a_view_of_a_larger_storage_is_not_moved(on: list[int]) -> None:
+    results = run_ranks(with_a_view, 2, on)
+    for rank, (larger, values, transfers) in enumerate(results):
+        assert larger == ([0.0] * 2 + [3.0] * 4 + [0.0] * 4 if rank in on else [0.0] * 10)
+        assert values == [3.0] * 12
+        # Rank 1 has the view alone, 16 bytes; rank 0 two places of 512. What is empty is given too, and is not sent.
+        assert transfers == [("start", [1024, 16], 3)]
+
+
+def with_strays() -> dict[str, Any]:
+    """Between the steps parameters are laid elsewhere, and on rank 1 others than on rank 0."""
+    training = Training(SETUPS["AdamW"], True)
+    for step in range(STEPS):
+        training.steps(step, step + 1)
+        for p in list(training.model.parameters())[comm.rank() + step % 3 :: 2]:
+            p.data = p.detach().clone()
+    return training.result()
+
+
+def test_parameters_that_are_laid_elsewhere_are_trained_there() -> None:
+    check(run_ranks(with_strays, 2), alone("AdamW"))
+
+
+def of_another_dtype() -> str:
+    model = nn.Linear(3, 2)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model.half()
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        optimizer.step()
+    return str(error.value)
+
+
+def test_refuses_a_parameter_whose_dtype_has_changed() -> None:
+    message = "a parameter was torch.float32 (2, 3) and is torch.float16 (2, 3): it needs a new optimizer"
+    assert run_ranks(of_another_dtype, 2) == [message] * 2
+
+
+def trained(compiled: bool, sharded: bool) -> dict[str, Tensor]:
+    """A model that was compiled, had run, and had gradients' hooks before its parameters were moved."""
+    model = build("transformer")
+    run = torch.compile(model, backend="eager") if compiled else model
+    mean_loss(run, batch_of(9)).backward()
+    model.zero_grad()
+    came = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: came.append(p.data_ptr()))
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    if sharded:
+        make = functools.partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW, transfer_mb=SMALL)
+    optimizer = make(model.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_loss(run, batch_of(step)).backward()
+        optimizer.step()
+    assert sorted(came) == sorted(3 * [p.data_ptr() for p in model.parameters()])
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_model_that_was_compiled_before_trains_on() -> None:
+    expected = run_ranks(trained, 1, False, False)[0]
+    assert all(equal(parameters, expected) for parameters in run_ranks(trained, 2, True, True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, torch.optim.AdamW([torch.zeros(1)]), "AdamW", int])
+def test_refuses_what_is_no_optimizer(cls: Any) -> None:
+    with pytest.raises(ValueError, match=r"optimizer_cls is (?s:.*): it must be a class"):
+        ShardedOptimizer([nn.Parameter(torch.zeros(1))], cls)
+
+
+def test_refuses_what_makes_no_sense() -> None:
+    p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="transfer_mb is 0"):
+        ShardedOptimizer([p], torch.optim.SGD, transfer_mb=0)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ShardedOptimizer([], torch.optim.SGD)
+    with pytest.raises(ValueError, match="learning rate: -1"):
+        ShardedOptimizer([p], torch.optim.SGD, lr=-1)
+    optimizer = ShardedOptimizer([p], torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"shape \(2,\) is none of this optimizer's"):
+        optimizer.owner_of(q)
+    with pytest.raises(ValueError, match="to is 1: there are ranks 0 to 0"):
+        optimizer.consolidate_state_dict(1)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [p]})
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(torch.optim.SGD([p, q]).state_dict())
+
+
+def messages() -> list[str]:
+    rank, found = comm.rank(), []
+
+    def refused(parameters: list[nn.Parameter]) -> None:
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            ShardedOptimizer(parameters, torch.optim.SGD)
+        found.append(str(error.value))
+
+    one = nn.Parameter(torch.zeros(1))
+    refused([one, nn.Parameter(torch.zeros(2 + rank, 3))])
+    refused([one, nn.Parameter(torch.zeros(2), requires_grad=rank == 0)])
+    refused([one] if rank else [one, nn.Parameter(torch.zeros(1))])
+    refused([one, nn.Parameter(torch.zeros(2, 3).t())])
+
+    optimizer = ShardedOptimizer([one], torch.optim.SGD, lr=0.5)
+    with pytest.raises(ValueError, match="different parameters in the optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + rank))]})
+    one.grad = torch.ones(1)
+    optimizer.step()  # is as it was
+    assert one.item() == -0.5
+    return found
+
+
+def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
+    for shape, frozen, count, strides in run_ranks(messages, 2):
+        differ = "the ranks have different parameters in the optimizer: parameter 1 is "
+        assert shape == f"{differ}float32 (3, 3) on cpu on rank 1 and float32 (2, 3) on cpu on rank 0"
+        assert frozen == f"{differ}frozen float32 (2,) on cpu on rank 1 and float32 (2,) on cpu on rank 0"
+        assert count == f"{differ}nothing on rank 1 and float32 (1,) on cpu on rank 0"
+        assert strides == (
+            "parameter 1 is float32 (3, 2) of strides (1, 3) on cpu, parameter 0 on cpu: "
+            "only contiguous ones on one device can be sent"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# NCCL
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", SETUPS)
+def test_equals_the_plain_optimizer_on_nccl(name: str) -> None:
+    check([results[name] for results in on_ranks(2, "cuda")], alone(name, "cuda"))
+
+
+def go_on_with_fused(before: dict[str, Any] | None) -> dict[str, Any]:
+    first, last = (4, STEPS) if before is not None else (0, 4)
+    training = Training(SETUPS["fused AdamW"], True, "cuda")
+    if before is not None:
+        training.load(before)
+    training.steps(first, last)
+    assert all(v.is_cuda for state in training.optimizer.state.values() for v in state.values())
+    return training.result()
+
+
+@pytest.mark.multigpu
+def test_a_fused_optimizer_goes_on_from_a_state_dict_on_the_cpu() -> None:
+    before = run_ranks(go_on_with_fused, 2, None, device="cuda")[0]
+    assert not any(v.is_cuda for state in before["optimizer"]["state"].values() for v in state.values())
+    check(run_ranks(go_on_with_fused, 2, before, device="cuda"), alone("fused AdamW", "cuda"))
+
+
+def memory_of_moving() -> tuple[int, int]:
+    """Most bytes during it, and bytes after it, above those before."""
+    parameters = [nn.Parameter(torch.zeros(2**20, device="cuda")) for _ in range(64)]  # 4 MiB each
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, transfer_mb=32)
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == 8
+    del optimizer
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.multigpu
+def test_moving_takes_a_piece_more_at_most() -> None:
+    for peak, after in run_ranks(memory_of_moving, 2, device="cuda"):
+        assert peak <= 32 * 2**20 + 4096
+        assert after <= 4096
