@@ -5,6 +5,7 @@ parallelism are chosen elsewhere.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -22,16 +23,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cs336_basics.data import count_starts, gather_sequences, sequence_starts
 from cs336_basics.model import TransformerLM
-from cs336_basics.nn_utils import clip_gradient, cross_entropy
+from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW, get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import OptimizerConfig, RunConfig
 from ..hardware import device_peak_flops
-from ..parallel import STRATEGIES
+from ..parallel import STRATEGIES, Options, comm, failure
+from ..parallel.strategy import Strategy
 from .graph import RecordedStep
 
 logger = logging.getLogger(__name__)
@@ -62,13 +65,18 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def wanted(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
         # Not by print or log: a signal can come in the middle of one, and they cannot be entered twice.
-        with contextlib.suppress(OSError):
-            os.write(1, f"{self.signal}: stopping after this step, which is then saved\n".encode())
+        if comm.rank() == 0:
+            with contextlib.suppress(OSError):
+                os.write(1, f"{self.signal}: stopping after this step, which is then saved\n".encode())
 
 
 class BatchLoader:
@@ -91,12 +99,15 @@ class BatchLoader:
             both = both.pin_memory().to(self._device, non_blocking=True)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
-    def get(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (count, T) of sequences first .. first+count-1 on the device; begins the batch after."""
+    def get(self, first: int, count: int, stride: int | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (count, T) of sequences first .. first+count-1 on the device.
+
+        Begins the batch after it, which starts `stride` sequences later (default: count).
+        """
         if self._next is None or self._next[0] != (first, count):
             self._next = (first, count), self._pool.submit(self._prepare, first, count)
         batch = self._next[1].result()
-        after = first + count, count
+        after = first + (stride or count), count
         self._next = after, self._pool.submit(self._prepare, *after)
         return batch
 
@@ -104,25 +115,43 @@ class BatchLoader:
         self._pool.shutdown(cancel_futures=True)
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices and none on vectors (norm weights)."""
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
+    """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has its part of the state."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
-    if config.implementation == "own":
-        return AdamW(groups, **common)
-    fused, foreach = config.implementation == "torch_fused", config.implementation == "torch_foreach"
-    return torch.optim.AdamW(groups, **common, fused=fused, foreach=foreach)
+    cls: type[torch.optim.Optimizer] = AdamW
+    if config.implementation != "own":
+        cls = torch.optim.AdamW
+        common |= {name: config.implementation == f"torch_{name}" for name in ("fused", "foreach")}
+    if sharded:
+        from ..parallel.zero1 import ShardedOptimizer
+
+        return ShardedOptimizer(groups, cls, **common)
+    return cls(groups, **common)
 
 
 def compile_model(model: TransformerLM) -> None:
-    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them."""
+    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them.
+
+    Only the blocks' own forward, so that what a strategy hangs on them from outside stays outside of the graphs.
+    """
     for layer in model.layers:
-        layer.compile()
+        layer.forward = torch.compile(layer.forward)
     model.ln_final.compile()
+
+
+def checkpoint_activations(model: TransformerLM, every: int) -> None:
+    """Make every so-manieth block forget what it computed and compute it again in the backward pass (Chen et al. 2016).
+
+    What stays in memory of such a block is its input.
+    """
+    for layer in list(model.layers)[::every]:
+        # No random numbers in a block: their state need not be saved.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: int) -> npt.NDArray[np.int64]:
@@ -133,6 +162,17 @@ def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: in
     count = min(wanted, (num_tokens - 1) // length)
     micro_batch = min(count, micro_batch)
     return (np.arange(count - count % micro_batch) * length).reshape(-1, micro_batch)
+
+
+def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
+    """The model in the strategy that the configuration asks for, on this many processes."""
+    wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
+    options = Options(
+        bucket_size_mb=config.parallel.bucket_size_mb,
+        grad_dtype={"fp32": torch.float32, **AUTOCAST_DTYPES}.get(config.parallel.grad_dtype),
+        compute_dtype=AUTOCAST_DTYPES.get(config.train.precision),
+    )
+    return wrap(model, options)
 
 
 @dataclass
@@ -147,13 +187,20 @@ class Position:
 class Trainer:
     """One model in training: `train_step` moves it by one optimizer step, `evaluate` measures it.
 
-    All losses are means over tokens, in nats.
+    With several processes each has a Trainer of the same configuration, and all call its methods together. A batch is
+    shared by them; its sequences are the same as with one. All losses are means over the tokens of all, in nats.
     """
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
         self.config, self.model, self.device = config, model, device
         self.context_length = config.model.shape.context_length
-        self.optimizer = build_optimizer(model, config.optimizer)
+        config.check_world_size(comm.world_size())
+        if config.train.compile:
+            compile_model(model)
+        if config.train.checkpointed_every is not None:
+            checkpoint_activations(model, config.train.checkpointed_every)
+        self.strategy = wrap_model(config, model)
+        self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer)
         if (config.optimizer.warmup_steps or 0) > config.train.max_steps:
             logger.warning(
                 "optimizer.warmup_steps is %d, more than train.max_steps, %d: the largest learning rate is not reached",
@@ -163,10 +210,9 @@ class Trainer:
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
-        if config.train.compile:
-            compile_model(model)
         self._loss = torch.compile(cross_entropy) if config.train.compile else cross_entropy
-        self.strategy = STRATEGIES["none"](model)
+        self.stopping = False
+        """Whether any rank has asked, by `train_step`'s argument, to stop."""
         self._compute_gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
         if config.train.cuda_graph:
             self._compute_gradients = RecordedStep(self._gradients, self.optimizer.zero_grad)
@@ -185,26 +231,34 @@ class Trainer:
         assert c.warmup_steps is not None
         return get_cosine_lr(step, c.lr, c.min_lr, c.warmup_steps, self.config.train.max_steps)
 
-    def train_step(self) -> dict[str, Any]:
-        """One optimizer step. Returns its metrics; raises NonFiniteError before the update would be made."""
+    def train_step(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """One optimizer step. Returns its metrics; raises NonFiniteError before the update would be made.
+
+        `stop` is asked late in the step whether to stop after it; where any rank's says so, `stopping` is true on all.
+        """
         train, position = self.config.train, self.position
         step = position.step + 1
+        failure.set_step(step)
         lr = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         waiting = time.perf_counter()
-        inputs, targets = self.loader.get(position.sequences, train.batch_size)
+        count = train.batch_size // comm.world_size()
+        inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
         data_wait = time.perf_counter() - waiting
 
         loss_and_norm = self._compute_gradients(inputs, targets)
+        if comm.world_size() > 1:
+            loss_and_norm = self._over_ranks(loss_and_norm, stop)
         # The one place a step waits for the device: whether to update has to be known before the update.
-        loss_value, norm_value = loss_and_norm.tolist()
+        loss_value, norm_value, *others_stop = loss_and_norm.tolist()
+        self.stopping = any(others_stop) if others_stop else stop()
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
 
         updated = self._update(step, loss_value, norm_value)
         if not train.cuda_graph:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.strategy.zero_grad()
         position.step = step
         position.sequences += train.batch_size
         position.skipped_steps += not updated
@@ -215,8 +269,8 @@ class Trainer:
             "grad_norm": norm_value,
             "step_ms": elapsed * 1e3,
             "data_wait_ms": data_wait * 1e3,
-            "tokens_per_s": targets.numel() / elapsed,
-            "mfu": None if self._peak is None else self._flops / elapsed / self._peak,
+            "tokens_per_s": train.batch_size * self.context_length / elapsed,
+            "mfu": None if self._peak is None else self._flops / elapsed / self._peak / comm.world_size(),
             "memory_bytes": self.memory_bytes(),
             "skipped_steps": position.skipped_steps,
         }
@@ -225,15 +279,20 @@ class Trainer:
         """Leave the clipped gradient of the mean loss in `.grad`; return loss and norm, (2,) on the device."""
         loss = self._forward_backward(inputs, targets)
         self.scaler.unscale_(self.optimizer)
-        norm = clip_gradient(self.model.parameters(), self.config.train.max_grad_norm or math.inf)
+        norm = self.strategy.clip_gradient(self.config.train.max_grad_norm or math.inf)
         return torch.stack((loss, norm.to(loss)))
+
+    def _over_ranks(self, loss_and_norm: Tensor, stop: Callable[[], bool]) -> Tensor:
+        """Loss, norm and the wish to stop, (3,); the norm is the same on all ranks, and the batch is shared evenly."""
+        loss, norm = loss_and_norm
+        facts = torch.stack((loss, norm, torch.full_like(loss, stop())))
+        comm.mean([facts], "all-reduce of the loss")
+        return facts
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate the gradient of the mean loss over all micro-batches; return that loss, on the device."""
-        train = self.config.train
-        micro_batch = train.batch_size // train.gradient_accumulation_steps
         total = torch.zeros((), device=self.device)
-        pieces = list(zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True))
+        pieces = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
         for i, (x, y) in enumerate(pieces):
             last = i == len(pieces) - 1
             with contextlib.nullcontext() if last else self.strategy.no_sync():
@@ -252,8 +311,15 @@ class Trainer:
             self.scaler.step(self.optimizer)
         else:
             self._skip_or_raise(step, loss, norm)
+            self._tell_scaler_of_overflow()
         self.scaler.update()  # after an overflow: halves the loss scale
         return finite
+
+    def _tell_scaler_of_overflow(self) -> None:
+        """On every rank, though where weights are sharded not all have met what is not finite."""
+        if self.scaler.is_enabled():
+            for found in self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
+                found.fill_(1.0)
 
     def _skip_or_raise(self, step: int, loss: float, norm: float) -> None:
         # Infinite gradients of a finite loss are how fp16 says that the loss scale is too large.
@@ -270,17 +336,32 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tokens) -> float:
-        """Mean loss over the sequences of `validation_starts`."""
-        train, length = self.config.train, self.context_length
-        micro_batch = train.batch_size // train.gradient_accumulation_steps
-        starts = validation_starts(len(tokens), length, train.validation_sequences, micro_batch)
+        """Mean loss over the sequences of `validation_starts`, whose batches the ranks share."""
+        length, world_size = self.context_length, comm.world_size()
+        starts = self.validation_starts(len(tokens))
         total = torch.zeros((), device=self.device)
-        for some in starts:
-            both = gather_sequences(tokens, some, length).to(self.device)
+        for i in range(0, len(starts), world_size):
+            mine = i + comm.rank()
+            # A strategy may need all ranks in every forward pass, so one without a batch repeats the last.
+            both = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
             with self._autocast():
                 logits = self.strategy(both[:, :-1].contiguous())
-                total += self._loss(logits, both[:, 1:].contiguous(), reduction="sum") / (starts.size * length)
-        return total.item()
+                loss = self._loss(logits, both[:, 1:].contiguous(), reduction="sum") / (starts.size * length)
+            total += loss if mine < len(starts) else 0
+        comm.mean([total], "all-reduce of the validation loss")
+        return total.item() * world_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that this process takes through the model at once."""
+        train = self.config.train
+        return train.batch_size // train.gradient_accumulation_steps // comm.world_size()
+
+    def validation_starts(self, num_tokens: int) -> npt.NDArray[np.int64]:
+        """Where the sequences of a validation start in so many tokens, (batches, B): those that one process takes."""
+        micro_batch = self.micro_batch * comm.world_size()
+        starts = validation_starts(num_tokens, self.context_length, self.config.train.validation_sequences, micro_batch)
+        return starts if starts.size % self.micro_batch else starts.reshape(-1, self.micro_batch)
 
     def reset_clock(self) -> None:
         """Time the next step from here: what was done since the last one is no part of it."""

@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.text import Text
 
 from ..config import RunConfig
+from ..console import READER_GONE, say
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
-_READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 
 
 class Sink(Protocol):
@@ -136,12 +136,6 @@ def summarise(times_ms: Sequence[float]) -> dict[str, float]:
     return {"p20": p20, "p50": p50, "p80": p80, "mean": float(np.mean(times_ms)), "std": float(np.std(times_ms))}
 
 
-def say(line: str) -> None:
-    """Print a line. A reader that has gone (`| head`, a closed terminal) is no reason to lose a run."""
-    with contextlib.suppress(*_READER_GONE):
-        rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 class Progress:
     """One line that says how the run goes: live on a terminal, now and then a plain line elsewhere."""
 
@@ -173,7 +167,7 @@ class Progress:
             return
         line = self.format(row, now)
         if self._live:
-            with contextlib.suppress(*_READER_GONE):
+            with contextlib.suppress(*READER_GONE):
                 self._live.update(Text(line + self._valid), refresh=True)
         elif now - self._last_plain >= self.PLAIN_INTERVAL_S:
             self._last_plain = now

@@ -79,7 +79,7 @@ def test_any_tensor_comes_back_bit_for_bit(tmp_path: Path, tensor: torch.Tensor)
 
 
 def test_many_tensors_are_spread_over_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.training.checkpoint._FILE_BYTES", 1000)
+    monkeypatch.setattr("cs336_systems.training.tensor_files._FILE_BYTES", 1000)
     tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(7)} | {"large": torch.arange(1000.0)}
     path = save_checkpoint(tmp_path, tensors, step=1, **REST)
     assert len(list(path.glob("*.safetensors"))) == 5  # two tensors of 400 bytes a file, the large one by itself

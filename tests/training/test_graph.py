@@ -5,13 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from cs336_systems.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from cs336_systems.training import train
 from cs336_systems.training.metrics import read_metrics
 
 
-def config(folder: Path, *, cuda_graph: bool, compile: bool, accumulation: int = 1, device: str = "cuda") -> RunConfig:
+def config(
+    folder: Path,
+    *,
+    cuda_graph: bool,
+    compile: bool,
+    accumulation: int = 1,
+    device: str = "cuda",
+    parallel: ParallelConfig | None = None,
+) -> RunConfig:
     return RunConfig(
+        parallel=parallel or ParallelConfig(),
         run_dir=str(folder / f"graph-{cuda_graph}"),
         model=ModelConfig(vocab_size=300, context_length=32, d_model=64, d_ff=128, num_layers=2, num_heads=2),
         data=DataConfig(source="random", data_dir=str(folder / "data"), random_tokens=10_000),
@@ -40,6 +49,19 @@ def test_recorded_step_gives_the_same_losses_bit_for_bit(tmp_path: Path, compile
         rows = read_metrics(Path(result.run_dir) / "metrics.jsonl")
         losses.append([(row.get("loss"), row.get("grad_norm"), row.get("valid_loss")) for row in rows])
     assert losses[0] == losses[1]
+    assert len(losses[0]) == 10 + 3
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+def test_recorded_steps_of_two_processes_give_the_same_losses(tmp_path: Path, strategy: str) -> None:
+    losses = []
+    for cuda_graph in (False, True):
+        parallel = ParallelConfig(devices=2, strategy=strategy, bucket_size_mb=0.05, step_timeout_s=60)  # type: ignore[arg-type]
+        result = train(config(tmp_path, cuda_graph=cuda_graph, compile=False, accumulation=2, parallel=parallel))
+        rows = read_metrics(Path(result.run_dir) / "metrics.jsonl")
+        losses.append([row.get("loss") or row.get("valid_loss") for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert len(losses[0]) == 10 + 3
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cs336_basics.data import sequence_starts
-from cs336_systems.config import OptimizerConfig
+from cs336_systems.config import OptimizerConfig, TrainConfig
 from cs336_systems.training.loop import BatchLoader, NonFiniteError, StopRequest, Trainer, build_optimizer
 
 from .helpers import (
@@ -514,3 +514,35 @@ def test_in_another_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join(timeout=30)
     assert found == [None, before]
+
+
+# Activation checkpointing
+
+
+def blocks_computed(trainer: Trainer) -> int:
+    """How often a block's attention runs in a step."""
+    calls = []
+    handles = [layer.attn.register_forward_hook(lambda *_: calls.append(1)) for layer in trainer.model.layers]
+    trainer.train_step()
+    for handle in handles:
+        handle.remove()
+    return len(calls)
+
+
+@pytest.mark.parametrize("kind, again", [("none", 0), ("block", 5), ("every_1", 5), ("every_2", 3), ("every_9", 1)])
+def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
+    weights = []
+    for activation_checkpointing in ("none", kind):
+        train = dict(activation_checkpointing=activation_checkpointing)
+        with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
+            computed = blocks_computed(trainer)
+            trainer.train_step()
+            weights.append(weights_of(trainer))
+    assert computed == 5 + again
+    assert_same_tensors(*weights)
+
+
+@pytest.mark.parametrize("kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_"])
+def test_what_is_no_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"train\.activation_checkpointing is .* none, block or every_K"):
+        TrainConfig(activation_checkpointing=kind)

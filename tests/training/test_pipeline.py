@@ -72,7 +72,7 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def without_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.training.pipeline.plot_loss_curves", lambda *_: None)
+    monkeypatch.setattr("cs336_systems.training.run.plot_loss_curves", lambda *_: None)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_skipped_steps_are_counted_on(tmp_path: Path, monkeypatch: pytest.Monkey
     """Steps 3 and 8 see a loss that is not finite, in both ways through the run."""
     step = Trainer.train_step
 
-    def poisoned(trainer: Trainer) -> dict[str, Any]:
+    def poisoned(trainer: Trainer, *_: Any) -> dict[str, Any]:
         if trainer.position.step + 1 not in (3, 8):
             return step(trainer)
         weight = trainer.model.ln_final.weight
@@ -239,7 +239,7 @@ def test_random_numbers_drawn_in_training_go_on_where_they_were(
 ) -> None:
     step = Trainer.train_step
 
-    def noisy(trainer: Trainer) -> dict[str, Any]:
+    def noisy(trainer: Trainer, *_: Any) -> dict[str, Any]:
         with torch.no_grad():
             trainer.model.ln_final.weight.add_(torch.randn(32) * 1e-3)  # as dropout would draw
         return step(trainer)
@@ -382,7 +382,7 @@ def stop_after(step: int, run: Callable[[], RunResult]) -> RunResult:
     """Run, with a SIGTERM to this process during that step."""
     train_step = Trainer.train_step
 
-    def stopping(trainer: Trainer) -> dict[str, Any]:
+    def stopping(trainer: Trainer, *_: Any) -> dict[str, Any]:
         row = train_step(trainer)
         if row["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -604,7 +604,7 @@ def test_a_run_that_stops_on_a_loss_that_is_not_finite_keeps_its_checkpoint_and_
 ) -> None:
     step = Trainer.train_step
 
-    def poisoned(trainer: Trainer) -> dict[str, Any]:
+    def poisoned(trainer: Trainer, *_: Any) -> dict[str, Any]:
         if trainer.position.step == 6:
             with torch.no_grad():
                 trainer.model.ln_final.weight[0] = math.inf
@@ -730,7 +730,7 @@ HANGING = """
 import sys, time
 from cs336_systems.cli import main
 from cs336_systems.training.loop import Trainer
-def hang(self):
+def hang(self, stop):
     print("in the step", flush=True)
     for _ in range(600):
         time.sleep(0.1)
@@ -828,7 +828,7 @@ def test_the_files_of_a_run_with_unlimited_gradients_are_json_and_can_be_run_aga
 def test_the_metrics_of_a_skipped_step_are_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Trainer.train_step
 
-    def poisoned(trainer: Trainer) -> dict[str, Any]:
+    def poisoned(trainer: Trainer, *_: Any) -> dict[str, Any]:
         with torch.no_grad():
             trainer.model.ln_final.weight[0] = math.nan
         return step(trainer)
@@ -856,7 +856,7 @@ def test_newer_checkpoints_of_a_try_that_is_not_gone_on_with_are_set_aside_not_l
     before = read_independently(checkpoint_path(config, 10))
     step = Trainer.train_step
 
-    def stopping(trainer: Trainer) -> dict[str, Any]:
+    def stopping(trainer: Trainer, *_: Any) -> dict[str, Any]:
         row = step(trainer)
         if row["step"] == 7:
             os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,142 @@
+"""Saving while training goes on: the state is copied at once, and written from the copy by a thread.
+
+The copy is in the host's memory, pinned where the state is on a GPU, so that taking it costs the GPU one transfer and
+the training thread nothing but starting it. What is written, and in which order, is what `save_checkpoint` does.
+"""
+
+import copy
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel import comm
+from ..parallel.failure import CollectiveError
+from .checkpoint import checkpoint_name, prune_checkpoints, save_checkpoint
+from .tensor_files import Rows
+from .together import file_group, on_first_rank
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncSaver:
+    """Saves one checkpoint at a time in a background thread. All ranks make, use and close one together.
+
+    What goes wrong in the background is raised by the next `save`, `wait` or `close`. A process that ends without
+    `close` leaves the checkpoint under way unfinished, and so not there.
+    """
+
+    def __init__(self) -> None:
+        self._group = file_group()
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self, folder: Path, tensors: Mapping[str, Tensor | Rows], *, keep_last: int | None = None, **manifest: Any
+    ) -> Path:
+        """Copy the tensors and return; the checkpoint of that path follows, and then older ones are pruned.
+
+        `manifest` is what `save_checkpoint` takes. Waits for the save before this one and raises its CheckpointError.
+        On a GPU, what the current stream does to the tensors after this call is not saved.
+        """
+        self.wait()
+        own = _own_part(tensors)
+        copies = {name: self._copy(name, tensor) for name, tensor in own.items()}
+        copied = None
+        if any(_local(tensor).is_cuda for tensor in own.values()):
+            copied = torch.cuda.Event()
+            copied.record()
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(folder, copies, keep_last, copy.deepcopy(manifest), copied),
+            name="checkpoint",
+            daemon=True,  # where another rank is gone, the end of the process must not wait for it
+        )
+        self._thread.start()
+        return folder / checkpoint_name(manifest["step"])
+
+    def wait(self) -> None:
+        """Return when the save under way is on the disk. Raises CheckpointError where it has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """`wait`, and give the memory of the copies back."""
+        try:
+            self.wait()
+        finally:
+            self._buffers.clear()
+
+    def __enter__(self) -> "AsyncSaver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, CollectiveError):
+            return  # the save under way waits for the same rank
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)  # what ended the block is the one to be told
+
+    def _copy(self, name: str, tensor: Tensor | Rows) -> Tensor | Rows:
+        source = _local(tensor).detach()
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._buffers[name] = buffer
+        buffer.copy_(source, non_blocking=True)
+        return Rows(buffer, tensor.shape, tensor.first_row) if isinstance(tensor, Rows) else buffer
+
+    def _write(
+        self,
+        folder: Path,
+        tensors: dict[str, Tensor | Rows],
+        keep_last: int | None,
+        manifest: dict[str, Any],
+        copied: torch.cuda.Event | None,
+    ) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            save_checkpoint(folder, tensors, **manifest, group=self._group)
+            on_first_rank(lambda: prune_checkpoints(folder, keep_last), "pruning", self._group)
+        except BaseException as error:
+            self._error = error
+
+
+def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Rows]:
+    """What of the state this rank is to write: of tensors that several ranks have, each is dealt to one of them.
+
+    Before they are copied: main memory would else hold the whole state once a rank.
+    """
+    if comm.world_size() == 1:
+        return tensors
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, Rows)}
+    everyone = comm.gather_objects(sizes, "sizes of the state")
+    loads = [0] * len(everyone)
+    mine = {name for name in tensors if name not in sizes}
+    for name in sorted(set().union(*everyone)):
+        holders = [rank for rank, theirs in enumerate(everyone) if name in theirs]
+        owner = min(holders, key=lambda rank: loads[rank])
+        loads[owner] += everyone[owner][name]
+        if owner == comm.rank():
+            mine.add(name)
+    return {name: tensor for name, tensor in tensors.items() if name in mine}
+
+
+def _local(tensor: Tensor | Rows) -> Tensor:
+    return tensor.local if isinstance(tensor, Rows) else tensor

@@ -1,0 +1,175 @@
+"""Training in several processes on this machine: started here through PyTorch's elastic launcher, and waited for.
+
+The processes are those that torchrun would start: each runs `worker.py`. What they come to, or why they failed, they
+leave in files for the one that started them.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..config import RunConfig
+from ..console import start_logging
+from ..hardware import select_device, use_device
+from ..parallel import comm, failure
+from .checkpoint import CheckpointError
+from .loop import NonFiniteError
+from .run import RunResult
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (ValueError, FileNotFoundError, NonFiniteError, CheckpointError, failure.CollectiveError)
+}
+_SAVING_S = 600  # for a checkpoint after a signal
+_PROGRAM = ["-m", "cs336_systems.training.worker"]
+
+
+def launch(config: RunConfig) -> RunResult:
+    """Run `train(config)` in `parallel.devices` processes; return what the run came to.
+
+    Raises what the first process to fail raised: the errors of `train`, RuntimeError for any other.
+    """
+    check_devices(config.train.device, config.parallel.devices)
+    with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        config_file, result_file = Path(folder) / "config.json", Path(folder) / "result.json"
+        config_file.write_text(json.dumps(config.to_dict()))
+        try:
+            run_processes([*_PROGRAM, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
+        except SignalException as error:
+            if not result_file.is_file():
+                if isinstance(error, _Interrupt):
+                    raise KeyboardInterrupt from None
+                name = signal.Signals(error.sigval).name
+                raise RuntimeError(f"ended by {name} before the processes could save") from None
+            if isinstance(error, _Interrupt):
+                return RunResult(**json.loads(result_file.read_text()) | {"interrupted": "SIGINT"})
+        return RunResult(**json.loads(result_file.read_text()))
+
+
+class _Interrupt(SignalException):
+    """SIGINT, handed on as SIGTERM: a process that is still starting ends by that at once, wherever it waits."""
+
+    def __init__(self) -> None:
+        super().__init__("interrupted", signal.SIGTERM)
+
+
+def _interrupt(*_: Any) -> None:
+    raise _Interrupt
+
+
+def run_processes(program: list[str], count: int, folder: Path) -> None:
+    """Run `python PROGRAM... PARENT` in so many processes of this machine, as torchrun would, and wait for them.
+
+    PARENT is this process's number, see `one_of_several`. `folder` is for their reports. Raises what the first of them
+    to fail raised, and SignalException where a signal came, once they have ended.
+    """
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    # SIGINT is ours; a PyTorch without this field takes it, and hands it on as it is.
+    options: dict[str, Any] = {"shutdown_timeout": _SAVING_S, "signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a port that the system chooses
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        **{name: value for name, value in options.items() if name in known},
+    )
+    threads = max(1, (os.cpu_count() or 1) // count)
+    environ = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"} | {
+        **os.environ,
+        failure.OWN_LAUNCH: "1",
+    }
+    before = dict(os.environ)
+    os.environ.update(environ)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, _interrupt) if in_main_thread else None
+    try:
+        elastic_launch(launcher, sys.executable)(*program, str(os.getpid()))
+    except ChildFailedError as error:
+        raise _failure(error.failures, folder) from None
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def check_devices(device: str, count: int) -> None:
+    """Raise ValueError where there are fewer GPUs than processes of this machine; `device` as in train.device."""
+    if select_device(device).type == "cuda" and count > torch.cuda.device_count():
+        raise ValueError(
+            f"parallel.devices is {count}: each process takes a CUDA device, and PyTorch sees "
+            f"{torch.cuda.device_count()} here (train.device cpu needs none)"
+        )
+
+
+def use_device_of_rank(device: str) -> torch.device:
+    """The device of this rank, made the current one: its own GPU of the machine, or the CPU."""
+    check_devices(device, comm.local_world_size())
+    kind = select_device(device).type
+    return use_device(f"cuda:{comm.local_rank()}" if kind == "cuda" else kind)
+
+
+def check_launch(config: RunConfig) -> None:
+    """Raise ValueError where torchrun has started other processes than the configuration asks for."""
+    if config.parallel.devices not in (1, comm.local_world_size()):
+        raise ValueError(
+            f"parallel.devices is {config.parallel.devices}: {comm.local_world_size()} processes have been started on "
+            "this machine; leave it out under torchrun"
+        )
+
+
+def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
+    """The exception of the process that failed first, with what is known of those that a signal ended.
+
+    That another rank is gone is no cause but what follows from one, so it comes last.
+    """
+    ended = [f"rank {rank} was ended by {f.signal_name()}" for rank, f in failures.items() if f.exitcode < 0]
+    reports = [json.loads(file.read_text())["message"] for file in sorted(folder.rglob("error.json"))]
+    reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
+    if not reports:
+        ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
+        return failure.CollectiveError("; ".join(ended))
+    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join([*ended, reports[0]["message"]]))
+
+
+@contextlib.contextmanager
+def one_of_several(parent: str) -> Iterator[None]:
+    """Around what a process does that `run_processes` has started: a failure is left to that, and ends the process.
+
+    When the process that started it is gone, however that ended, it is told to stop (Linux only).
+    """
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            os._exit(1)
+    start_logging(quiet=comm.environment_rank() != 0)
+    try:
+        yield
+    except BaseException as error:
+        failure.leave_failure(error)
+        # Not sys.exit: what is left of a process group whose other ranks are gone may wait for them for ever.
+        os._exit(1)

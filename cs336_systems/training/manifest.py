@@ -1,0 +1,164 @@
+"""What a checkpoint is of, which checkpoints there are, and whether one is whole.
+
+All of this reads files and communicates nothing: where there are several ranks, `together.on_first_rank` calls it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_basics.data import sha256_of_file
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is of, and the mark that it is whole."""
+
+    step: int
+    sequences: int
+    """Sequences of the run consumed so far: the position in the data."""
+    identity: dict[str, Any]
+    """What a run must share to go on from here: architecture, tokenizer, data and seed."""
+    trainer: dict[str, Any]
+    """The loop's own small state: loss scale, skipped steps."""
+    config: dict[str, Any]
+    versions: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    """Per file its `bytes` and `sha256`."""
+    format: int = _FORMAT
+
+    def to_json(self) -> str:
+        """The manifest as text, with a checksum of itself."""
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, "checksum": _checksum(fields)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The manifest that `to_json` wrote. Raises ValueError for anything else."""
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("it is not a JSON object")
+        if raw.get("format") != _FORMAT:
+            raise ValueError(f"format {raw.get('format')!r}, this version reads format {_FORMAT}")
+        if raw.pop("checksum", None) != _checksum(raw):
+            raise ValueError("its checksum is wrong")
+        names = {field.name for field in dataclasses.fields(cls)}
+        if raw.keys() != names:
+            raise ValueError(f"its fields are not {', '.join(sorted(names))}")
+        manifest = cls(**raw)
+        manifest._check_types()
+        return manifest
+
+    def _check_types(self) -> None:
+        """Raise ValueError for what no run writes: a checksum says that a file is as it was written, not by whom."""
+        counts: dict[str, Any] = {"step": self.step, "sequences": self.sequences}
+        objects = {name: getattr(self, name) for name in ("identity", "trainer", "config", "versions", "files")}
+        for name, value in objects.items():
+            _require_type(isinstance(value, dict), name, value, "a JSON object")
+        for name, file in self.files.items():
+            _require_type(Path(name).name == name, "file name", name, "one without a folder")
+            _require_type(isinstance(file, dict), f"files {name}", file, "a JSON object")
+            _require_type(isinstance(file.get("sha256"), str), f"files {name} sha256", file.get("sha256"), "text")
+            counts[f"files {name} bytes"] = file.get("bytes")
+        _require_type(bool(self.files), "files", self.files, "the checkpoint's files, at least one")
+        if self.trainer:  # nothing in what was imported, from which no loop goes on
+            scaler = self.trainer.get("scaler")
+            counts["trainer skipped_steps"] = self.trainer.get("skipped_steps")
+            numbers = isinstance(scaler, dict) and all(type(value) in (int, float) for value in scaler.values())
+            _require_type(numbers, "trainer scaler", scaler, "a JSON object of numbers")
+        for name, value in counts.items():
+            _require_type(type(value) is int and 0 <= value < 1 << 63, name, value, "an integer of at least 0")
+
+
+def _require_type(condition: bool, name: str, value: Any, accepted: str) -> None:
+    if not condition:
+        shown = json.dumps(value)
+        raise ValueError(f"its {name} is {shown if len(shown) < 80 else shown[:80] + '...'}: it must be {accepted}")
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder name of the checkpoint of a step."""
+    return f"step_{step:08d}"
+
+
+def describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of each file, by its name, as the manifest has them."""
+    files = sorted(files)
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
+        hashes = list(pool.map(sha256_of_file, files))
+    return {path.name: {"bytes": path.stat().st_size, "sha256": h} for path, h in zip(files, hashes, strict=True)}
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint folders in `folder`, whole or torn, newest step first."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if _STEP.fullmatch(p.name)), key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def verify_checkpoint(path: Path) -> Manifest:
+    """Read the manifest and check every file against it. Raises ValueError naming the file that is missing or torn."""
+    if not path.is_dir():
+        raise ValueError(f"checkpoint {path} does not exist")
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"checkpoint {path} is torn: it has no {MANIFEST}")
+    try:
+        manifest = Manifest.from_json((path / MANIFEST).read_text())
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"checkpoint file {path / MANIFEST} cannot be read: {error}") from error
+    if path.name != checkpoint_name(manifest.step) and _STEP.fullmatch(path.name):
+        raise ValueError(f"checkpoint {path} is of step {manifest.step}, its manifest says")
+    if unlisted := {file.name for file in path.glob("*.safetensors")} - manifest.files.keys():
+        raise ValueError(
+            f"checkpoint file {path / min(unlisted)} is not in the manifest"
+        )  # and would be read unverified
+    for name, expected in manifest.files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise ValueError(f"checkpoint file {file} is torn: it {found}, the manifest says {expected['bytes']} bytes")
+    found_files = describe_files(path / name for name in manifest.files)
+    for name, expected in manifest.files.items():
+        if found_files[name]["sha256"] != expected["sha256"]:
+            raise ValueError(f"checkpoint file {path / name} is damaged: its SHA-256 is not the manifest's")
+    return manifest
+
+
+def newest_whole_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint that is whole, or None. Warns of every newer one that is torn."""
+    for path in find_checkpoints(folder):
+        try:
+            return path, verify_checkpoint(path)
+        except (ValueError, OSError) as error:
+            logger.warning("PASSED OVER: %s", error)
+    return None
+
+
+def check_identity(path: Path, manifest: Manifest, identity: dict[str, Any]) -> None:
+    """Raise ValueError naming every field in which a run differs from the one that wrote the checkpoint."""
+    names = sorted({*manifest.identity, *identity})
+    differing = [
+        f"{name} is {identity.get(name)!r} here and {manifest.identity.get(name)!r} there"
+        for name in names
+        if identity.get(name) != manifest.identity.get(name)
+    ]
+    if differing:
+        raise ValueError(f"checkpoint {path} is of another run: {'; '.join(differing)}")

@@ -1,0 +1,109 @@
+"""The state of a run as named tensors, however it is spread over ranks, and back.
+
+Names and shapes are those of one process alone, so what one division over ranks has saved another can go on from.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..parallel import comm
+from .tensor_files import Rows, read_tensors, tensor_shapes
+from .together import on_every_rank
+
+Shards = Mapping[str, tuple[torch.Size, int]]
+"""By parameter name: the shape of the whole parameter, and the first row that this rank has of it."""
+
+
+def collect_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, shards: Shards | None = None
+) -> dict[str, Tensor | Rows]:
+    """This rank's tensors of a run by name: `model.*`, `optimizer.PARAMETER.STATE` and the generators' states `rng.*`.
+
+    Parameters in `shards`, and optimizer state of their local shape, are Rows of whole tensors. An optimizer that keeps
+    the state of some parameters only gives that. The generators are rank 0's.
+    """
+    shards = shards or {}
+    tensors = {f"model.{name}": _global(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            value = torch.as_tensor(value)
+            is_shard = name in shards and value.dim() > 0
+            if is_shard and value.shape != parameter.shape:
+                raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}: only a scalar or "
+                                 "what is divided as its parameter can be saved from several ranks")  # fmt: skip
+            tensors[f"optimizer.{name}.{key}"] = _global(value, shards[name] if is_shard else None)
+    if comm.rank() == 0:
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def _global(tensor: Tensor, shard: tuple[torch.Size, int] | None) -> Tensor | Rows:
+    if isinstance(tensor, DTensor):  # of PyTorch's own sharding, which needs no `shards`
+        (chunk,) = tensor.__create_chunk_list__()
+        return Rows(tensor.to_local(), tensor.shape, chunk.offsets[0]) if tensor.dim() else tensor.to_local()
+    return tensor if shard is None else Rows(tensor, *shard)
+
+
+def restore_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    shards: Shards | None = None,
+) -> None:
+    """Put what `collect_state` collected back: parameters in place, optimizer state, generators.
+
+    All ranks call it together, divided in whatever way: each reads its rows, and the state of those parameters whose
+    owner it is (`optimizer.owner_of(parameter)`, where there is one). What one rank cannot read, all raise.
+    """
+    tensors: dict[str, Tensor] = {}
+    on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
+
+    index_of = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    parameters = dict(model.named_parameters())
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            parameter_name, _, key = name.removeprefix("optimizer.").rpartition(".")
+            state.setdefault(index_of[parameters[parameter_name]], {})[key] = tensor
+    groups = [
+        {**group, "params": [index_of[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    # Through load_state_dict, because a fused optimizer wants its step counters on the device.
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+
+
+def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards) -> dict[str, Tensor]:
+    """This rank's tensors out of a checkpoint: those of the model as they lie there, new ones of the rest."""
+    parameters = dict(model.named_parameters())
+    owner_of = getattr(optimizer, "owner_of", None)
+    wanted: dict[str, Tensor | Rows] = {}
+    for name, (shape, dtype) in tensor_shapes(path).items():
+        group, _, key = name.partition(".")
+        if group == "optimizer":
+            parameter_name = key.rpartition(".")[0]
+            parameter = parameters[parameter_name]
+            if owner_of is not None and owner_of(parameter) != comm.rank():
+                continue
+            shard = shards.get(parameter_name) if len(shape) else None
+            local_shape = shape if shard is None else parameter.shape
+            where = parameter.device if len(shape) else torch.device("cpu")
+            if isinstance(parameter, DTensor) and len(shape):
+                wanted[name] = torch.empty_like(parameter, dtype=dtype)
+            else:
+                wanted[name] = _global(torch.empty(local_shape, dtype=dtype, device=where), shard)
+        elif group == "rng":
+            wanted[name] = torch.empty(shape, dtype=dtype)
+    for name, tensor in model.state_dict().items():
+        wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _global(tensor, shards.get(name))
+    read_tensors(path, wanted)
+    return {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}

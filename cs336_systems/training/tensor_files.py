@@ -1,0 +1,157 @@
+"""Named tensors in safetensors files, written and read by one rank or several, through `torch.distributed.checkpoint`.
+
+A tensor is saved in one piece by one of the ranks that have it, or in the pieces that ranks hold of it. What pieces it
+was written in does not matter to who reads it: every rank reads the part that it asks for.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.api
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from ..parallel import comm
+from ..parallel.failure import CollectiveError
+from .together import RankError, naming_the_rank, reason
+
+_FILE_BYTES = 1 << 31  # the writer copies a whole file in memory, so files are kept to about this size
+
+
+class Rows:
+    """A rank's consecutive rows of a tensor whose other rows are elsewhere; possibly none of them.
+
+    To `torch.distributed.checkpoint` it is what a DTensor is, but it says itself where its rows begin (a DTensor's must
+    be divided as `torch.chunk` does) and lives on any device (a DTensor's on that of its mesh).
+    """
+
+    def __init__(self, local: Tensor, shape: Sequence[int], first_row: int) -> None:
+        self.local, self.shape, self.first_row = local.detach(), torch.Size(shape), first_row
+        if local.shape[1:] != self.shape[1:] or not 0 <= first_row <= first_row + len(local) <= self.shape[0]:
+            raise ValueError(
+                f"rows from {first_row} of shape {tuple(local.shape)} are no part of a tensor of shape {tuple(shape)}"
+            )
+
+    def size(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self.local.numel() == 0 and self.shape.numel():
+            return []  # there is nothing to write or read, and a reader may stumble over a piece of no rows
+        offsets = torch.Size([self.first_row] + [0] * (len(self.shape) - 1))
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self.local.shape)]
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.local if isinstance(found, Rows) else super().lookup_object(index)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The default makes real tensors of meta ones first, and takes nothing but tensors.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.local if isinstance(found, Rows) else super().lookup_tensor(index)
+
+
+class _Writer(dcp.HuggingFaceStorageWriter):
+    """Writes what falls to this rank, in files of bounded size, and remembers their names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.files: list[str] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
+        # Here, not at the start: only now is it known which of the tensors that all ranks have this one is to write.
+        storage = {**plan.storage_data, "fqn_to_index_mapping": _file_numbers(plan.items)}
+        with naming_the_rank():
+            written = super().write_data(dataclasses.replace(plan, storage_data=storage), planner)
+        self.files = sorted({result.storage_data.relative_path for result in written.value()})
+        return written
+
+
+def _file_numbers(items: Sequence[WriteItem]) -> dict[str, int]:
+    file_of: dict[str, int] = {}
+    index, filled = 1, 0
+    for item in items:
+        data = item.tensor_data
+        assert data is not None, "what is saved are tensors"
+        size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if filled and filled + size > _FILE_BYTES:
+            index, filled = index + 1, 0
+        file_of[item.index.fqn] = index
+        filled += size
+    return file_of
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any = None) -> list[str]:
+    """Write named tensors into a folder as flushed safetensors files of bounded size; give the names of this rank's.
+
+    With several ranks all call it together. A Tensor which several have under one name is the same on all and is
+    written by one of them, a DTensor or Rows by each its part. Where a rank fails, all raise what it says;
+    CollectiveError where one is gone.
+    """
+    writer = _Writer(folder)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    alone = comm.world_size() == 1
+    with _plain_errors(alone):
+        try:
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+        except RuntimeError as error:  # not one of writing, which comes as a CheckpointException
+            raise CollectiveError(f"rank {comm.rank()}: saving failed, another rank is gone: {error}") from error
+    return writer.files
+
+
+def read_tensors(path: Path, into: Mapping[str, Tensor | Rows]) -> None:
+    """Fill the tensors of `into` in place from a checkpoint's tensors of the same names, of Rows only theirs.
+
+    Each rank reads by itself what it asks for.
+    """
+    planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _plain_errors(alone=True):
+        dcp.load(dict(into), storage_reader=dcp.HuggingFaceStorageReader(str(path)), planner=planner, no_dist=True)
+
+
+@contextlib.contextmanager
+def _plain_errors(alone: bool) -> Iterator[None]:
+    """torch.distributed.checkpoint without its warning of being alone, and with the errors it wraps as they were."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except dcp.api.CheckpointException as error:  # no Exception, and no cause: {rank: (exception, traceback)}
+            rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+            if alone or isinstance(failure, RankError):
+                raise failure from None
+            raise RankError(f"rank {rank}: {reason(failure)}") from None
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names, shapes and dtypes of a checkpoint's tensors, whole ones, however many pieces they are in."""
+    metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]

@@ -1,0 +1,115 @@
+"""What all ranks do together around files: one acts and the others have its answer, or all fail for the same reason.
+
+With one process the function is called and nothing is sent.
+"""
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..parallel import comm
+from ..parallel.failure import CollectiveError, first_line
+
+T = TypeVar("T")
+
+
+def file_group(wait_h: float = 0.5) -> Any:
+    """A new gloo group of all ranks, for work on files; None with one process. All ranks call it together.
+
+    One rank waits for the others for up to wait_h hours: they may be hashing or writing many gigabytes.
+
+    Its own, because its collectives wait for disks, longer than a step of training may take, and because a background
+    thread must not use a group that another thread uses.
+    """
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=wait_h)) if comm.world_size() > 1 else None
+
+
+_main: tuple[Any, Any] | None = None
+
+
+def main_group() -> Any:
+    """The `file_group` of the main thread, made at the first call in a process group."""
+    global _main
+    if comm.world_size() == 1:
+        return None
+    if _main is None or _main[0] is not dist.group.WORLD:
+        _main = dist.group.WORLD, file_group()
+    return _main[1]
+
+
+class RankError(Exception):
+    """What went wrong on which rank, in words: not every exception can be sent."""
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed: the operating system's own words where it is behind the error, however deep."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        if isinstance(cause, RankError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def naming_the_rank() -> Iterator[None]:
+    """With several processes, turn an error into a RankError."""
+    try:
+        yield
+    except Exception as error:
+        if comm.world_size() == 1:
+            raise
+        raise RankError(f"rank {comm.rank()}: {reason(error)}") from error
+
+
+def on_every_rank(function: Callable[[], T], what: str, group: Any = None) -> list[T]:
+    """Call a function on all ranks; give all of them all results, in the order of ranks.
+
+    Where it raises on some rank, that rank's exception (the lowest one's) is raised on all: nobody is left waiting.
+    Raises CollectiveError where a rank is gone.
+    """
+    if comm.world_size() == 1:
+        return [function()]
+    result, failure = None, None
+    try:
+        result = function()
+        pickle.dumps(result)  # where it cannot be sent, this rank fails, not those that wait for it
+    except Exception as error:
+        failure = error
+    outcomes: list[Any] = [None] * comm.world_size()
+    try:
+        dist.all_gather_object(
+            outcomes, (result, None if failure is None else _sendable(failure)), group=group or main_group()
+        )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {comm.rank()}: {what} failed, another rank is gone: {first_line(error)}"
+        ) from error
+    for other, (_, theirs) in enumerate(outcomes):
+        if theirs is not None:
+            raise failure if failure is not None and other == comm.rank() else theirs  # its own has a traceback
+    return [result for result, _ in outcomes]
+
+
+def on_first_rank(function: Callable[[], T], what: str = "work of the first rank", group: Any = None) -> T:
+    """Call a function on rank 0 alone; give its result to all ranks, or raise its exception on all.
+
+    The result travels pickled. All ranks call this together, and the function itself communicates nothing.
+    """
+    results = on_every_rank(lambda: function() if comm.rank() == 0 else None, what, group)
+    return results[0]  # type: ignore[return-value]
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, or one that says the same where it would not survive the way."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

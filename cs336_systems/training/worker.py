@@ -1,0 +1,24 @@
+"""What each process does that `launch` has started: it reads the configuration from a file and trains."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from ..config import RunConfig
+from ..parallel import comm
+from .launch import one_of_several
+from .pipeline import train
+
+
+def main() -> None:
+    """Train: `CONFIG_FILE RESULT_FILE PARENT`."""
+    config_file, result_file, parent = sys.argv[1:]
+    with one_of_several(parent):
+        result = train(RunConfig.from_dict(json.loads(Path(config_file).read_text())))
+        if comm.environment_rank() == 0:
+            Path(result_file).write_text(json.dumps(dataclasses.asdict(result)))
+
+
+if __name__ == "__main__":
+    main()

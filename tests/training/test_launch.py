@@ -1,0 +1,355 @@
+"""Runs of several processes as a user starts them: the same model comes out, and whatever happens to a rank, all end.
+
+The processes are real, on gloo; faults are put into them by a program of ours that takes the place of the launched one.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.config import RunConfig
+from cs336_systems.training.load import load_model
+from tests.training.helpers import (
+    _environment,
+    checkpoint_names,
+    has_rows,
+    loss_rows,
+    make_config,
+    run_train,
+    running_train,
+    wait_until,
+)
+
+# What each rank does instead: one of them meets with an accident in a step, in the run's first try.
+FAULTY = """
+import os, signal, sys, time
+from cs336_systems.training.loop import Trainer
+step, fault, rank = Trainer.train_step, sys.argv.pop(1), int(os.environ["RANK"])
+def accident(self, *arguments):
+    first_try = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if rank == 1 and self.position.step == 6 and first_try:
+        if fault == "raises":
+            raise RuntimeError("the dog ate my gradients")
+        if fault == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "hangs":
+            time.sleep(1000)
+    return step(self, *arguments)
+Trainer.train_step = accident
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
+    time.sleep(3)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
+if fault == "differs" and rank == 1:
+    sys.argv += ["--train.max_steps", "11"]
+"""
+LAUNCHED = FAULTY + "from cs336_systems.training.worker import main; main()"
+BY_TORCHRUN = FAULTY + "from cs336_systems.cli import main; main()"
+# The command, with the faulty program in the place of the launched one.
+COMMAND = """
+import sys
+from cs336_systems.training import launch
+launch._PROGRAM = ["-c", open({program!r}).read(), {fault!r}]
+from cs336_systems.cli import main; main()
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A finished run of one process, to compare with. Not to be written to."""
+    config = config_for(tmp_path_factory.mktemp("alone"))
+    assert run_train(config).returncode == 0
+    return config
+
+
+def config_for(root: Path, devices: int = 1, **groups: Any) -> RunConfig:
+    parallel = dict(devices=devices, step_timeout_s=20.0) | groups.pop("parallel", {})
+    return make_config(root, parallel=parallel, checkpoint=dict(checkpointing_interval=5), **groups)
+
+
+def assert_same_losses(config: RunConfig, expected: RunConfig, rel: float = 1e-4) -> None:
+    rows, wanted = loss_rows(config), loss_rows(expected)
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
+    for row, other in zip(rows, wanted, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=rel)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * rel)
+
+
+def processes_of(run_dir: str) -> list[str]:
+    """Command lines and environments of living processes in which the folder is named."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                text = (process / "cmdline").read_text()
+                if run_dir in text:
+                    found.append(text)
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(devices=2),
+        dict(devices=4, strategy="overlap", shard_optimizer=True),
+    ],
+    ids=str,
+)
+def test_one_command_trains_the_same_model_on_several_processes(
+    parallel: dict[str, Any], alone: RunConfig, tmp_path: Path
+) -> None:
+    config = config_for(tmp_path, parallel=parallel)
+    done = run_train(config)
+    assert done.returncode == 0, done.stderr
+    assert_same_losses(config, alone)
+    assert done.stdout.count("validation loss") == 1
+    assert done.stdout.count("training: steps") == 1
+    assert checkpoint_names(config) == checkpoint_names(alone)
+    weights, expected = (load_model(str(run.run_dir)).state_dict for run in (config, alone))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    result, wanted = (json.loads((Path(str(run.run_dir)) / "result.json").read_text()) for run in (config, alone))
+    assert result["valid_loss"] == pytest.approx(wanted["valid_loss"], rel=1e-4)
+    assert result["checkpoint"].endswith("step_00000010")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
+def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp_path: Path) -> None:
+    samples = []
+    for parallel in (dict(devices=1), dict(devices=2, strategy=strategy)):
+        data = dict(source="stories", story_chars=20_000)
+        config = make_config(tmp_path, run=str(parallel["devices"]), data=data, parallel=parallel)
+        done = run_train(config)
+        assert done.returncode == 0, done.stderr
+        samples.append((Path(str(config.run_dir)) / "sample.txt").read_text())
+    assert samples[0] == samples[1]
+
+
+def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", timeout: float = 120) -> Any:
+    file = Path(f"{config.run_dir}.config.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(config.to_dict()))
+    program = file.with_suffix(".py")
+    program.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += ["--local-addr=localhost", *options, str(program), fault, "train", "--config", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=file.parent, timeout=timeout)
+
+
+def test_torchrun_starts_it_as_well(alone: RunConfig, tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    done = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2")
+    assert done.returncode == 0, done.stderr
+    assert_same_losses(config, alone)
+    assert done.stdout.count("validation loss") == 1
+
+
+FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
+    "raises": r"the dog ate my gradients",
+    "is killed": r"rank 1 was ended by SIGKILL|rank 0: .* at step 7",
+    "hangs": r"rank 0: all-reduce .* at step 7 failed",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
+    fault: str, alone: RunConfig, tmp_path: Path
+) -> None:
+    config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0))
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    failed = run_train(config, COMMAND.format(program=str(program), fault=fault), timeout=100)
+    assert failed.returncode == 1
+    lines = failed.stderr.strip().splitlines()
+    assert len(lines) == 1, failed.stderr
+    assert re.search(FAULTS[fault], lines[0])
+    assert not processes_of(str(tmp_path))
+    assert checkpoint_names(config) == ["step_00000005"]
+
+    done = run_train(resumed(config))
+    assert done.returncode == 0, done.stderr
+    assert_same_losses(config, alone)
+
+
+def resumed(config: RunConfig) -> RunConfig:
+    import dataclasses
+
+    return dataclasses.replace(config, resume="auto")
+
+
+def test_torchrun_restarts_a_run_that_goes_on_from_its_last_checkpoint(alone: RunConfig, tmp_path: Path) -> None:
+    undisturbed, config = config_for(tmp_path / "a", devices=2), config_for(tmp_path / "b")
+    assert run_train(undisturbed).returncode == 0
+    done = torchrun(resumed(config), BY_TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", fault="is killed")
+    assert done.returncode == 0, done.stderr
+    assert loss_rows(config) == loss_rows(undisturbed)
+    assert_same_losses(config, alone)
+
+
+def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    failed = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="differs")
+    assert failed.returncode != 0
+    assert "the ranks have different configurations: train.max_steps is 11 on rank 1 and 10 on rank 0" in failed.stderr
+    assert not Path(str(config.run_dir)).exists()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
+def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
+    number: signal.Signals, code: int, alone: RunConfig, tmp_path: Path
+) -> None:
+    config = config_for(tmp_path, devices=2, train=dict(max_steps=100_000, validation_interval=0))
+    with running_train(config) as process:
+        wait_until(has_rows(config, 5), process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    last = loss_rows(config)[-1]["step"]
+    assert f"stopped by {number.name} at step {last}" in out
+    assert f"step_{last:08d}" in checkpoint_names(config)
+    assert not processes_of(str(tmp_path))
+
+
+def test_when_the_command_is_killed_its_processes_end(tmp_path: Path) -> None:
+    config = config_for(tmp_path, devices=2, train=dict(max_steps=100_000, validation_interval=0))
+    with running_train(config) as process:
+        wait_until(has_rows(config, 3), process)
+        process.kill()
+        process.wait(timeout=10)
+    deadline = time.monotonic() + 30
+    while rows_grow(config):
+        assert time.monotonic() < deadline, "the processes go on"
+
+
+def rows_grow(config: RunConfig) -> bool:
+    before = len(loss_rows(config))
+    time.sleep(1.0)  # many steps of these models
+    return len(loss_rows(config)) > before
+
+
+def test_a_run_of_one_strategy_and_size_goes_on_with_another(alone: RunConfig, tmp_path: Path) -> None:
+    """1 process -> 4 with FSDP -> 2 with a sharded optimizer, five steps or fewer each."""
+    chain = [dict(devices=1), dict(devices=4, strategy="fsdp"), dict(devices=2, shard_optimizer=True)]
+    for steps, parallel in zip((5, 8, 10), chain, strict=True):
+        config = config_for(tmp_path, parallel=parallel, train=dict(max_steps=10), resume="auto")
+        code = STOP_AT.format(step=steps)
+        program = tmp_path / "program.py"
+        program.write_text(code + "from cs336_systems.training.worker import main; main()")
+        done = run_train(config, code + COMMAND.format(program=str(program), fault="none"))
+        assert done.returncode == 0, done.stderr
+    assert_same_losses(config, alone)
+
+
+STOP_AT = """
+import os, signal, sys
+from cs336_systems.training.loop import Trainer
+step = Trainer.train_step
+def stopping(self, stop):
+    return step(self, lambda: self.position.step + 1 == {step})
+Trainer.train_step = stopping
+if "RANK" in os.environ:
+    sys.argv.pop(1)
+"""
+
+
+# Mistakes
+
+
+def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from cs336_systems.training import launch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = config_for(tmp_path, devices=4, train=dict(device="cuda"))
+    with pytest.raises(ValueError, match=r"parallel.devices is 4: each process takes .* PyTorch sees 2"):
+        launch.launch(config)
+
+
+@pytest.mark.parametrize(
+    "groups, message",
+    [
+        (dict(parallel=dict(devices=3)), "train.batch_size is 4: it must be divisible by .* 3 x 1"),
+        (dict(parallel=dict(devices=2), train=dict(gradient_accumulation_steps=4)), "divisible by .* 2 x 4"),
+        (dict(parallel=dict(bucket_size_mb=0.0)), "parallel.bucket_size_mb is 0.0"),
+        (dict(parallel=dict(devices=2, strategy="none")), "parallel.strategy is 'none'"),
+        (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is True"),
+        (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),
+        (dict(parallel=dict(devices=2, strategy="fsdp"), train=dict(cuda_graph=True)), "parallel.strategy is .fsdp."),
+        (dict(parallel=dict(strategy="bogus")), "parallel.strategy is 'bogus': it must be one of auto, none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shared_is_refused(groups: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_config(tmp_path, **groups)
+
+
+# Two hosts
+
+
+@pytest.fixture
+def two_hosts() -> Any:
+    """Two network namespaces joined by a veth pair: the commands that run a program in each, and their addresses."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    # Ports and addresses are the namespaces' own, so fixed ones are in nobody's way.
+    names = [f"cs336-{os.getpid()}-{i}" for i in range(2)]
+    ends = [f"v{os.getpid()}-{i}"[:15] for i in range(2)]
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+        if done.returncode:
+            pytest.skip(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for i, (name, end) in enumerate(zip(names, ends, strict=True)):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.36.36.{i + 1}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [
+            (["ip", "netns", "exec", name], f"10.36.36.{i + 1}", end)
+            for i, (name, end) in enumerate(zip(names, ends, strict=True))
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def test_two_hosts_train_together_over_their_network(two_hosts: Any, alone: RunConfig, tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    first = two_hosts[0][1]
+    hosts = []
+    for i, (prefix, address, end) in enumerate(two_hosts):
+        command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        command += [f"--node-rank={i}", f"--master-addr={first}", "--master-port=29500", f"--local-addr={address}"]
+        command += ["-m", "cs336_systems", "train", "--config", str(file)]
+        environ = _environment() | {"GLOO_SOCKET_IFNAME": end}
+        hosts.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=tmp_path
+            )
+        )
+    try:
+        outputs = [host.communicate(timeout=120) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert sum(out.count("validation loss") for out, _ in outputs) == 1
+    assert_same_losses(config, alone)

@@ -1,0 +1,194 @@
+"""The training loop on several ranks: the same global batch, so the same weights as one process has."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.config import RunConfig
+from cs336_systems.parallel import comm
+from tests.distributed import run_ranks
+from tests.training.helpers import make_config, random_tokens, tiny_trainer
+
+STEPS = 10
+DDP = ("naive", "flat", "overlap", "bucketed")
+STRATEGIES = (*DDP, "fsdp")
+VARIANTS = [(name, False) for name in STRATEGIES] + [(name, True) for name in DDP]
+
+
+def config_of(strategy: str = "auto", shard_optimizer: bool = False, **train: Any) -> RunConfig:
+    parallel = dict(strategy=strategy, shard_optimizer=shard_optimizer, bucket_size_mb=0.01)
+    model = dict(num_layers=3)
+    return make_config(
+        Path("unused"), parallel=parallel, model=model, train=dict(batch_size=8, max_steps=STEPS) | train
+    )
+
+
+def train_some(
+    config: RunConfig, steps: int = STEPS, device: str = "cpu"
+) -> tuple[dict[str, Tensor], list[Any], float]:
+    """The whole state dict after some steps, what the steps told, and a validation loss."""
+    with tiny_trainer(config, device=device) as trainer:
+        rows = [trainer.train_step() for _ in range(steps)]
+        valid = trainer.evaluate(random_tokens(700, seed=1))
+        state = {name: tensor.float().cpu().clone() for name, tensor in trainer.strategy.full_state_dict().items()}
+        told = [{name: row[name] for name in ("step", "loss", "grad_norm", "lr")} for row in rows]
+        return state, told, valid
+
+
+def assert_same(actual: Any, expected: Any, rtol: float, atol: float) -> None:
+    state, rows, valid = actual
+    for name, tensor in expected[0].items():
+        torch.testing.assert_close(state[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    for row, wanted in zip(rows, expected[1], strict=True):
+        assert row == pytest.approx(wanted, rel=max(rtol, 1e-3))
+    assert valid == pytest.approx(expected[2], rel=rtol)
+
+
+def assert_ranks_equal(results: list[Any]) -> None:
+    """To the last bit, what they told too."""
+    for state, rows, valid in results[1:]:
+        assert (rows, valid) == results[0][1:]
+        assert all(torch.equal(tensor, results[0][0][name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy, shard_optimizer", VARIANTS)
+def test_weights_losses_and_norms_are_those_of_one_process(
+    strategy: str, shard_optimizer: bool, world_size: int
+) -> None:
+    config = config_of(strategy, shard_optimizer, gradient_accumulation_steps=2)
+    results = run_ranks(train_some, world_size, config)
+    assert_ranks_equal(results)
+    assert_same(results[0], train_some(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy, shard_optimizer", VARIANTS)
+def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -> None:
+    config = config_of(strategy, shard_optimizer, precision=precision)
+    results = run_ranks(train_some, 2, config)
+    assert_ranks_equal(results)
+    # bf16 has 8 bits, and AdamW's first steps are as large for a gradient of rounding noise as for any other.
+    assert_same(results[0], train_some(config_of(precision=precision)), rtol=0.05, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "strategy, train",
+    [
+        ("fsdp", dict(compile=True)),
+        ("fsdp", dict(activation_checkpointing="block")),
+        ("bucketed", dict(activation_checkpointing="every_2")),
+    ],
+    ids=str,
+)
+def test_compiled_and_checkpointed_blocks(strategy: str, train: dict[str, Any]) -> None:
+    results = run_ranks(train_some, 2, config_of(strategy, **train), 3, timeout_s=150)
+    assert_ranks_equal(results)
+    assert_same(results[0], train_some(config_of(), 3), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy, shard_optimizer", VARIANTS)
+def test_weights_are_those_of_one_process_on_gpus(strategy: str, shard_optimizer: bool) -> None:
+    config = config_of(strategy, shard_optimizer, device="cuda", gradient_accumulation_steps=2)
+    results = run_ranks(train_some, 2, config, STEPS, "cuda", device="cuda")
+    assert_ranks_equal(results)
+    assert_same(results[0], train_some(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-4)
+
+
+# What ranks agree on
+
+
+def stops(asking_rank: int) -> list[bool]:
+    with tiny_trainer(config_of("bucketed")) as trainer:
+        seen = []
+        for step in range(3):
+            trainer.train_step(lambda step=step: step == 1 and comm.rank() == asking_rank)
+            seen.append(trainer.stopping)
+        return seen
+
+
+@pytest.mark.parametrize("asking_rank", [0, 1])
+def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(asking_rank: int) -> None:
+    assert run_ranks(stops, 2, asking_rank) == [[False, True, False]] * 2
+
+
+def infinite_loss_scale(strategy: str) -> list[Any]:
+    """fp16 with a loss scale that overflows at first: it comes down on all ranks alike."""
+    with tiny_trainer(config_of(strategy, precision="fp16")) as trainer:
+        trainer.scaler._scale = None
+        trainer.scaler._init_scale = 2.0**40
+        told = []
+        for _ in range(12):
+            row = trainer.train_step()
+            told.append((row["skipped_steps"], trainer.scaler.get_scale()))
+        return told
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
+def test_loss_scales_are_the_same_on_all_ranks(strategy: str) -> None:
+    first, second = run_ranks(infinite_loss_scale, 2, strategy)
+    assert first == second
+    assert first[0][0] == 1
+    assert first[-1][0] < 40
+
+
+def prepare_slowly(root: str, slow_rank: int, times_out: float) -> int:
+    """The data of a run of which one rank takes longer than a step may."""
+    from cs336_systems.training import pipeline
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=times_out), dist.group.WORLD)
+    prepare = pipeline.prepare_data
+
+    def slow(config: RunConfig) -> Any:
+        if comm.rank() == slow_rank:
+            time.sleep(2 * times_out)  # longer than the limit, which is what is tested
+        return prepare(config)
+
+    pipeline.prepare_data = slow
+    data = pipeline._prepare(make_config(Path(root)))
+    comm.check_same({"tokens": len(data.train)}, "data")
+    return len(data.train)
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_data_may_take_longer_than_a_step(slow_rank: int, tmp_path: Path) -> None:
+    assert run_ranks(prepare_slowly, 2, str(tmp_path), slow_rank, 2.0) == [5000, 5000]
+
+
+def fail_to_prepare(root: str) -> str:
+    from cs336_systems.training import pipeline
+
+    prepare = pipeline.prepare_data
+
+    def failing(config: RunConfig) -> Any:
+        if comm.rank() == 1:
+            raise FileNotFoundError("valid.npy is not on this machine")
+        return prepare(config)
+
+    pipeline.prepare_data = failing
+    with pytest.raises(FileNotFoundError) as error:
+        pipeline._prepare(make_config(Path(root)))
+    return str(error.value)
+
+
+def test_what_is_wrong_with_the_data_of_one_rank_all_are_told(tmp_path: Path) -> None:
+    assert run_ranks(fail_to_prepare, 2, str(tmp_path)) == ["valid.npy is not on this machine"] * 2
+
+
+def validation_sequences(batch_size: int) -> list[int]:
+    with tiny_trainer(config_of(batch_size=batch_size, validation_sequences=22)) as trainer:
+        return trainer.validation_starts(2000).ravel().tolist()
+
+
+@pytest.mark.parametrize("batch_size", [4, 8, 32])
+def test_any_number_of_ranks_validates_on_the_same_sequences(batch_size: int) -> None:
+    expected = validation_sequences(batch_size)
+    for world_size in (2, 4):
+        assert run_ranks(validation_sequences, world_size, batch_size) == [expected] * world_size
