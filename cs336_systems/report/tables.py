@@ -241,4 +241,36 @@ def _shape(row: Row) -> str:
     return "x".join(map(str, shape))
 
 
-_CASES = {"train-step": _train_step_table, "attention": _attention_table}
+def _ddp_table(rows: Sequence[Row]) -> str:
+    """A line a variant: median step eager and compiled, what it adds to a step alone, and peak memory."""
+    latest = {row.variant: row for row in rows}
+    variants = list(dict.fromkeys(variant.removesuffix(" compiled") for variant in latest))
+
+    def cells(variant: str, how: str) -> tuple[str, str, str]:
+        by_itself = "alone+graph" if "+graph" in variant else "alone"
+        row, alone = latest.get(variant + how), latest.get(by_itself + how)
+        if row is None or row.status != "ok":
+            return ("-" if row is None else "out of memory", "-", "-")
+        fields = _row_fields(row)
+        added = "-"
+        if alone is not None and alone.status == "ok":
+            added = f"{row.metrics['step_ms']['p50'] / alone.metrics['step_ms']['p50'] - 1:+.1%}"
+        return (
+            fields.number("metrics.step_ms.p50", ".1f"),
+            added,
+            fields.number("metrics.peak_memory_bytes", ".1f", 2**30),
+        )
+
+    facts = _row_fields(rows[0])
+    head = (
+        f"{facts.get('config.devices')} x {rows[0].env.get('gpu') or 'CPU'}, "
+        f"{facts.get('config.model.size') or 'a tiny model'}, context {facts.get('config.model.context_length')}, "
+        f"{facts.get('config.train.precision')}; median step in ms, what it is more than `alone`, peak memory a GPU "
+        "in GiB:"
+    )
+    names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]
+    lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
+    return head + "\n\n" + markdown_table(["variant", *names], lines)
+
+
+_CASES = {"train-step": _train_step_table, "attention": _attention_table, "ddp": _ddp_table}

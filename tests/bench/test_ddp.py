@@ -1,0 +1,153 @@
+"""The case `ddp`: what is measured is what was asked for, and what is drawn from a step's streams is right."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.ddp import ALONE, QUICK, DDPBench, _slowest, measure
+from cs336_systems.bench.streams import intervals, length, merge, overlap
+from cs336_systems.cli import main, make_report
+from cs336_systems.report.streams import plot_streams, streams_table
+from cs336_systems.report.tables import rows_table
+
+
+def quick(**fields: Any) -> DDPBench:
+    return DDPBench(**{**QUICK, **fields})
+
+
+def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None:
+    variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1")
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    rows = list(measure(quick(variants=variants), path))
+    assert [row.variant for row in rows] == list(variants)
+    assert rows == read_rows(path)
+    alone, bucketed, zero1 = (row.config for row in rows)
+    assert alone["parallel"]["devices"] == 1
+    assert alone["train"]["batch_size"] * 2 == bucketed["train"]["batch_size"]
+    assert (bucketed["parallel"]["strategy"], bucketed["parallel"]["bucket_size_mb"]) == ("bucketed", 0.01)
+    assert bucketed["parallel"]["grad_dtype"] == "bf16"
+    assert zero1["parallel"]["shard_optimizer"] is True
+    for row in rows:
+        assert row.metrics["step_ms"]["p50"] > 0
+        assert row.metrics["peak_memory_bytes"] > 0
+    for variant in variants:
+        assert f"| {variant} |" in rows_table(rows)
+
+
+def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[tuple[str, ...]] = []
+
+    def launch(config: DDPBench, path: Path) -> None:
+        """Measures what comes before overlap, which does not fit, as a launch of its own does."""
+        launches.append(config.variants)
+        for variant in config.variants:
+            if variant == "overlap":
+                raise RuntimeError("rank 1: CUDA out of memory. Tried to allocate 2 GiB")
+            append_row(path, Row(case="ddp", variant=variant, config=config.facts(config.run_config(variant, False))))
+
+    monkeypatch.setattr("cs336_systems.bench.ddp._launch", launch)
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    rows = list(measure(quick(variants=(ALONE, "overlap", "flat")), path))
+    assert [(row.variant, row.status) for row in rows] == [(ALONE, "ok"), ("overlap", "oom"), ("flat", "ok")]
+    assert launches == [(ALONE, "overlap", "flat"), ("flat",)]
+    assert "out of memory" in str(rows[1].error)
+
+
+def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "ddp", "--quick", "--variants", "alone", "--out", str(path)])
+    assert ended.value.code == 0
+    assert [row.variant for row in read_rows(path)] == [ALONE]
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(variants=("bucketed:x",)), "variants has 'bucketed:x'"),
+        (dict(variants=("naive+fast",)), "variants has 'naive.fast'"),
+        (dict(variants=("bogus",)), "parallel.strategy is 'bogus'"),
+        (dict(variants=("fsdp+zero1",)), "parallel.shard_optimizer is True"),
+        (dict(size="huge"), "model.size is 'huge'"),
+        (dict(devices=0), "devices is 0"),
+        (dict(steps=0), "steps is 0"),
+        (dict(device="tpu"), "device is 'tpu'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    with pytest.raises(ValueError, match=message):
+        list(measure(quick(**fields), path))
+    assert path.read_text() == ""
+
+
+def test_the_slowest_rank_counts() -> None:
+    times = [
+        {"step_ms": {"p50": 3.0}, "peak_memory_bytes": 9, "held_before_bytes": 0},
+        {"step_ms": {"p50": 5.0}, "peak_memory_bytes": 7, "held_before_bytes": 1},
+    ]
+    slowest = {"step_ms": {"p50": 5.0}, "spread_ms": 2.0, "peak_memory_bytes": 9, "held_before_bytes": 1}
+    assert _slowest(times) == slowest
+
+
+def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
+    def row(variant: str, p50: float, gib: int) -> Row:
+        config = quick(variants=(ALONE,)).run_config(ALONE, False).to_dict() | {"devices": 2}
+        metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": gib << 30}
+        return Row(case="ddp", variant=variant, config=config, metrics=metrics, env={"gpu": "NVIDIA H200"})
+
+    oom = Row(case="ddp", variant="fsdp", config=row("x", 1, 1).config, status="oom", error="too much", env={})
+    rows = [row("alone", 100, 3), row("naive", 150, 4), oom, row("alone compiled", 50, 2), row("naive compiled", 60, 2)]
+    table = rows_table(rows)
+    assert "2 x NVIDIA H200" in table
+    assert "| naive | 150.0 | +50.0% | 4.0 | 60.0 | +20.0% | 2.0 |" in table
+    assert "| fsdp | out of memory | - | - | - | - | - |" in table
+
+
+# Streams
+
+
+def test_spans_that_touch_are_one() -> None:
+    assert merge([(3, 4), (0, 1), (1, 2), (1.5, 1.8)]) == [(0, 2), (3, 4)]
+    assert merge([(0, 1), (1.2, 2)], gap=0.3) == [(0, 2)]
+    assert length([(0, 2), (3, 4)]) == 3
+
+
+def test_overlap_is_the_time_of_both() -> None:
+    assert overlap([(0, 4), (6, 8)], [(1, 2), (3, 7)]) == 1 + 1 + 1
+    assert overlap([(0, 1)], [(1, 2)]) == 0
+    assert overlap([], [(1, 2)]) == 0
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    kernels = [("gemm", 1000.0, 3000.0), ("ncclDevKernel_AllReduce", 2000.0, 6000.0), ("add", 2500.0, 4000.0)]
+    assert intervals(kernels) == {"compute": [(0.0, 3.0)], "communication": [(1.0, 5.0)]}
+
+
+def test_a_step_in_numbers_and_as_a_picture(tmp_path: Path) -> None:
+    step = tmp_path / "overlap.json"
+    step.write_text(json.dumps({"compute": [[0, 3]], "communication": [[1, 5]]}))
+    assert "| overlap | 5.0 | 3.0 | 4.0 | 2.0 | 50% |" in streams_table([step])
+    plot_streams([step, step], tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "| overlap |" in make_report(["streams", str(step), "--plot", str(tmp_path / "again.png")])
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"compute": 3, "communication": []}', '{"compute": [[1]]}'])
+def test_what_holds_no_streams_is_named(content: str, tmp_path: Path) -> None:
+    step = tmp_path / "step.json"
+    step.write_text(content)
+    with pytest.raises(ValueError, match=r"step\.json does not hold the intervals of a step"):
+        streams_table([step])
+    with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
+        streams_table([tmp_path / "missing.json"])
