@@ -14,7 +14,7 @@ demo: $(VENV)/.installed ## train a small language model on generated stories an
 	$(BIN)/cs336 train --config configs/demo.json
 
 test: $(VENV)/.installed-dev ## run the CPU test suite (some minutes on 2 cores)
-	$(BIN)/pytest -n auto --maxprocesses 8
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need one CUDA GPU
 	$(BIN)/pytest -m gpu -n auto --maxprocesses 8

@@ -18,17 +18,28 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md"]
 
 # What each part may import, besides itself. Order is that of docs/design.md.
-BASE = {"cs336_systems.config", "cs336_systems.accounting", "cs336_systems.hardware", "cs336_basics"}
+BASE = {
+    "cs336_systems.config",
+    "cs336_systems.model_config",
+    "cs336_systems.accounting",
+    "cs336_systems.hardware",
+    "cs336_systems.console",
+    "cs336_basics",
+}
 TRAINING = {*BASE, "cs336_systems.kernels", "cs336_systems.parallel"}
 ALLOWED = {
     "cs336_basics": set(),
-    "cs336_systems.config": {"cs336_basics"},
+    "cs336_systems.console": set(),
+    "cs336_systems.fields": set(),
+    "cs336_systems.model_config": {"cs336_basics", "cs336_systems.fields"},
+    "cs336_systems.config": {"cs336_basics", "cs336_systems.fields", "cs336_systems.model_config"},
     "cs336_systems.accounting": {"cs336_basics"},
     "cs336_systems.hardware": set(),
     "cs336_systems.kernels": BASE,
     "cs336_systems.parallel": BASE,
     "cs336_systems.training": TRAINING,
     "cs336_systems.bench": {*TRAINING, "cs336_systems.training"},
+    "cs336_systems.arguments": {"cs336_systems.fields"},
     "cs336_systems.report": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
 }
 
@@ -156,7 +167,7 @@ def test_make_says_before_the_first_install_that_it_takes_a_while_and_nothing_la
     assert "pip install" in said[1]
     assert make("demo").splitlines() == [".venv/bin/cs336 train --config configs/demo.json"]
     assert make("test").splitlines()[0] == "Adding to .venv what is missing."
-    assert make("test").splitlines() == [".venv/bin/pytest -n auto --maxprocesses 8"]
+    assert make("test").splitlines() == [".venv/bin/pytest -n auto --maxprocesses 8 --dist worksteal"]
     (tmp_path / ".venv/.installed").unlink()
     (tmp_path / ".venv/.installed-dev").unlink()
     assert "PyTorch is the large part" in make("test").splitlines()[0]
