@@ -1,0 +1,175 @@
+"""A model and what is done with it over and over: what is timed, profiled and looked at in memory.
+
+`Workload` says it, `Workbench` is it: model, batch and optimizer on their device, and the phases of a step to call.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cs336_basics.model import TransformerLM
+from cs336_basics.nn_utils import cross_entropy
+from cs336_basics.shape import ModelShape
+
+from ..config import OptimizerConfig, TrainConfig
+from ..fields import check_types, require
+from ..hardware import check_precision, use_device
+from ..kernels.attention import get_attention
+from ..model_config import ModelConfig
+from ..training.loop import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
+from .ranges import named_range
+
+QUICK_SIZE = "quick"
+_QUICK = dict(vocab_size=300, d_model=32, d_ff=64, num_layers=2, num_heads=2)
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, its input, how it computes, and how much of a training step is done."""
+
+    size: str = "small"
+    """Named size of the model, or quick: one that computes at once on a CPU."""
+    vocab_size: int | None = None
+    """Size of the vocabulary (default: the size's, else 10,000)."""
+    context_length: int = 512
+    """Tokens a sequence."""
+    batch_size: int = 4
+    """Sequences a batch."""
+    mode: Literal["forward", "forward_backward", "train_step"] = "forward_backward"
+    """forward: the loss alone, without gradients, as in inference. train_step: with the optimizer's step."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast type; weights are float32."""
+    compile: bool = False
+    """torch.compile, block by block."""
+    attention: str = "naive"
+    """Attention kernel by its registered name."""
+    activation_checkpointing: str = "none"
+    """none, block or every_K."""
+    optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
+    """Implementation of AdamW."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        for name in ("context_length", "batch_size"):
+            require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
+        try:
+            for check in (lambda: self.model_config, lambda: self.train_config, lambda: get_attention(self.attention)):
+                check()
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.", "").replace("train.", "")) from error
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The architecture. Raises ValueError for one that is none."""
+        named: dict[str, Any] = _QUICK if self.size == QUICK_SIZE else {"size": self.size}
+        if self.vocab_size is not None:
+            named = {**named, "vocab_size": self.vocab_size}
+        return ModelConfig(**named, context_length=self.context_length, attention=self.attention)
+
+    @property
+    def train_config(self) -> TrainConfig:
+        """How it computes. Raises ValueError where that cannot be."""
+        names = ("batch_size", "precision", "compile", "activation_checkpointing", "device")
+        return TrainConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def shape(self) -> ModelShape:
+        """The resolved architecture."""
+        return self.model_config.shape
+
+
+class Workbench:
+    """A workload, built: call `forward`, `backward` and `optimizer_step`, or `step` for those that its mode has.
+
+    Weights and tokens are random, the same for the same workload. On a GPU calls return before the work is done.
+    """
+
+    def __init__(self, config: Workload) -> None:
+        self.config, self.device = config, use_device(config.device)
+        check_precision(self.device, config.precision)
+        torch.manual_seed(0)
+        shape = config.shape
+        with self.device:
+            self.model = TransformerLM(**asdict(shape), attention=get_attention(config.attention))
+            tokens = torch.randint(shape.vocab_size, (config.batch_size, config.context_length + 1))
+        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.optimizer: torch.optim.Optimizer | None = None
+        if config.mode == "train_step":
+            self.optimizer = build_optimizer(self.model, OptimizerConfig(implementation=config.optimizer))
+        if config.compile:
+            compile_model(self.model)
+        if (every := config.train_config.checkpointed_every) is not None:
+            checkpoint_activations(self.model, every)
+        self._loss = torch.compile(cross_entropy) if config.compile else cross_entropy
+        self._logits_dtype: torch.dtype | None = None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What a step of this mode consists of, of PHASES."""
+        return PHASES[: ("forward", "forward_backward", "train_step").index(self.config.mode) + 1]
+
+    def forward(self) -> Tensor:
+        """The mean loss of the batch, in nats a token; with a graph for `backward` unless the mode is forward."""
+        with named_range("forward"), torch.set_grad_enabled(self.config.mode != "forward"), self._autocast():
+            logits = self.model(self.inputs)
+            self._logits_dtype = logits.dtype
+            return self._loss(logits, self.targets)
+
+    def backward(self, loss: Tensor) -> None:
+        """Leave the gradients of the loss in `.grad`."""
+        with named_range("backward"):
+            loss.backward()
+
+    def optimizer_step(self) -> None:
+        """Update the weights, where there is an optimizer, and clear the gradients."""
+        if self.optimizer is not None:
+            with named_range("optimizer"):
+                self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+
+    def step(self) -> Tensor:
+        """One step of the mode; returns its loss."""
+        loss = self.forward()
+        if self.config.mode != "forward":
+            self.backward(loss)
+            self.optimizer_step()
+        return loss.detach()
+
+    def _autocast(self) -> AbstractContextManager:
+        dtype = AUTOCAST_DTYPES.get(self.config.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+    def read_back(self) -> dict[str, Any]:
+        """The workload and the resolved architecture, as what was built and has run shows them: for its row."""
+        blocks: list[Any] = list(self.model.layers)
+        precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        is_compiled = any(hasattr(function, "_torchdynamo_orig_callable") for function in _wrapped(blocks[0].forward))
+        return dataclasses.asdict(self.config) | dict(
+            vocab_size=self.model.vocab_size,
+            d_model=blocks[0].ln1.weight.shape[0],
+            d_ff=blocks[0].ffn.w1.weight.shape[0],
+            num_layers=len(blocks),
+            num_heads=blocks[0].attn.num_heads,
+            batch_size=self.inputs.shape[0],
+            context_length=self.inputs.shape[1],
+            precision=self.config.precision if self._logits_dtype is None else precisions[self._logits_dtype],
+            compile=is_compiled,
+            device=self.device.type,
+        )
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function and those inside it: of partials their first arguments."""
+    yield function
+    if isinstance(function, functools.partial):
+        for inner in (function.func, *function.args[:1]):
+            yield from _wrapped(inner)
