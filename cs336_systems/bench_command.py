@@ -1,5 +1,6 @@
-"""`cs336 bench CASE`: reads the case's options, measures, appends rows and prints their tables."""
+"""`cs336 bench CASE`: reads the case's options, measures, appends rows, and makes tables and plots of them."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,20 +10,113 @@ from .console import say
 
 if TYPE_CHECKING:  # the rest, and with it PyTorch, when something is measured: --help is to be quick
     from .bench.case import Row
+    from .bench.sweep import Case
 
 
 def bench(arguments: Sequence[str]) -> int:
     """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
+    from .bench.cases import NAMES, get_case
+
     if arguments and arguments[0] in _CASES:
         return _CASES[arguments[0]](arguments[1:])
+    if arguments and arguments[0] in NAMES:
+        return _run(get_case(arguments[0]), arguments[1:])
     parser = make_parser("bench", "Measure, and write one row a measurement.")
-    parser.add_argument("case", choices=[*_CASES, "list"], help="What to measure; list names the cases.")
+    parser.add_argument("case", choices=[*NAMES, *_CASES, "list"], help="What to measure; list names the cases.")
     parse(parser, arguments)
-    from .bench import attention, ddp
+    for name in NAMES:
+        say(f"{name:<24} {get_case(name).about}")
+    from .bench import ddp
 
-    for name, module in (("attention", attention), ("ddp", ddp)):
-        say(f"{name:<10} {(module.__doc__ or '').splitlines()[0]}")
+    say(f"{'ddp':<24} {(ddp.__doc__ or '').splitlines()[0].partition(': ')[2].capitalize()}")
     return 0
+
+
+def _run(case: "Case", arguments: Sequence[str]) -> int:
+    from .bench.case import check_row_file, read_rows
+    from .bench.runner import run_case
+    from .bench.sweep import configurations
+    from .report.views import rows_table, write_views
+
+    options = parse(_parser(case), arguments)
+    names = [field.name for field in dataclasses.fields(case.config)]
+    given = {name: tuple(values) for name in names if (values := getattr(options, name)) is not None}
+    configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
+    folder = Path(options.out)
+    path = check_row_file(folder / f"{case.name}.jsonl")
+    rows = []
+    with _Progress() as progress:
+        for row in run_case(
+            case,
+            configs,
+            path,
+            resume=options.resume,
+            timeout_s=options.timeout_s,
+            isolated=False if options.quick else None,
+            progress=progress,
+        ):
+            rows.append(row)
+            slowed = row.env.get("gpu_after", {}).get("slowed_by")
+            say(
+                f"{row.variant}: {row.status} {row.error or ''}"
+                + (f" (GPU slowed by {', '.join(slowed)})" if slowed else "")
+            )
+    say("" if not rows else f"\n{rows_table(rows)}\n")
+    files = write_views([row for row in read_rows(path) if row.case == case.name], folder)
+    say(f"rows are in {path}; of all of them {', '.join(map(str, files))}")
+    return int(bool(rows) and all(row.status == "error" for row in rows))
+
+
+def _parser(case: "Case") -> Any:
+    from docstring_parser import parse_from_object
+
+    from .bench.sweep import value_type
+
+    parser = make_parser(f"bench {case.name}", case.about)
+    told = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
+            for param in parse_from_object(cls).params}  # fmt: skip
+    for field in dataclasses.fields(case.config):
+        values = " ".join(str(_plain(value)) for value in field.metadata.get("values", (field.default,)))
+        kind = str if field.metadata.get("parse") else value_type(case, field.name)
+        text = told.get(field.name) or field.name
+        text += "" if "(default: " in text else f" (default: {values})"
+        parser.add_argument(f"--{field.name}", nargs="+", type=kind, default=None, help=text)
+    parser.add_argument("--sweep", nargs="+", type=str, default=[], help="Fields to take all their values of.")
+    parser.add_argument("--quick", action="store_true", help="Tiny, seconds on a CPU; other options win over it.")
+    parser.add_argument("--resume", action="store_true", help="Leave out what the row file has already.")
+    parser.add_argument("--timeout_s", type=float, default=None, help="End a configuration that takes longer.")
+    parser.add_argument("--out", type=str, default="runs/bench", help="Folder of rows, tables and plots.")
+    return parser
+
+
+def _parsed(case: "Case", given: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    readers = {field.name: field.metadata.get("parse") for field in dataclasses.fields(case.config)}
+    return {name: tuple(map(reader, values)) if (reader := readers[name]) else values for name, values in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+class _Progress:
+    """A bar with the time left on a terminal; nothing elsewhere, where each row is a line."""
+
+    def __enter__(self) -> "_Progress":
+        import rich
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = rich.get_console()
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, count: int, what: str) -> None:
+        self._bar.update(self._task, completed=done, total=count, description=what)
 
 
 def _given(options: Any, *names: str) -> dict[str, Any]:
@@ -32,7 +126,7 @@ def _given(options: Any, *names: str) -> dict[str, Any]:
 def _tell(case: str, out: str | None, measure: "Callable[[Path], Iterable[Row]]") -> int:
     """Print what is measured, as it comes, and then the tables of it."""
     from .bench.case import check_row_file
-    from .report.tables import rows_table
+    from .report.views import rows_table
 
     path = check_row_file(f"runs/bench/{case}.jsonl" if out is None else out)
     rows = []

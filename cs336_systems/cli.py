@@ -202,18 +202,21 @@ def make_report(arguments: Sequence[str]) -> str:
     parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
     parser.add_argument(
         "what",
-        choices=["runs", "rows", "streams", "summary", "update"],
-        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. streams: what ran at once in "
+        choices=["runs", "rows", "tables", "streams", "summary", "update"],
+        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. tables: the same as files, "
+        "with CSV and plots, in --out. streams: what ran at once in "
         "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
         "again.",
     )
     parser.add_argument("paths", nargs="+", type=str, help="Run folders, row files or documents.")
     parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
+    parser.add_argument("--out", type=str, default="runs/tables", help="With tables: the folder to write into.")
     options = parse(parser, arguments)
     from .bench.case import read_rows
     from .report.documents import update_document
     from .report.streams import plot_streams, streams_table
-    from .report.tables import plot_runs, rows_table, runs_table, summary_block
+    from .report.tables import plot_runs, runs_table, summary_block
+    from .report.views import rows_table, write_views
 
     paths = [Path(path) for path in options.paths]
     if options.what == "update":
@@ -223,8 +226,9 @@ def make_report(arguments: Sequence[str]) -> str:
         (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
-    if options.what == "rows":
-        return rows_table([row for path in paths for row in read_rows(path)])
+    if options.what in ("rows", "tables"):
+        rows = [row for path in paths for row in read_rows(path)]
+        return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, Path(options.out))))
     return (streams_table if options.what == "streams" else runs_table)(paths)
 
 

@@ -1,5 +1,6 @@
 """What the machine is and what it could do at best: device choice, peak rates by GPU name, the environment stamp."""
 
+import logging
 import os
 import platform
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 # Dense matrix rates in TFLOP/s from the vendors' datasheets, without sparsity; fp32 is that of the plain cores.
 # The first name found in the device's own name counts, so longer names stand before shorter ones.
@@ -29,6 +32,16 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("T4", dict(fp16=65, fp32=8.1)),
     ("V100", dict(fp16=125, fp32=15.7)),
 )
+
+
+# What lowers a GPU's clock, by the names of NVML's constants.
+_SLOWED_BY = {
+    "SwPowerCap": "power cap",
+    "SwThermalSlowdown": "heat",
+    "HwThermalSlowdown": "heat (hardware)",
+    "HwPowerBrakeSlowdown": "power brake",
+    "HwSlowdown": "hardware",
+}
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -115,6 +128,38 @@ def environment() -> dict[str, Any]:
         "driver": _driver_version() if gpus else None,
         "commit": _commit(),
     }
+
+
+def gpu_state(device: torch.device) -> dict[str, Any]:
+    """Clocks in MHz, temperature in degrees Celsius, power in W, and what slows a GPU down now; empty if unknown.
+
+    What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is none.
+    """
+    if device.type != "cuda":
+        return {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            active = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+            return {
+                "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+                "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+                "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+                "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+                "slowed_by": [
+                    reason
+                    for name, reason in _SLOWED_BY.items()
+                    if active & getattr(pynvml, f"nvmlClocksEventReason{name}")
+                ],
+            }
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception as error:  # NVML is not there, or does not tell: a measurement goes without
+        logger.debug("no state of the GPU: %s", error)
+        return {}
 
 
 def _version(package: str) -> str | None:

@@ -1,6 +1,11 @@
-"""Times of a piece of work, many times over, on a GPU or a CPU."""
+"""Times of a piece of work, many times over, on a GPU or a CPU.
+
+Kernels, which are short, by events on the GPU and with a cold cache (`time_ms`); steps, which are long, by the host's
+clock around work that is waited for (`Stopwatch`).
+"""
 
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,3 +55,27 @@ def _cpu_times(
         work()
         times.append((time.perf_counter() - begin) * 1e3)
     return times
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when a GPU has done what was asked of it so far; at once for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Laps of work on a device, each until the device is done with it. Starts at once."""
+
+    METHOD = "timeit.default_timer around work that ends in torch.cuda.synchronize()"
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = timeit.default_timer) -> None:
+        self._device, self._clock = device, clock
+        wait_for(device)
+        self._last = clock()
+
+    def lap_ms(self) -> float:
+        """Wait for the device; the time since the start or the last lap, in ms."""
+        wait_for(self._device)
+        now = self._clock()
+        elapsed, self._last = now - self._last, now
+        return elapsed * 1e3

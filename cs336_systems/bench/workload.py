@@ -19,7 +19,7 @@ from cs336_basics.shape import ModelShape
 
 from ..config import OptimizerConfig, TrainConfig
 from ..fields import check_types, require
-from ..hardware import check_precision, use_device
+from ..hardware import check_precision, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
 from ..training.loop import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
@@ -55,7 +55,7 @@ class Workload:
     optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
     """Implementation of AdamW."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -64,6 +64,8 @@ class Workload:
         try:
             for check in (lambda: self.model_config, lambda: self.train_config, lambda: get_attention(self.attention)):
                 check()
+            object.__setattr__(self, "device", str(select_device(self.device)))
+            object.__setattr__(self, "vocab_size", self.shape.vocab_size)
         except ValueError as error:
             raise ValueError(str(error).replace("model.", "").replace("train.", "")) from error
 
@@ -163,7 +165,7 @@ class Workbench:
             context_length=self.inputs.shape[1],
             precision=self.config.precision if self._logits_dtype is None else precisions[self._logits_dtype],
             compile=is_compiled,
-            device=self.device.type,
+            device=str(self.device),
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 
-class _Fields:
-    """A JSON object by dotted names. ValueError says where one is missing, or is no number."""
+class Fields:
+    """A JSON object by dotted names, list items by number. ValueError says where one is missing, or is no number."""
 
     def __init__(self, where: str, content: Mapping[str, Any]) -> None:
         self.where, self.content = where, content
@@ -30,10 +31,20 @@ class _Fields:
     def get(self, name: str) -> Any:
         value: Any = self.content
         for key in name.split("."):
-            if not isinstance(value, Mapping) or key not in value:
+            if isinstance(value, list) and re.fullmatch(r"-?\d+", key) and -len(value) <= int(key) < len(value):
+                value = value[int(key)]
+            elif isinstance(value, Mapping) and key in value:
+                value = value[key]
+            else:
                 raise ValueError(f"{self.where} has no {name}")
-            value = value[key]
         return value
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value of that name, and it is not None."""
+        try:
+            return self.get(name) is not None
+        except ValueError:
+            return False
 
     def number(self, name: str, form: str, unit: int = 1) -> str:
         """A number in a format and a unit; n/a for None."""
@@ -45,7 +56,7 @@ class _Fields:
         return format(value if unit == 1 else value / unit, form)
 
 
-def _read_json(path: Path) -> _Fields:
+def _read_json(path: Path) -> Fields:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a folder of a finished run is needed")
     try:
@@ -54,11 +65,12 @@ def _read_json(path: Path) -> _Fields:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object")
-    return _Fields(str(path), content)
+    return Fields(str(path), content)
 
 
-def _row_fields(row: Row) -> _Fields:
-    return _Fields(
+def row_fields(row: Row) -> Fields:
+    """A row's `config`, `metrics` and `env` by dotted names."""
+    return Fields(
         f"a row of case {row.case!r}, variant {row.variant!r}",
         {"config": row.config, "metrics": row.metrics, "env": row.env},
     )
@@ -97,10 +109,10 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
 
 def summary(result: Mapping[str, Any]) -> str:
     """What a run came to, in the words that `cs336 train` ends with; `result` as in result.json."""
-    return _summary(_Fields("the result", result))
+    return _summary(Fields("the result", result))
 
 
-def _summary(result: _Fields) -> str:
+def _summary(result: Fields) -> str:
     lines = [
         f"validation loss  {result.number('valid_loss', '.4f')} nats a token",
         f"unigram entropy  {result.number('unigram_entropy', '.4f')} of the same text: "
@@ -137,22 +149,9 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
     plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
 
 
-def rows_table(rows: Sequence[Row]) -> str:
-    """Measured rows, one table a case.
-
-    Raises ValueError for a case that there is no table for, and for a row without what its table shows.
-    """
-    tables = []
-    for case in dict.fromkeys(row.case for row in rows):
-        if case not in _CASES:
-            raise ValueError(f"a row has case {case!r}: it must be one of {', '.join(_CASES)}")
-        tables.append(_CASES[case]([row for row in rows if row.case == case]))
-    return "\n\n".join(tables)
-
-
 def _train_step_table(rows: Sequence[Row]) -> str:
     def line(row: Row) -> tuple[str, ...]:
-        fields = _row_fields(row)
+        fields = row_fields(row)
         size, length = fields.get("config.model.size"), fields.get("config.model.context_length")
         what = (f"{size}, {fields.get('config.train.batch_size')} x {length}", row.variant)
         if row.status != "ok":
@@ -197,14 +196,14 @@ def _attention_tables(setting: str, rows: Sequence[Row]) -> str:
     def times(row: Row) -> str:
         if row.status != "ok":
             return {"oom": "out of memory", "error": "not served"}[row.status]
-        fields = _row_fields(row)
+        fields = row_fields(row)
         three = (fields.number(f"metrics.{n}_ms.p50", ".3g") for n in ("forward", "backward", "forward_backward"))
         return f"{' / '.join(three)} ({fields.number('metrics.forward_backward_tflops', '.3g')})"
 
     def details(row: Row) -> str:
         if row.status != "ok":
             return "-"
-        fields = _row_fields(row)
+        fields = row_fields(row)
         on_gpu = "extra_memory_bytes" in row.metrics
         return " / ".join(
             (
@@ -234,7 +233,7 @@ def _attention_tables(setting: str, rows: Sequence[Row]) -> str:
 
 
 def _shape(row: Row) -> str:
-    fields = _row_fields(row)
+    fields = row_fields(row)
     shape = fields.get("config.shape")
     if not isinstance(shape, list | tuple):
         raise ValueError(f"{fields.where} has config.shape {shape!r}: it must be a list of numbers")
@@ -251,7 +250,7 @@ def _ddp_table(rows: Sequence[Row]) -> str:
         row, alone = latest.get(variant + how), latest.get(by_itself + how)
         if row is None or row.status != "ok":
             return ("-" if row is None else "out of memory", "-", "-")
-        fields = _row_fields(row)
+        fields = row_fields(row)
         added = "-"
         if alone is not None and alone.status == "ok":
             added = f"{row.metrics['step_ms']['p50'] / alone.metrics['step_ms']['p50'] - 1:+.1%}"
@@ -261,7 +260,7 @@ def _ddp_table(rows: Sequence[Row]) -> str:
             fields.number("metrics.peak_memory_bytes", ".1f", 2**30),
         )
 
-    facts = _row_fields(rows[0])
+    facts = row_fields(rows[0])
     head = (
         f"{facts.get('config.devices')} x {rows[0].env.get('gpu') or 'CPU'}, "
         f"{facts.get('config.model.size') or 'a tiny model'}, context {facts.get('config.model.context_length')}, "
@@ -273,4 +272,9 @@ def _ddp_table(rows: Sequence[Row]) -> str:
     return head + "\n\n" + markdown_table(["variant", *names], lines)
 
 
-_CASES = {"train-step": _train_step_table, "attention": _attention_table, "ddp": _ddp_table}
+CASE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "train-step": _train_step_table,
+    "attention": _attention_table,
+    "ddp": _ddp_table,
+}
+"""Tables of cases that are more than a line a row."""

@@ -11,7 +11,7 @@ from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.timing import time_ms
 from cs336_systems.cli import main
 from cs336_systems.kernels.attention.contract import visible_pairs
-from cs336_systems.report.tables import rows_table
+from cs336_systems.report.views import rows_table
 
 QUICK = dict(shapes=((1, 2, 32, 16),), dtype="fp32", device="cpu", rounds=2, rep_ms=0.5, warmup_ms=0.0)
 

@@ -11,7 +11,7 @@ from cs336_systems.bench.ddp import ALONE, QUICK, DDPBench, _slowest, measure
 from cs336_systems.bench.streams import intervals, length, merge, overlap
 from cs336_systems.cli import main, make_report
 from cs336_systems.report.streams import plot_streams, streams_table
-from cs336_systems.report.tables import rows_table
+from cs336_systems.report.views import rows_table
 
 
 def quick(**fields: Any) -> DDPBench:

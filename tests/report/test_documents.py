@@ -14,7 +14,8 @@ import pytest
 from cs336_systems.bench import case
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.report.documents import fill_blocks, update_document
-from cs336_systems.report.tables import markdown_table, rows_table, runs_table, summary_block
+from cs336_systems.report.tables import markdown_table, runs_table, summary_block
+from cs336_systems.report.views import rows_table
 
 DEMO = Path(__file__).parents[2] / "results/cpu/demo"
 TEXT = """before

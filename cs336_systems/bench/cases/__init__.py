@@ -1,0 +1,14 @@
+"""What is measured: one file a case, named as the case, with the case as CASE."""
+
+from importlib import import_module
+
+from ..sweep import Case
+
+NAMES = ("model", "warmup")
+
+
+def get_case(name: str) -> Case:
+    """The case of that name. Raises ValueError where there is none."""
+    if name not in NAMES:
+        raise ValueError(f"case is {name!r}: it must be one of {', '.join(NAMES)}")
+    return import_module(f".{name.replace('-', '_')}", __package__).CASE

@@ -1,0 +1,116 @@
+"""The case `model`: a language model's forward pass, backward pass and training step, at named sizes and lengths."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from ...accounting import forward_flops, training_flops
+from ...fields import require_at_least
+from ...hardware import device_peak_flops
+from ...training.metrics import summarise
+from ..outcome import each
+from ..sweep import Case, swept
+from ..timing import Stopwatch
+from ..workload import Workbench, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBench(Workload):
+    """A workload, and how often it is done."""
+
+    size: str = swept("small", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
+    """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
+    context_length: int = swept(256, sweep=(128, 256, 512, 1024), quick=16)
+    """Tokens a sequence."""
+    mode: Literal["forward", "forward_backward", "train_step"] = swept("forward", "forward_backward", "train_step")
+    """forward: the loss alone, without gradients. train_step: with the optimizer's step."""
+    precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", sweep=("fp32", "bf16"))
+    """Autocast type; weights are float32."""
+    compile: bool = swept(False, sweep=(False, True))
+    """torch.compile, block by block."""
+    attention: str = swept("naive", sweep=("naive", "flash_triton", "sdpa"))
+    """Attention kernel by its registered name."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu, cuda or cuda:N."""
+    warmup: int = swept(5, quick=1)
+    """Steps before the measured ones."""
+    steps: int = swept(10, quick=2)
+    """Measured steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("warmup", 0), ("steps", 1)):
+            require_at_least(self, "", least, name)
+
+    def workload(self) -> Workload:
+        """What is done so often."""
+        return Workload(**{field.name: getattr(self, field.name) for field in fields(Workload)})
+
+
+def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration as it ran, and its metrics.
+
+    Steps are timed twice: as a whole (`step_ms`), and phase by phase, waiting for the device after each, which keeps
+    the host from running ahead; so the phases may add up to more than a step.
+    """
+    bench = Workbench(config.workload())
+    for _ in range(config.warmup):
+        bench.step()
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    watch = Stopwatch(bench.device)
+    steps_ms = []
+    for _ in range(config.steps):
+        bench.step()
+        steps_ms.append(watch.lap_ms())
+    metrics: dict[str, Any] = {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
+    metrics |= _rates(config, bench.device, metrics["step_ms"]["p50"])
+    if bench.device.type == "cuda":
+        metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
+    phases = _time_phases(bench, config.steps)
+    return {**bench.read_back(), "warmup": config.warmup, "steps": len(steps_ms)}, metrics | phases
+
+
+def _rates(config: ModelBench, device: torch.device, step_ms: float) -> dict[str, Any]:
+    """What a step of that time is in tokens and operations."""
+    count = forward_flops if config.mode == "forward" else training_flops
+    flops = count(config.shape, config.batch_size, config.context_length) / step_ms * 1e3
+    peak = device_peak_flops(device, config.precision)
+    return {
+        "tokens_per_s": config.batch_size * config.context_length / step_ms * 1e3,
+        "tflops": flops / 1e12,
+        "mfu": None if peak is None else flops / peak,
+    }
+
+
+def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
+    times: dict[str, list[float]] = {phase: [] for phase in bench.phases}
+    watch = Stopwatch(bench.device)
+    for _ in range(steps):
+        loss = bench.forward()
+        times["forward"].append(watch.lap_ms())
+        if "backward" in times:
+            bench.backward(loss)
+            times["backward"].append(watch.lap_ms())
+            bench.optimizer_step()
+        if "optimizer" in times:
+            times["optimizer"].append(watch.lap_ms())
+    return {f"{phase}_ms": summarise(laps) for phase, laps in times.items()}
+
+
+def variant(config: ModelBench) -> str:
+    """What the model does, of how many things: "train_step bf16 compiled naive"."""
+    compiled = "compiled " if config.compile else ""
+    return f"{config.mode} {config.precision} {compiled}{config.attention}"
+
+
+CASE = Case(
+    name="model",
+    about="A language model's forward pass, backward pass and training step.",
+    module=__name__,
+    config=ModelBench,
+    variant=variant,
+    measure=each("model", variant, measure),
+    isolated=True,
+)

@@ -1,0 +1,81 @@
+"""Rows of what was tried: measured, out of memory, or failed."""
+
+import functools
+import gc
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from .case import Row
+from .sweep import as_json
+
+Status = Literal["oom", "error"]
+_UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def each(
+    case: str, variant: Callable[[Any], str], measure: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]
+) -> Callable[[Sequence[Any]], Iterable[Row]]:
+    """The `measure` of a case whose configurations are measured one by one.
+
+    That of one returns the configuration as it ran, which must have what was asked for, and the metrics.
+    """
+
+    def rows(configs: Sequence[Any]) -> Iterable[Row]:
+        for config in configs:
+            yield attempt(case, variant(config), as_json(config), functools.partial(measure, config))
+            free_memory()
+
+    return rows
+
+
+def attempt(
+    case: str, variant: str, asked: dict[str, Any], measure: Callable[[], tuple[dict[str, Any], dict[str, Any]]]
+) -> Row:
+    """The row of a measurement, or of what went wrong with it."""
+    try:
+        ran, metrics = measure()
+    except Exception as error:  # a kernel, a compiler or a driver may raise anything: the sweep goes on
+        return failed(case, variant, asked, error)
+    return measured(case, variant, asked, ran, metrics)
+
+
+def measured(case: str, variant: str, asked: dict[str, Any], ran: dict[str, Any], metrics: dict[str, Any]) -> Row:
+    """The row of a measurement; one of status error where something else ran than was asked for."""
+    for name, value in asked.items():
+        if ran.get(name, value) != value:
+            message = f"{name} {value!r} was asked for and {ran[name]!r} ran"
+            return Row(case=case, variant=variant, config=asked, status="error", error=message)
+    return Row(case=case, variant=variant, config={**asked, **ran}, metrics=metrics)
+
+
+def failed(case: str, variant: str, asked: dict[str, Any], error: Exception) -> Row:
+    """The row of something that raised; where memory was short, with the bytes that were asked for."""
+    status, message = failure(error)
+    requested = requested_bytes(message) if status == "oom" else None
+    metrics = {} if requested is None else {"requested_bytes": requested}
+    return Row(case=case, variant=variant, config=asked, status=status, metrics=metrics, error=message)
+
+
+def failure(error: Exception) -> tuple[Status, str]:
+    """Status and error of the row of something that raised."""
+    line = str(error).split("\n")[0]
+    # For a CPU PyTorch has no error of its own.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in line:
+        return "oom", line
+    return "error", f"{type(error).__name__}: {line}"
+
+
+def requested_bytes(message: str) -> int | None:
+    """The size in PyTorch's message that memory is short, None where there is none."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]?i?B)", message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else None
+
+
+def free_memory() -> None:
+    """Give back what the last measurement held, compiled code's references and the allocator's cache too."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -1,0 +1,91 @@
+"""Measures the configurations of a case, one group after another, and keeps every row as it comes."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .case import Row, append_row, read_rows
+from .outcome import failed
+from .sweep import Case, as_json, groups, is_of
+from .worker import Worker, WorkerEndedError
+
+logger = logging.getLogger(__name__)
+
+
+def run_case(
+    case: Case,
+    configs: Sequence[Any],
+    path: Path,
+    *,
+    resume: bool = False,
+    timeout_s: float | None = None,
+    isolated: bool | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, count, what: None,
+) -> Iterator[Row]:
+    """Measure; append each row to the file at `path`, then yield it.
+
+    Processes of their own measure, and whatever ends one is a row of status error: the others are measured by the next.
+    resume: leave out what the file has rows of, but for those that are errors. timeout_s: for each configuration.
+    isolated: whether each group has a process of its own (default: as the case says). progress: called with the number
+    of configurations done, that of all, and the one at work.
+    """
+    known = [row for row in read_rows(path) if row.case == case.name] if resume and path.exists() else []
+    left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]
+    if len(left) < len(configs):
+        logger.info("%d of %d configurations are in %s already", len(configs) - len(left), len(configs), path)
+    waiting = groups(case, left)
+    with _Workplace(case, case.isolated if isolated is None else isolated) as workplace:
+        while waiting:
+            missing = waiting.pop(0)
+            try:
+                progress(len(configs) - _count(missing, waiting), len(configs), case.variant(missing[0]))
+                for row in workplace.worker().measure(missing, timeout_s):
+                    append_row(path, row)
+                    missing = [config for config in missing if not is_of(row, config)]
+                    progress(len(configs) - _count(missing, waiting), len(configs), row.variant)
+                    yield row
+            except WorkerEndedError as error:
+                workplace.leave()
+                if len(missing) > 1:  # one of them has ended it: each by itself
+                    waiting[:0] = [[config] for config in missing]
+                elif missing:
+                    row = failed(case.name, case.variant(missing[0]), as_json(missing[0]), error)
+                    append_row(path, row)
+                    yield row
+            workplace.tidy()
+            progress(len(configs) - _count(waiting), len(configs), "")
+
+
+def _count(*lists: Any) -> int:
+    """Configurations in groups of them, and in groups of groups."""
+    return sum(_count(*each) if isinstance(each, list) else 1 for each in lists)
+
+
+class _Workplace:
+    """The process at work: started when there is work, and another one where the case or a failure asks for it."""
+
+    def __init__(self, case: Case, isolated: bool) -> None:
+        self._case, self._isolated = case, isolated
+        self._worker: Worker | None = None
+
+    def worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker(self._case.module, self._case.empty_caches)
+        return self._worker
+
+    def tidy(self) -> None:
+        """After a group."""
+        if self._isolated or (self._worker is not None and not self._worker.is_sound):
+            self.leave()
+
+    def leave(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+    def __enter__(self) -> "_Workplace":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()

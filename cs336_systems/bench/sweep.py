@@ -1,0 +1,111 @@
+"""Cases as data: what a configuration is, which ones are measured, and which of them take turns.
+
+A case's configuration is a frozen dataclass, each field one value. On the command line a field takes several; their
+product is what is measured.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from .case import Row
+
+
+def swept(*values: Any, sweep: Sequence[Any] = (), quick: Any = (), parse: Callable[[str], Any] | None = None) -> Any:
+    """A field of a configuration whose default is the first of some values, all of which are measured by default.
+
+    sweep: those that are measured where the field is named by `--sweep`. quick: the value, or a tuple of those, in a
+    quick run, which takes seconds on a CPU. parse: makes a value of what is written on the command line.
+    """
+    quick = quick if isinstance(quick, tuple) else (quick,)
+    metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse}
+    return dataclasses.field(default=values[0], metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something to measure, over and over at different configurations."""
+
+    name: str
+    about: str
+    """One line for a person."""
+    module: str
+    """Where the case stands, as CASE: a process that measures imports it."""
+    config: type[Any]
+    """The dataclass of one configuration; raises ValueError naming a field that is wrong."""
+    measure: Callable[[Sequence[Any]], Iterable[Row]]
+    """Rows of some configurations, at least one each, as they are done. What fails is a row too."""
+    variant: Callable[[Any], str]
+    """The name of a configuration among those it is compared with."""
+    together: tuple[str, ...] = ()
+    """Fields whose values are measured by one call, to take turns; all other fields are the same within it."""
+    isolated: bool = False
+    """Whether each call has a process of its own: where memory or compiled code of those before would show."""
+    empty_caches: bool = False
+    """With isolated: whether the caches of compiled code are empty at the start of each."""
+    wanted: Callable[[Any], bool] = lambda config: True
+    """Which of a product of fields are measured, where not all of them mean something."""
+
+
+def value_type(case: Case, name: str) -> Any:
+    """The type of a field's values: of `X | None` X, of a Literal that of its alternatives."""
+    hint = get_type_hints(case.config)[name]
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    first = kinds[0] if kinds else hint
+    return first if isinstance(first, type) else type(first)
+
+
+def configurations(
+    case: Case, given: Mapping[str, Sequence[Any]] | None = None, sweep: Sequence[str] = (), quick: bool = False
+) -> list[Any]:
+    """The configurations to measure: the product of each field's values.
+
+    Of a field these are the given ones; else, where it is in `sweep`, all of its sweep; else, in a quick run, the quick
+    ones; else its own. Raises ValueError for a field that there is not, and where nothing is left.
+    """
+    given = given or {}
+    fields = {field.name: field for field in dataclasses.fields(case.config)}
+    for name in (*given, *sweep):
+        if name not in fields:
+            raise ValueError(f"sweep has {name!r}: it must be one of {', '.join(fields)}")
+
+    def values(field: dataclasses.Field) -> Sequence[Any]:
+        if field.name in given:
+            return given[field.name]
+        if field.name in sweep:
+            return field.metadata.get("sweep", (field.default,))
+        if quick and field.metadata.get("quick"):
+            return field.metadata["quick"]
+        return field.metadata.get("values", (field.default,))
+
+    product = itertools.product(*map(values, fields.values()))
+    found = [case.config(**dict(zip(fields, each, strict=True))) for each in product]
+    found = [config for config in dict.fromkeys(found) if case.wanted(config)]
+    if not found:
+        raise ValueError(f"nothing is left to measure of case {case.name} with these fields")
+    return found
+
+
+def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
+    """Configurations that are measured by one call, in their order."""
+    found: dict[Any, list[Any]] = {}
+    for config in configs:
+        key = tuple(
+            getattr(config, field.name) for field in dataclasses.fields(config) if field.name not in case.together
+        )
+        found.setdefault(key if case.together else config, []).append(config)
+    return list(found.values())
+
+
+def is_of(row: Row, config: Any) -> bool:
+    """Whether a row is of this configuration. It may say more of itself than it was asked."""
+    return all(row.config.get(name) == value for name, value in as_json(config).items())
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """A configuration as a row has it."""
+    fields = dataclasses.asdict(config)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}

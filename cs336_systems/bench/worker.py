@@ -1,0 +1,147 @@
+"""A process that measures for another one, which survives its end: by a crash, a full memory, or taking too long."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .case import Row
+from .sweep import Case
+
+_CONTEXT = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+
+
+class WorkerEndedError(RuntimeError):
+    """The process has ended, or was ended, before all rows were there; the message says how."""
+
+
+class Worker:
+    """A process for some calls of a case's `measure`. Closed by `close`, or as a context manager."""
+
+    def __init__(self, module: str, empty_caches: bool = False) -> None:
+        """`module` is that of the case, which is imported in the process."""
+        self.is_sound = True  # false where what has failed makes what comes after it fail too
+        self._stack = ExitStack()
+        self._pipe, theirs = _CONTEXT.Pipe()
+        environ: dict[str, str] = {}
+        if empty_caches:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336-", ignore_cleanup_errors=True))
+            environ = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        self._process = _CONTEXT.Process(target=_work, args=(theirs, module, os.getpid()), name=module)
+        with _environment(environ):
+            self._process.start()
+        theirs.close()
+
+    def measure(self, configs: Sequence[Any], timeout_s: float | None = None) -> Iterator[Row]:
+        """The rows of one call of the case's `measure`, as they come. Raises WorkerEndedError."""
+        try:
+            self._pipe.send(list(configs))
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s * len(configs)
+            while True:
+                if not self._pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    self.kill()
+                    raise WorkerEndedError(f"it took longer than timeout_s, {timeout_s:g} s")
+                got = self._pipe.recv()
+                if isinstance(got, bool):
+                    self.is_sound = got
+                    return
+                yield got
+        except (EOFError, OSError) as error:
+            self._process.join(10)
+            raise WorkerEndedError(_how(self._process.exitcode)) from error
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process: it has a moment to end by itself."""
+        self._pipe.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self.kill()
+            self._process.join()
+        self._stack.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "its process does not answer"
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"its process was ended by {name}" + (" (was the machine's memory full?)" if name == "SIGKILL" else "")
+    return f"its process ended with exit code {code}"
+
+
+class _environment:
+    """Environment variables for a process that is started inside."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def __enter__(self) -> None:
+        self._before = dict(os.environ)
+        os.environ.update(self._environ)
+
+    def __exit__(self, *exception: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._before)
+
+
+def _work(pipe: Connection, module: str, parent: int) -> None:
+    """What the process does: measure what it is sent, send rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one ends this
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    case: Case = import_module(module).CASE
+    while True:
+        try:
+            configs = pipe.recv()
+        except EOFError:
+            return
+        before = _gpu_state()
+        for row in case.measure(configs):
+            state = {"gpu_before": before, "gpu_after": _gpu_state()} if before else {}
+            pipe.send(replace(row, env={**row.env, **state}))
+        pipe.send(_is_sound())
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _gpu_state() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return {}
+    from ..hardware import gpu_state
+
+    return gpu_state(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _is_sound() -> bool:
+    """Whether the GPU still computes: after an illegal access nothing in its process does."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
