@@ -2,4 +2,5 @@
 
 from .cli import main
 
-main()
+if __name__ == "__main__":  # not in the processes that `cs336 bench` starts, which import this too
+    main()

@@ -34,7 +34,6 @@ def bench(arguments: Sequence[str]) -> int:
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, read_rows
-    from .bench.runner import run_case
     from .bench.sweep import configurations
     from .report.views import rows_table, write_views
 
@@ -44,27 +43,31 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
     folder = Path(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
-    rows = []
-    with _Progress() as progress:
-        for row in run_case(
-            case,
-            configs,
-            path,
-            resume=options.resume,
-            timeout_s=options.timeout_s,
-            isolated=False if options.quick else None,
-            progress=progress,
-        ):
-            rows.append(row)
-            slowed = row.env.get("gpu_after", {}).get("slowed_by")
-            say(
-                f"{row.variant}: {row.status} {row.error or ''}"
-                + (f" (GPU slowed by {', '.join(slowed)})" if slowed else "")
-            )
+    rows = _measure(case, configs, path, options)
     say("" if not rows else f"\n{rows_table(rows)}\n")
     files = write_views([row for row in read_rows(path) if row.case == case.name], folder)
     say(f"rows are in {path}; of all of them {', '.join(map(str, files))}")
     return int(bool(rows) and all(row.status == "error" for row in rows))
+
+
+def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> list["Row"]:
+    """Run the case, saying each row as it comes."""
+    from .bench.runner import run_case
+    from .bench.sweep import describe_among
+
+    describe, rows = describe_among(configs), []
+    with _Progress() as progress:
+        settings: dict[str, Any] = {"resume": options.resume, "timeout_s": options.timeout_s, "progress": progress}
+        try:
+            for row in run_case(case, configs, path, isolated=False if options.quick else None, **settings):
+                rows.append(row)
+                slowed = ", ".join(row.env.get("gpu_after", {}).get("slowed_by", []))
+                what = f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}"
+                say(what.strip() + (f"; the GPU was slowed by {slowed}" if slowed else ""))
+        except KeyboardInterrupt:
+            say(f"stopped; the rows so far are in {path}, and --resume goes on from there")
+            raise
+    return rows
 
 
 def _parser(case: "Case") -> Any:

@@ -44,6 +44,7 @@ def attempt(
 
 def measured(case: str, variant: str, asked: dict[str, Any], ran: dict[str, Any], metrics: dict[str, Any]) -> Row:
     """The row of a measurement; one of status error where something else ran than was asked for."""
+    ran = as_json(ran)
     for name, value in asked.items():
         if ran.get(name, value) != value:
             message = f"{name} {value!r} was asked for and {ran[name]!r} ran"

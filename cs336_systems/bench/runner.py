@@ -7,7 +7,7 @@ from typing import Any
 
 from .case import Row, append_row, read_rows
 from .outcome import failed
-from .sweep import Case, as_json, groups, is_of
+from .sweep import Case, as_json, describe_among, groups, is_of
 from .worker import Worker, WorkerEndedError
 
 logger = logging.getLogger(__name__)
@@ -21,29 +21,29 @@ def run_case(
     resume: bool = False,
     timeout_s: float | None = None,
     isolated: bool | None = None,
-    progress: Callable[[int, int, str], None] = lambda done, count, what: None,
+    progress: Callable[[int, int, str], None] = lambda done, count, label: None,
 ) -> Iterator[Row]:
     """Measure; append each row to the file at `path`, then yield it.
 
     Processes of their own measure, and whatever ends one is a row of status error: the others are measured by the next.
     resume: leave out what the file has rows of, but for those that are errors. timeout_s: for each configuration.
     isolated: whether each group has a process of its own (default: as the case says). progress: called with the number
-    of configurations done, that of all, and the one at work.
+    of configurations done, that of all, and the one at work, as `describe_among` all of them.
     """
     known = [row for row in read_rows(path) if row.case == case.name] if resume and path.exists() else []
     left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]
     if len(left) < len(configs):
         logger.info("%d of %d configurations are in %s already", len(configs) - len(left), len(configs), path)
-    waiting = groups(case, left)
+    waiting, describe = groups(case, left), describe_among(configs)
     with _Workplace(case, case.isolated if isolated is None else isolated) as workplace:
         while waiting:
             missing = waiting.pop(0)
             try:
-                progress(len(configs) - _count(missing, waiting), len(configs), case.variant(missing[0]))
+                progress(len(configs) - _count(missing, waiting), len(configs), describe(missing[0]))
                 for row in workplace.worker().measure(missing, timeout_s):
                     append_row(path, row)
                     missing = [config for config in missing if not is_of(row, config)]
-                    progress(len(configs) - _count(missing, waiting), len(configs), row.variant)
+                    progress(len(configs) - _count(missing, waiting), len(configs), describe(row.config))
                     yield row
             except WorkerEndedError as error:
                 workplace.leave()
@@ -87,5 +87,7 @@ class _Workplace:
     def __enter__(self) -> "_Workplace":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is not None and self._worker is not None:
+            self._worker.kill()  # it may be at work for long
         self.leave()

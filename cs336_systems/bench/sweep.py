@@ -106,6 +106,17 @@ def is_of(row: Row, config: Any) -> bool:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A configuration as a row has it."""
-    fields = dataclasses.asdict(config)
+    """A configuration, or the fields of one, as a row that was read has it."""
+    fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def describe_among(configs: Sequence[Any]) -> Callable[[Any], str]:
+    """What names a configuration, or that of a row, among some: the fields in which they differ."""
+    everyone = [as_json(config) for config in configs]
+    differing = [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
+
+    def describe(config: Any) -> str:
+        return ", ".join(f"{name} {value}" for name, value in as_json(config).items() if name in differing)
+
+    return describe

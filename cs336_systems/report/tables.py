@@ -15,9 +15,9 @@ from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
 logger = logging.getLogger(__name__)
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: text left, everything after the first column right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table: the first `left` columns to the left, numbers after them to the right."""
+    rule = [*["---"] * left, *["---:"] * (len(header) - left)]
     escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in (header, rule, *rows))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
@@ -149,27 +149,6 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
     plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
 
 
-def _train_step_table(rows: Sequence[Row]) -> str:
-    def line(row: Row) -> tuple[str, ...]:
-        fields = row_fields(row)
-        size, length = fields.get("config.model.size"), fields.get("config.model.context_length")
-        what = (f"{size}, {fields.get('config.train.batch_size')} x {length}", row.variant)
-        if row.status != "ok":
-            return (*what, row.status, *["-"] * 5)
-        return (
-            *what,
-            fields.number("metrics.step_ms.mean", ".1f"),
-            fields.number("metrics.tokens_per_s", ",.0f"),
-            fields.number("metrics.mfu", ".1%"),
-            fields.number("metrics.peak_memory_bytes", ".1f", 2**30),
-            fields.number("metrics.startup_s", ".1f"),
-            fields.number("metrics.data_wait_ms", ".3f") if "data_wait_ms" in row.metrics else "n/a",
-        )
-
-    header = "size,variant,step (ms),tokens/s,MFU,peak memory (GiB),start-up (s),waiting for data (ms)"
-    return markdown_table(header.split(","), map(line, rows))
-
-
 def _attention_table(rows: Sequence[Row]) -> str:
     """Two tables for each type, mask and device, in their order of appearance."""
     groups: dict[str, list[Row]] = {}
@@ -273,7 +252,6 @@ def _ddp_table(rows: Sequence[Row]) -> str:
 
 
 CASE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "train-step": _train_step_table,
     "attention": _attention_table,
     "ddp": _ddp_table,
 }

@@ -64,6 +64,8 @@ class View:
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
 _STEP = Column("step (ms)", "step_ms.p50")
 _STD = Column("std (ms)", "step_ms.std")
+_PEAK = Column("peak (GiB)", "peak_memory_bytes", ".1f", 2**30)
+_RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
 _MODEL_KEYS = ("size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
@@ -74,10 +76,9 @@ VIEWS: dict[str, View] = {
             *_TIMES,
             _STEP,
             _STD,
-            Column("tokens/s", "tokens_per_s", ",.0f"),
+            *_RATES,
             Column("TFLOP/s", "tflops", ".1f"),
-            Column("MFU", "mfu", ".1%"),
-            Column("peak (GiB)", "peak_memory_bytes", ".2f", 2**30),
+            _PEAK,
         ),
         plots=(
             Plot(name="step", y=_STEP, x="context_length", lines=("size", "mode", "precision", "compile", "attention"),
@@ -88,6 +89,16 @@ VIEWS: dict[str, View] = {
         keys=_MODEL_KEYS,
         columns=(_STEP, Column("mean (ms)", "step_ms.mean"), _STD, Column("first (ms)", "steps_ms.0"),
                  Column("second (ms)", "steps_ms.1"), Column("last (ms)", "steps_ms.-1")),
+    ),
+    "train-step": View(
+        keys=("size", "variant", "context_length", "batch_size", "precision", "compile"),
+        columns=(
+            Column("step (ms)", "step_ms.mean", ".1f"),
+            *_RATES,
+            _PEAK,
+            Column("start-up (s)", "startup_s", ".1f"),
+            Column("waiting for data (ms)", "data_wait_ms", ".3f"),
+        ),
     ),
 }  # fmt: skip
 
@@ -167,7 +178,8 @@ def table(rows: Sequence[Row]) -> str:
             lines.append([*keys, *[_OUTCOMES[row.status], *["-"] * len(shown)][: max(1, len(shown))]])
     facts = "; ".join([*machines, *(f"{name} {show(value)}" for name, value in common.items() if value is not None)])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
-    return f"{facts}:\n\n" + markdown_table([*names, *([c.name for c in shown] or ["outcome"])], lines)
+    header = [*names, *([column.name for column in shown] or ["outcome"])]
+    return f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
 
 
 def show(value: Any) -> str:

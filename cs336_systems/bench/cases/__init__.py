@@ -4,7 +4,7 @@ from importlib import import_module
 
 from ..sweep import Case
 
-NAMES = ("model", "warmup")
+NAMES = ("model", "warmup", "train-step")
 
 
 def get_case(name: str) -> Case:

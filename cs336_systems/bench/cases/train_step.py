@@ -1,0 +1,185 @@
+"""The case `train-step`: one training step as the training loop does it, beside Hugging Face's Llama.
+
+Both take the same step: float32 weights, autocast, torch.compile, fused AdamW, random tokens. Ours is
+`Trainer.train_step` with everything it does in a real run: batches from a token file, the gradient norm, clipping, and
+the wait for it. The peer is compiled as a whole, which is what its users do, and is spared norm, clipping and wait.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from cs336_basics.data import token_dtype
+from cs336_basics.model import TransformerLM
+
+from ...accounting import training_flops
+from ...config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from ...fields import check_types, require_at_least
+from ...hardware import device_peak_flops, use_device
+from ...kernels.attention import get_attention
+from ...training.loop import Trainer
+from ...training.metrics import summarise
+from ..outcome import each
+from ..sweep import Case, swept
+from ..timing import wait_for
+from ..workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStepBench:
+    """A model, its batch, and who trains it."""
+
+    size: str = swept("small", "xl", "2.7B", quick="quick")
+    """Named size of the model, or quick."""
+    variant: Literal["cs336", "cs336_graph", "hf_llama"] = swept(
+        "cs336", "cs336_graph", "hf_llama", quick=("cs336", "hf_llama")
+    )
+    """cs336: the training loop. cs336_graph: with a CUDA graph. hf_llama: Hugging Face's model."""
+    context_length: int = swept(1024, quick=16)
+    """Tokens a sequence."""
+    batch_size: int = swept(4)
+    """Sequences a batch."""
+    precision: Literal["fp32", "bf16"] = swept("bf16", quick="fp32")
+    """Autocast type; weights are float32."""
+    compile: bool = swept(True, quick=False)
+    """torch.compile."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu, cuda or cuda:N."""
+    warmup: int = swept(5, quick=1)
+    """Steps before the measured ones, after the first one, which is the start-up."""
+    steps: int = swept(20, quick=3)
+    """Measured steps."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        require_at_least(self, "", 0, "warmup")
+        require_at_least(self, "", 2, "steps")
+        names = ("size", "context_length", "batch_size", "precision", "compile", "device")
+        workload = Workload(**{name: getattr(self, name) for name in names}, attention="auto")
+        object.__setattr__(self, "device", workload.device)
+
+    def run_config(self) -> RunConfig:
+        """The run whose step is measured."""
+        names = ("size", "context_length", "batch_size")
+        return RunConfig(
+            model=Workload(**{name: getattr(self, name) for name in names}, attention="auto").model_config,
+            data=DataConfig(source="random"),
+            optimizer=OptimizerConfig(implementation="torch_fused"),
+            train=TrainConfig(
+                batch_size=self.batch_size,
+                compile=self.compile,
+                precision=self.precision,
+                device=self.device,
+                cuda_graph=self.variant == "cs336_graph",
+            ),
+        )
+
+
+def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
+    """Times of `Trainer.train_step`, step by step."""
+    device, shape = use_device(config.train.device), config.model.shape
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
+    started = time.perf_counter()
+    torch.manual_seed(config.train.seed)
+    with device:
+        model = TransformerLM(**asdict(shape), attention=get_attention(config.model.attention))
+    trainer = Trainer(config, model, tokens, device)
+    trainer.train_step()
+    wait_for(device)
+    startup_s = time.perf_counter() - started
+    for _ in range(warmup):
+        trainer.train_step()
+    wait_for(device)
+    trainer.reset_clock()
+    rows = [trainer.train_step() for _ in range(steps)]
+    trainer.close()
+    times = summarise([row["step_ms"] for row in rows[1:]])  # the first was timed from a device that had nothing to do
+    data_wait_ms = float(np.mean([row["data_wait_ms"] for row in rows]))
+    return {
+        "step_ms": times,
+        "startup_s": startup_s,
+        "data_wait_ms": data_wait_ms,
+        "peak_memory_bytes": trainer.memory_bytes(),
+    }
+
+
+def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
+    """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    device, shape = use_device(config.train.device), config.model.shape
+    started = time.perf_counter()
+    with device:
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(  # type: ignore[call-arg]
+                vocab_size=shape.vocab_size,
+                hidden_size=shape.d_model,
+                intermediate_size=shape.d_ff,
+                num_hidden_layers=shape.num_layers,
+                num_attention_heads=shape.num_heads,
+                max_position_embeddings=shape.context_length,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+    if config.train.compile:
+        model = torch.compile(model)
+    adamw = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), adamw.lr, adamw.betas, adamw.eps, weight_decay=adamw.weight_decay, fused=True
+    )
+    tokens = torch.randint(0, shape.vocab_size, (config.train.batch_size, shape.context_length), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    wait_for(device)
+    startup_s = time.perf_counter() - started
+    for _ in range(warmup):
+        step()
+    wait_for(device)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait_for(device)
+    mean = (time.perf_counter() - begin) / steps * 1e3
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"step_ms": {"mean": mean}, "startup_s": startup_s, "peak_memory_bytes": peak}
+
+
+def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run whose step was measured; step time, tokens/s, MFU, start-up with compilation, peak memory."""
+    run = config.run_config()
+    take = measure_hf_llama if config.variant == "hf_llama" else measure_cs336
+    metrics = take(run, config.warmup, config.steps)
+    shape, seconds = run.model.shape, metrics["step_ms"]["mean"] / 1e3
+    peak = device_peak_flops(torch.device(config.device), config.precision)
+    metrics["tokens_per_s"] = config.batch_size * shape.context_length / seconds
+    flops = training_flops(shape, config.batch_size, shape.context_length)
+    metrics["mfu"] = flops / seconds / peak if peak else None
+    return {"run": run.to_dict()}, metrics
+
+
+def variant(config: TrainStepBench) -> str:
+    """Who trains."""
+    return config.variant
+
+
+CASE = Case(
+    name="train-step",
+    about="One training step as the training loop does it, beside Hugging Face's Llama.",
+    module=__name__,
+    config=TrainStepBench,
+    variant=variant,
+    measure=each("train-step", variant, measure),
+    isolated=True,
+    empty_caches=True,
+)
