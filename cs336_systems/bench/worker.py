@@ -1,5 +1,6 @@
 """A process that measures for another one, which survives its end: by a crash, a full memory, or taking too long."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,10 @@ from typing import Any
 from .case import Row
 from .sweep import Case
 
-_CONTEXT = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+# From a server that has PyTorch loaded and has never touched CUDA, which does not survive a fork: that spares each
+# process seconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "cs336_systems.bench.workload"])
 
 
 class WorkerEndedError(RuntimeError):
@@ -31,14 +35,15 @@ class Worker:
         self.is_sound = True  # false where what has failed makes what comes after it fail too
         self._stack = ExitStack()
         self._pipe, theirs = _CONTEXT.Pipe()
+        lifeline, self._lifeline = _CONTEXT.Pipe(duplex=False)
         environ: dict[str, str] = {}
         if empty_caches:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336-", ignore_cleanup_errors=True))
             environ = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        self._process = _CONTEXT.Process(target=_work, args=(theirs, module, os.getpid()), name=module)
-        with _environment(environ):
-            self._process.start()
+        self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
+        self._process.start()
         theirs.close()
+        lifeline.close()
 
     def measure(self, configs: Sequence[Any], timeout_s: float | None = None) -> Iterator[Row]:
         """The rows of one call of the case's `measure`, as they come. Raises WorkerEndedError."""
@@ -65,6 +70,7 @@ class Worker:
     def close(self) -> None:
         """End the process: it has a moment to end by itself."""
         self._pipe.close()
+        self._lifeline.close()
         self._process.join(5)
         if self._process.is_alive():
             self.kill()
@@ -87,25 +93,11 @@ def _how(code: int | None) -> str:
     return f"its process ended with exit code {code}"
 
 
-class _environment:
-    """Environment variables for a process that is started inside."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def __enter__(self) -> None:
-        self._before = dict(os.environ)
-        os.environ.update(self._environ)
-
-    def __exit__(self, *exception: object) -> None:
-        os.environ.clear()
-        os.environ.update(self._before)
-
-
-def _work(pipe: Connection, module: str, parent: int) -> None:
+def _work(pipe: Connection, lifeline: Connection, module: str, environ: Mapping[str, str]) -> None:
     """What the process does: measure what it is sent, send rows."""
+    os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one ends this
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     case: Case = import_module(module).CASE
     while True:
         try:
@@ -119,9 +111,10 @@ def _work(pipe: Connection, module: str, parent: int) -> None:
         pipe.send(_is_sound())
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def _end_with(lifeline: Connection) -> None:
+    """End this process when the one that started it lets go of it, which it also does when it is killed."""
+    with contextlib.suppress(EOFError):
+        lifeline.recv()
     os._exit(1)
 
 

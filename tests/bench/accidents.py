@@ -1,0 +1,59 @@
+"""A case for the runner's tests: each configuration is an accident, or none."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cs336_systems.bench.outcome import each
+from cs336_systems.bench.sweep import Case, swept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accident:
+    kind: str = swept("none", "oom", "raises", sweep=("none", "oom", "raises", "is killed"))
+    """What happens."""
+    number: int = swept(1)
+    """Any."""
+    folder: str = swept("")
+    """Where it leaves the number of its process."""
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"number is {self.number}: it must be at least 1")
+
+
+def measure(config: Accident) -> tuple[dict, dict]:
+    if config.folder:
+        with open(Path(config.folder) / "started", "a") as file:
+            file.write(f"{config.kind} {config.number} {os.getpid()}\n")
+    if config.kind == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has\nmore to say")
+    if config.kind == "raises":
+        raise RuntimeError("the dog ate it\nand more")
+    if config.kind == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config.kind == "exits":
+        os._exit(3)
+    if config.kind == "hangs":
+        time.sleep(1000)
+    if config.kind == "is another":
+        return {"kind": "none"}, {}
+    return {"kind": config.kind, "built": True}, {"process": os.getpid(), "time_ms": {"p50": 1.0}}
+
+
+def variant(config: Accident) -> str:
+    return config.kind
+
+
+CASE = Case(
+    name="accidents",
+    about="Accidents.",
+    module=__name__,
+    config=Accident,
+    variant=variant,
+    measure=each("accidents", variant, measure),
+)

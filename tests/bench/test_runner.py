@@ -1,0 +1,166 @@
+"""The runner: every configuration becomes one row, whatever happens to the process that measures it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.outcome import failure, requested_bytes
+from cs336_systems.bench.runner import run_case
+from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
+
+from . import accidents_together
+from .accidents import CASE, Accident, measure
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(path: Path, case: Case = CASE, *, kinds: tuple[str, ...], **options: Any) -> list[Row]:
+    given: dict[str, Any] = {"kind": kinds, "number": options.pop("numbers", (1,))}
+    given["folder"] = (options.pop("folder", ""),)
+    return list(run_case(case, configurations(case, given), path, **options))
+
+
+def started(folder: Path) -> list[str]:
+    return [line.rsplit(" ", 1)[0] for line in (folder / "started").read_text().splitlines()]
+
+
+def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    path, said = tmp_path / "rows.jsonl", []
+    kinds = ("none", "oom", "raises", "is killed", "exits", "is another")
+    rows = run(path, kinds=kinds, numbers=(1, 2), progress=lambda *state: said.append(state))
+    assert read_rows(path) == rows
+    assert [(row.variant, row.config["number"]) for row in rows] == [(kind, n) for kind in kinds for n in (1, 2)]
+    by_kind = {row.variant: row for row in rows}
+    assert {kind: row.status for kind, row in by_kind.items()} == {
+        "none": "ok", "oom": "oom", "raises": "error", "is killed": "error", "exits": "error", "is another": "error"
+    }  # fmt: skip
+    assert by_kind["none"].config == {"kind": "none", "number": 2, "folder": "", "built": True}
+    assert by_kind["oom"].metrics == {"requested_bytes": 3 << 29}
+    assert by_kind["raises"].error == "RuntimeError: the dog ate it"
+    assert "SIGKILL" in str(by_kind["is killed"].error)
+    assert "exit code 3" in str(by_kind["exits"].error)
+    assert by_kind["is another"].error == "kind 'is another' was asked for and 'none' ran"
+    assert said[0] == (0, 12, "kind none, number 1")
+    assert said[-1][:2] == (12, 12)
+    assert [done for done, _, _ in said] == sorted(done for done, _, _ in said)
+
+
+def test_a_process_measures_on_until_it_ends_or_each_has_its_own(tmp_path: Path) -> None:
+    shared = run(tmp_path / "a", kinds=("none", "oom"), numbers=(1, 2, 3))
+    assert len({row.metrics["process"] for row in shared if row.status == "ok"}) == 1
+    isolated = run(tmp_path / "b", kinds=("none",), numbers=(1, 2), isolated=True)
+    assert len({row.metrics["process"] for row in isolated}) == 2
+    assert os.getpid() not in {row.metrics["process"] for row in isolated}
+
+
+def test_a_configuration_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    rows = run(tmp_path / "rows", kinds=("none", "hangs", "oom"), timeout_s=3.0)
+    assert [row.status for row in rows] == ["ok", "error", "oom"]
+    assert "longer than timeout_s, 3 s" in str(rows[1].error)
+
+
+def test_of_those_measured_together_the_one_that_ends_the_process_is_found(tmp_path: Path) -> None:
+    case = accidents_together.CASE
+    rows = run(tmp_path / "rows", case, kinds=("none", "is killed", "oom"), numbers=(1,))
+    assert {row.variant: row.status for row in rows} == {"none": "ok", "is killed": "error", "oom": "oom"}
+    assert rows[0].metrics["together"] == 1
+    rows = run(tmp_path / "rows", case, kinds=("none", "oom"), numbers=(1, 2))
+    assert [row.metrics["together"] for row in rows] == [2, 2, 2, 2]
+
+
+def test_resume_leaves_out_what_is_there_but_for_errors(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    first = run(path, kinds=("none", "oom", "raises"), folder=str(tmp_path))
+    assert len(run(path, kinds=("oom", "raises", "none"), folder=str(tmp_path), resume=True)) == 1
+    assert started(tmp_path) == ["none 1", "oom 1", "raises 1", "raises 1"]
+    assert read_rows(path)[:3] == first
+    assert len(run(path, kinds=("none",), folder=str(tmp_path))) == 1  # without it everything is measured again
+
+
+def test_a_sweep_that_was_killed_goes_on_with_no_row_lost_or_doubled(tmp_path: Path) -> None:
+    path, kinds = tmp_path / "rows", ("none", "oom", "hangs", "raises")
+    program = (
+        "from pathlib import Path\n"
+        "from tests.bench.test_runner import run\n"
+        f"if __name__ == '__main__': run(Path({str(path)!r}), kinds={kinds}, folder={str(tmp_path)!r})\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    sweep = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=environ)
+    end = time.monotonic() + 60
+    while not (tmp_path / "started").exists() or "hangs 1" not in started(tmp_path):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    worker = int((tmp_path / "started").read_text().split()[-1])
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    while Path(f"/proc/{worker}").exists() and sys.platform == "linux":  # its process ends, too
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    before = read_rows(path)
+    assert [row.variant for row in before] == ["none", "oom"]
+    with open(path, "a") as file:
+        file.write('{"case": "accidents", "vari')  # had it been killed while it wrote
+    rest = run(path, kinds=("none", "oom", "raises"), folder=str(tmp_path), resume=True)
+    assert [row.variant for row in rest] == ["raises"]
+    assert read_rows(path) == [*before, *rest]
+
+
+def test_what_is_measured_is_the_product_of_what_is_given() -> None:
+    def kinds(**options: Any) -> list[tuple[str, int]]:
+        return [(config.kind, config.number) for config in configurations(CASE, **options)]
+
+    assert kinds() == [("none", 1), ("oom", 1), ("raises", 1)]
+    assert kinds(sweep=["kind"])[-1] == ("is killed", 1)
+    assert kinds(given={"kind": ("a", "b"), "number": (1, 2)}) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert kinds(given={"kind": ("a", "a")}) == [("a", 1)]
+    with pytest.raises(ValueError, match="sweep has 'speed': it must be one of kind, number, folder"):
+        configurations(CASE, sweep=["speed"])
+    with pytest.raises(ValueError, match="number is 0"):
+        configurations(CASE, {"number": (1, 0)})
+    assert value_type(CASE, "number") is int
+
+
+def test_configurations_are_grouped_by_all_but_the_fields_that_take_turns() -> None:
+    configs = configurations(accidents_together.CASE, {"kind": ("a", "b"), "number": (1, 2)})
+    found = [[(config.kind, config.number) for config in group] for group in groups(accidents_together.CASE, configs)]
+    assert found == [[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]]
+    assert groups(CASE, configs) == [[config] for config in configs]
+    assert describe_among(configs)(configs[1]) == "kind a, number 2"
+    assert describe_among(configs[:1])(configs[0]) == ""
+
+
+def test_a_row_is_of_a_configuration_that_it_has_more_to_say_of() -> None:
+    config = Accident(kind="none", number=3)
+    asked = as_json(config)
+    row = Row(case="accidents", variant="none", config={**asked, "more": 1})
+    assert is_of(row, config)
+    assert not is_of(row, Accident(kind="none", number=4))
+    assert measure(config)[0]["built"]
+
+
+@pytest.mark.parametrize(
+    "message, expected",
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU", 20 << 20),
+        ("Tried to allocate 512.00 bytes", 512),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4503599 bytes.", 4_503_599),
+        ("no size", None),
+        ("Tried to allocate 5 XiB", None),
+    ],
+)  # fmt: skip
+def test_the_bytes_that_were_asked_for_are_read_from_the_message(message: str, expected: int | None) -> None:
+    assert requested_bytes(message) == expected
+
+
+def test_a_short_memory_is_told_from_other_failures() -> None:
+    assert failure(MemoryError("no")) == ("oom", "no")
+    assert failure(RuntimeError("DefaultCPUAllocator: can't allocate memory: you"))[0] == "oom"
+    assert failure(KeyError("x")) == ("error", "KeyError: 'x'")
