@@ -55,4 +55,5 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
         # Above that bound an integer fits neither a tensor nor, soon after, a float.
         if value is not None and not minimum <= value < 1 << 63:
             above = " and below 2^63" if value > minimum else ""
-            raise ValueError(f"{group}.{name} is {value!r}: it must be at least {minimum:g}{above}")
+            prefix = f"{group}." if group else ""
+            raise ValueError(f"{prefix}{name} is {value!r}: it must be at least {minimum:g}{above}")

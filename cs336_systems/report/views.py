@@ -173,6 +173,8 @@ def table(rows: Sequence[Row]) -> str:
         keys = [show(row.config.get(name)) for name in differing] or [row.variant]
         if row.status == "ok":
             fields = row_fields(row)
+            if not any(fields.has(f"metrics.{column.where}") for column in shown):
+                raise ValueError(f"{fields.where} has no metrics that its table shows")
             lines.append([*keys, *(column.text(fields) for column in shown)])
         else:
             lines.append([*keys, *[_OUTCOMES[row.status], *["-"] * len(shown)][: max(1, len(shown))]])

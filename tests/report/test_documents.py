@@ -173,7 +173,8 @@ def test_a_row_file_that_is_none_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row, message",
     [
-        (dict(case="train-step", config={}), r"'train-step', variant 'v' has no config\.model\.size"),
+        (dict(case="train-step", config={}), r"'train-step', variant 'v' has no metrics that its table shows"),
+        (dict(case="train-step", config={}, metrics={"mfu": "high"}), r"metrics\.mfu 'high': it must be a number"),
         (dict(case="attention", config={}), r"'attention', variant 'v' has no config\.shape"),
         (dict(case="attention", config={"shape": 3}), r"config\.shape 3"),
         (dict(case="attention", config={"shape": [1, 1, 8, 8]}), r"has no metrics\.forward_ms\.p50"),
@@ -192,27 +193,6 @@ def test_a_row_of_an_unknown_case_is_refused(tmp_path: Path) -> None:
     append_row(tmp_path / "rows.jsonl", Row(case="other", variant="v", config={}, env={}))
     with pytest.raises(ValueError, match="case 'other'"):
         rows_table(read_rows(tmp_path / "rows.jsonl"))
-
-
-def test_train_step_rows_become_a_table(tmp_path: Path) -> None:
-    row = Row(
-        case="train-step",
-        variant="cs336",
-        config={"model": {"size": "xl", "context_length": 512}, "train": {"batch_size": 4}},
-        metrics={
-            "step_ms": {"mean": 12.34},
-            "tokens_per_s": 165_964.2,
-            "mfu": None,
-            "peak_memory_bytes": 3 << 30,
-            "startup_s": 9.96,
-        },
-        env={},
-    )
-    append_row(tmp_path / "rows.jsonl", row)
-    cells = [
-        cell.strip() for cell in rows_table(read_rows(tmp_path / "rows.jsonl")).splitlines()[2].strip("|").split("|")
-    ]
-    assert cells == ["xl, 4 x 512", "cs336", "12.3", "165,964", "n/a", "3.0", "10.0", "n/a"]
 
 
 def test_markdown_table_has_one_rule_cell_a_column() -> None:

@@ -1,13 +1,15 @@
 """What is measured: one file a case, named as the case, with the case as CASE."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from ..sweep import Case
+if TYPE_CHECKING:  # names are told without PyTorch
+    from ..sweep import Case
 
 NAMES = ("model", "warmup", "train-step")
 
 
-def get_case(name: str) -> Case:
+def get_case(name: str) -> "Case":
     """The case of that name. Raises ValueError where there is none."""
     if name not in NAMES:
         raise ValueError(f"case is {name!r}: it must be one of {', '.join(NAMES)}")

@@ -1,0 +1,207 @@
+"""The cases `model` and `warmup`, and the workload that they do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.accounting import forward_flops, training_flops
+from cs336_systems.bench.cases import NAMES, get_case
+from cs336_systems.bench.cases import model as case
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.timing import Stopwatch
+from cs336_systems.bench.workload import Workbench, Workload
+from cs336_systems.cli import main
+
+QUICK: dict[str, Any] = dict(size="quick", context_length=16, batch_size=2, device="cpu")
+
+
+def test_a_step_does_what_its_mode_says() -> None:
+    done: dict[str, list[str]] = {}
+    for mode in ("forward", "forward_backward", "train_step"):
+        bench, did = Workbench(Workload(mode=mode, **QUICK)), []  # type: ignore[arg-type]
+        before = [p.detach().clone() for p in bench.model.parameters()]
+        seen: list[Tensor] = []
+        for p in bench.model.parameters():
+            p.register_hook(lambda gradient, seen=seen: seen.append(gradient))  # type: ignore[misc]
+        loss = bench.step()
+        assert loss.item() == pytest.approx(5.7, abs=0.3)  # ln 300: it knows nothing
+        did += ["backward"] if seen else []
+        changed = any(not torch.equal(a, b) for a, b in zip(before, bench.model.parameters(), strict=True))
+        did += ["optimizer"] if changed else []
+        assert all(p.grad is None for p in bench.model.parameters())
+        done[mode] = ["forward", *did]
+        assert tuple(done[mode]) == bench.phases
+
+
+def test_the_same_workload_has_the_same_weights_and_tokens() -> None:
+    a, b = (Workbench(Workload(**QUICK)).forward() for _ in range(2))
+    assert a.requires_grad
+    assert torch.equal(a, b)
+
+
+def test_what_is_read_back_is_what_was_built() -> None:
+    bench = Workbench(Workload(precision="bf16", activation_checkpointing="block", **QUICK))
+    bench.step()
+    facts = bench.read_back()
+    assert (facts["d_model"], facts["num_layers"], facts["precision"], facts["compile"]) == (32, 2, "bf16", False)
+    bench.model.layers[0].forward = torch.compile(bench.model.layers[0].forward)
+    assert bench.read_back()["compile"]
+    compiled = Workbench(Workload(compile=True, activation_checkpointing="block", **QUICK))
+    assert compiled.read_back()["compile"]  # also inside of what checkpoints
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(size="huge"), "size is 'huge'"),
+        (dict(attention="quick"), "attention is 'quick'"),
+        (dict(context_length=0), "context_length is 0"),
+        (dict(precision="fp8"), "precision is 'fp8'"),
+        (dict(activation_checkpointing="some"), "activation_checkpointing is 'some'"),
+        (dict(device="tpu"), "device is 'tpu'"),
+        (dict(warmup=-1), "warmup is -1"),
+        (dict(steps=0), "steps is 0"),
+        (dict(vocab_size=0), "vocab_size is 0"),
+    ],
+)
+def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        case.ModelBench(**QUICK | wrong)
+
+
+def test_the_rates_of_a_row_follow_from_its_time() -> None:
+    for config in configurations(case.CASE, {"steps": (3,)}, quick=True):
+        (row,) = case.CASE.measure([config])
+        metrics, shape = row.metrics, config.shape
+        assert (row.status, row.error) == ("ok", None)
+        assert len(metrics["steps_ms"]) == row.config["steps"] == 3
+        assert metrics["step_ms"]["mean"] == pytest.approx(sum(metrics["steps_ms"]) / 3)
+        assert metrics["tokens_per_s"] == pytest.approx(4 * 16 / metrics["step_ms"]["p50"] * 1e3)
+        flops = (forward_flops if config.mode == "forward" else training_flops)(shape, 4, 16)
+        assert metrics["tflops"] == pytest.approx(flops / metrics["step_ms"]["p50"] / 1e9)
+        phases = {"forward": 1, "forward_backward": 2, "train_step": 3}[config.mode]
+        assert sum(f"{name}_ms" in metrics for name in ("forward", "backward", "optimizer")) == phases
+
+
+def test_laps_are_those_of_the_clock() -> None:
+    now = iter((10.0, 10.5, 12.0))
+    watch = Stopwatch(torch.device("cpu"), lambda: next(now))
+    assert [watch.lap_ms(), watch.lap_ms()] == [500.0, 1500.0]
+
+
+def test_phases_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0.0}
+    cost = {"forward": 1.0, "backward": 2.0, "optimizer_step": 4.0}
+
+    class Slow(Workbench):
+        def __getattribute__(self, name: str) -> Any:
+            clock["now"] += cost.get(name, 0.0)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(case, "Workbench", Slow)
+    monkeypatch.setattr(case, "Stopwatch", FakeStopwatch(clock))
+    _, metrics = case.measure(case.ModelBench(mode="train_step", warmup=0, steps=2, **QUICK))
+    assert {name: metrics[f"{name}_ms"]["p50"] for name in ("forward", "backward", "optimizer", "step")} == {
+        "forward": 1000.0, "backward": 2000.0, "optimizer": 4000.0, "step": 7000.0
+    }  # fmt: skip
+
+
+class FakeStopwatch:
+    METHOD = "a fake"
+
+    def __init__(self, clock: dict[str, float]) -> None:
+        self._clock = clock
+
+    def __call__(self, device: torch.device) -> Stopwatch:
+        return Stopwatch(device, lambda: self._clock["now"])
+
+
+def test_the_warm_up_is_none_at_first() -> None:
+    warmup = get_case("warmup")
+    assert [config.warmup for config in configurations(warmup, {"device": ("cpu",)})] == [0, 1, 2, 5]
+    (row,) = warmup.measure(configurations(warmup, {"warmup": (0,), "steps": (3,)}, quick=True))
+    assert (row.variant, len(row.metrics["steps_ms"])) == ("0 warm-up steps", 3)
+
+
+def run_main(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("model", "--quick", "--mode", "forward", "--context_length", "8", "16", "--out", str(tmp_path))
+    assert run_main(*arguments) == 0
+    said = capsys.readouterr().out
+    assert "context_length 8: ok" in said
+    assert (tmp_path / "model.jsonl").read_text().count("\n") == 2
+    table = (tmp_path / "model.md").read_text()
+    assert table.strip() in said
+    assert "| context length | forward (ms) |" in table
+    assert (tmp_path / "model.csv").read_text().count("\n") == 3
+    assert (tmp_path / "model-step.png").read_bytes().startswith(b"\x89PNG")
+    assert run_main(*arguments, "--resume") == 0
+    assert (tmp_path / "model.jsonl").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--size", "small", "huge"], "size is 'huge'"),
+        (["--steps", "x"], "steps"),
+        (["--sweep", "speed"], "sweep has 'speed'"),
+        (["--speed", "1"], "unknown field speed"),
+        (["--quick", "--out", "/proc/nowhere"], "out is '/proc/nowhere/model.jsonl'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("model", "--device", "cpu", *arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("list") == 0
+    listed = capsys.readouterr().out
+    for name in NAMES:
+        assert get_case(name).name == name
+        assert f"{name} " in listed
+        assert configurations(get_case(name), quick=True)
+
+
+def test_clocks_are_told_where_there_is_a_gpu_and_nothing_elsewhere() -> None:
+    from cs336_systems.hardware import gpu_state
+
+    assert gpu_state(torch.device("cpu")) == {}
+
+
+@pytest.mark.gpu
+def test_the_state_of_a_gpu_is_told() -> None:
+    pytest.importorskip("pynvml")
+    from cs336_systems.hardware import gpu_state
+
+    torch.ones(1, device="cuda")
+    state = gpu_state(torch.device("cuda", 0))
+    assert 200 < state["sm_mhz"] < 5000
+    assert 10 < state["temperature_c"] < 120
+    assert isinstance(state["slowed_by"], list)
+
+
+@pytest.mark.gpu
+def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
+    configs = configurations(case.CASE, dict(QUICK, device=("cuda",), size=("quick",), mode=("forward",),
+                             context_length=(16, 1 << 20), batch_size=(4,), steps=(2,)))  # fmt: skip
+    rows = list(case.CASE.measure([configs[1], configs[0]]))
+    assert [row.status for row in rows] == ["oom", "ok"]
+    assert rows[0].metrics["requested_bytes"] > 1 << 30
+
+
+@pytest.mark.gpu
+def test_the_same_configuration_twice_takes_the_same_time() -> None:
+    config = case.ModelBench(size="small", mode="train_step", precision="bf16", compile=True, device="cuda",
+                             attention="sdpa", context_length=1024, steps=20)  # fmt: skip
+    first, second = (case.measure(config)[1]["step_ms"]["p50"] for _ in range(2))
+    assert first == pytest.approx(second, rel=0.03)

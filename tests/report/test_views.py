@@ -1,0 +1,72 @@
+"""Tables, CSV and plots out of rows of a GPU that nobody has."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.case import Row
+from cs336_systems.report.views import VIEWS, csv_text, latest, rows_table, write_views
+
+ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}
+
+
+def row(size: str, length: int, ms: float | None, **more: Any) -> Row:
+    config = dict(size=size, context_length=length, batch_size=4, mode="train_step", compile=more.pop("compile", False))
+    metrics = {} if ms is None else {"step_ms": {"p50": ms, "std": 0.5}, "mfu": 0.25, "peak_memory_bytes": 3 << 30}
+    status = "oom" if ms is None else "ok"
+    return Row(case="model", variant="v", config=config, status=status, metrics=metrics, env=more.pop("env", ENV))  # type: ignore[arg-type]
+
+
+ROWS = [row("small", 128, 10.0), row("small", 256, 21.0), row("xl", 128, 100.0), row("xl", 256, None)]
+
+
+def test_what_rows_have_in_common_stands_above_their_table() -> None:
+    head, _, header, rule, *lines = rows_table(ROWS).splitlines()
+    assert head == "NVIDIA Made-up; batch_size 4; mode train_step; compile no:"
+    assert header == "| size | context length | step (ms) | std (ms) | MFU | peak (GiB) |"
+    assert rule == "| --- | --- | ---: | ---: | ---: | ---: |"
+    assert lines == [
+        "| small | 128 | 10.00 | 0.50 | 25.0% | 3.0 |",
+        "| small | 256 | 21.00 | 0.50 | 25.0% | 3.0 |",
+        "| xl | 128 | 100.00 | 0.50 | 25.0% | 3.0 |",
+        "| xl | 256 | out of memory | - | - | - |",
+    ]
+
+
+def test_of_rows_measured_again_the_last_is_shown_in_the_first_ones_place() -> None:
+    rows = latest([*ROWS, row("small", 128, 11.0), row("small", 128, 12.0, env={"gpu": "another"})])
+    assert [r.metrics.get("step_ms", {}).get("p50") for r in rows] == [11.0, 21.0, 100.0, None, 12.0]
+
+
+def test_one_row_alone_has_its_variant() -> None:
+    assert "| v | 10.00 |" in rows_table(ROWS[:1])
+    assert "| v | out of memory |" in rows_table(ROWS[3:])
+
+
+def test_csv_has_every_field_and_unrounded_numbers() -> None:
+    lines = list(csv.DictReader(io.StringIO(csv_text(ROWS))))
+    assert [line["step_ms.p50"] for line in lines] == ["10.0", "21.0", "100.0", ""]
+    assert [line["status"] for line in lines] == ["ok", "ok", "ok", "oom"]
+    assert lines[2]["peak_memory_bytes"] == str(3 << 30)
+    assert (lines[0]["compile"], lines[0]["size"]) == ("False", "small")
+
+
+def test_files_of_every_case(tmp_path: Path) -> None:
+    files = write_views(ROWS, tmp_path)
+    assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png"]
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no reason to fail
+
+
+def test_a_case_without_a_table_is_named() -> None:
+    with pytest.raises(ValueError, match="a row has case 'x': it must be one of "):
+        rows_table([Row(case="x", variant="v", config={}, env={})])
+
+
+def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
+    for view in VIEWS.values():
+        for plot in view.plots:
+            assert {plot.x, *plot.lines} <= set(view.keys)
