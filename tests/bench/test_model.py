@@ -172,24 +172,6 @@ def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert configurations(get_case(name), quick=True)
 
 
-def test_clocks_are_told_where_there_is_a_gpu_and_nothing_elsewhere() -> None:
-    from cs336_systems.hardware import gpu_state
-
-    assert gpu_state(torch.device("cpu")) == {}
-
-
-@pytest.mark.gpu
-def test_the_state_of_a_gpu_is_told() -> None:
-    pytest.importorskip("pynvml")
-    from cs336_systems.hardware import gpu_state
-
-    torch.ones(1, device="cuda")
-    state = gpu_state(torch.device("cuda", 0))
-    assert 200 < state["sm_mhz"] < 5000
-    assert 10 < state["temperature_c"] < 120
-    assert isinstance(state["slowed_by"], list)
-
-
 @pytest.mark.gpu
 def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
     configs = configurations(case.CASE, dict(QUICK, device=("cuda",), size=("quick",), mode=("forward",),

@@ -245,3 +245,51 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, error: 
 
     monkeypatch.setattr(subprocess, "run", fail)
     assert environment()["commit"] is None
+
+
+def test_the_state_of_a_gpu_is_that_of_the_one_with_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    asked: list[str] = []
+    answers = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwPowerCap
+        | pynvml.nvmlClocksEventReasonHwThermalSlowdown
+        | pynvml.nvmlClocksEventReasonGpuIdle,
+        "nvmlDeviceGetTemperature": 61,
+        "nvmlDeviceGetPowerUsage": 650_500,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+    clocks = {pynvml.NVML_CLOCK_SM: 1755, pynvml.NVML_CLOCK_MEM: 3201}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: clocks[kind])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-cd"))
+    state = hardware.gpu_state(torch.device("cuda", 1))
+    assert asked == ["GPU-ab-cd"]
+    assert state == {
+        "sm_mhz": 1755,
+        "memory_mhz": 3201,
+        "temperature_c": 61,
+        "power_w": 650.5,
+        "slowed_by": ["power cap", "heat (hardware)"],
+    }
+
+
+def test_a_gpu_that_does_not_tell_its_state_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    assert hardware.gpu_state(torch.device("cuda")) == {}
+    assert hardware.gpu_state(torch.device("cpu")) == {}
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_tells_its_state() -> None:
+    pytest.importorskip("pynvml")
+    torch.ones(1, device="cuda")
+    state = hardware.gpu_state(torch.device("cuda", 0))
+    assert 200 < state["sm_mhz"] < 5000
+    assert 10 < state["temperature_c"] < 120
+    assert isinstance(state["slowed_by"], list)
