@@ -26,9 +26,6 @@ def bench(arguments: Sequence[str]) -> int:
     parse(parser, arguments)
     for name in NAMES:
         say(f"{name:<24} {get_case(name).about}")
-    from .bench import ddp
-
-    say(f"{'ddp':<24} {(ddp.__doc__ or '').splitlines()[0].partition(': ')[2].capitalize()}")
     return 0
 
 
@@ -182,43 +179,4 @@ def _attention(arguments: Sequence[str]) -> int:
     return _tell("attention", options.out, measure)
 
 
-def _ddp(arguments: Sequence[str]) -> int:
-    parser = make_parser("bench ddp", "A training step on several GPUs, strategy by strategy, beside one GPU alone.")
-    parser.add_argument("--devices", type=int, default=None, help="Processes, one a GPU (default: 2).")
-    parser.add_argument("--size", type=str, default=None, help="Named size of the model (default: xl).")
-    parser.add_argument("--context_length", type=int, default=None, help="Tokens a sequence (default: 512).")
-    parser.add_argument("--batch_size", type=int, default=None, help="Sequences a process (default: 4).")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        type=str,
-        default=None,
-        help="alone, or STRATEGY[:BUCKET_MB], with +zero1, +bf16 or +graph, such as bucketed:100+zero1 (default: "
-        "every strategy).",
-    )
-    parser.add_argument(
-        "--compile", nargs="+", type=bool, default=None, help="Eager, compiled or both (default: false true)."
-    )
-    parser.add_argument("--precision", type=str, default=None, help="bf16 or fp32 (default: bf16).")
-    parser.add_argument("--device", type=str, default=None, help="auto, cpu or cuda (default: auto).")
-    parser.add_argument("--warmup", type=int, default=None, help="Steps before the measured ones (default: 5).")
-    parser.add_argument("--steps", type=int, default=None, help="Measured steps (default: 10).")
-    parser.add_argument(
-        "--traces", type=str, default=None, help="Folder for what ran when in one step of naive and bucketed."
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="A tiny model, seconds on a CPU; other options win over it."
-    )
-    parser.add_argument("--out", type=str, default=None, help="Row file (default: runs/bench/ddp.jsonl).")
-    options = parse(parser, arguments)
-    from .bench import ddp
-
-    given = dict(ddp.QUICK) if options.quick else {}
-    names = ("devices", "size", "context_length", "batch_size", "precision", "device", "warmup", "steps", "traces")
-    given |= _given(options, *names)
-    given |= {name: tuple(value) for name, value in _given(options, "variants", "compile").items()}
-    config = ddp.DDPBench(**given)
-    return _tell("ddp", options.out, lambda path: ddp.measure(config, path))
-
-
-_CASES: dict[str, Callable[[Sequence[str]], int]] = {"attention": _attention, "ddp": _ddp}
+_CASES: dict[str, Callable[[Sequence[str]], int]] = {"attention": _attention}

@@ -63,8 +63,9 @@ def failed(case: str, variant: str, asked: dict[str, Any], error: Exception) -> 
 def failure(error: Exception) -> tuple[Status, str]:
     """Status and error of the row of something that raised."""
     line = str(error).split("\n")[0]
-    # For a CPU PyTorch has no error of its own.
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in line:
+    # For a CPU PyTorch has no error of its own, and that of another process comes as its message.
+    said = "can't allocate memory" in line or "out of memory" in line
+    if said or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom", line
     return "error", f"{type(error).__name__}: {line}"
 

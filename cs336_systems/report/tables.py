@@ -242,8 +242,8 @@ def _ddp_table(rows: Sequence[Row]) -> str:
     facts = row_fields(rows[0])
     head = (
         f"{facts.get('config.devices')} x {rows[0].env.get('gpu') or 'CPU'}, "
-        f"{facts.get('config.model.size') or 'a tiny model'}, context {facts.get('config.model.context_length')}, "
-        f"{facts.get('config.train.precision')}; median step in ms, what it is more than `alone`, peak memory a GPU "
+        f"{facts.get('config.size')}, context {facts.get('config.context_length')}, "
+        f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory a GPU "
         "in GiB:"
     )
     names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]

@@ -7,88 +7,86 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import Row, append_row, read_rows
-from cs336_systems.bench.ddp import ALONE, QUICK, DDPBench, _slowest, measure
+from cs336_systems.bench.cases import ddp as case
+from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure
+from cs336_systems.bench.ranks import slowest
 from cs336_systems.bench.streams import intervals, length, merge, overlap
+from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.cli import main, make_report
 from cs336_systems.report.streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
 
 
-def quick(**fields: Any) -> DDPBench:
-    return DDPBench(**{**QUICK, **fields})
+def quick(*variants: str, **fields: Any) -> list[DDPBench]:
+    given = {name: (value,) for name, value in fields.items()}
+    return configurations(CASE, {"variant": variants, **given}, quick=True)
 
 
 def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None:
     variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1")
-    path = tmp_path / "rows.jsonl"
-    path.touch()
-    rows = list(measure(quick(variants=variants), path))
+    rows = list(measure(quick(*variants, rounds=2, traces=str(tmp_path))))
     assert [row.variant for row in rows] == list(variants)
-    assert rows == read_rows(path)
-    alone, bucketed, zero1 = (row.config for row in rows)
+    assert [row.error for row in rows] == [None, None, None]
+    alone, bucketed, zero1 = (row.config["run"] for row in rows)
     assert alone["parallel"]["devices"] == 1
     assert alone["train"]["batch_size"] * 2 == bucketed["train"]["batch_size"]
     assert (bucketed["parallel"]["strategy"], bucketed["parallel"]["bucket_size_mb"]) == ("bucketed", 0.01)
     assert bucketed["parallel"]["grad_dtype"] == "bf16"
     assert zero1["parallel"]["shard_optimizer"] is True
     for row in rows:
+        assert len(row.metrics["steps_ms"]) == 4  # of two rounds
         assert row.metrics["step_ms"]["p50"] > 0
         assert row.metrics["peak_memory_bytes"] > 0
     for variant in variants:
         assert f"| {variant} |" in rows_table(rows)
 
 
-def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches: list[tuple[str, ...]] = []
+def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[list[str]] = []
 
-    def launch(config: DDPBench, path: Path) -> None:
+    def launch(program: list[str], devices: int, folder: Path) -> None:
         """Measures what comes before overlap, which does not fit, as a launch of its own does."""
-        launches.append(config.variants)
-        for variant in config.variants:
-            if variant == "overlap":
-                raise RuntimeError("rank 1: CUDA out of memory. Tried to allocate 2 GiB")
-            append_row(path, Row(case="ddp", variant=variant, config=config.facts(config.run_config(variant, False))))
+        configs = [DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())]
+        launches.append([config.variant for config in configs])
+        for config in configs:
+            (folder / "at_work").write_text(config.variant)
+            if config.variant == "overlap":
+                raise RuntimeError("rank 1: CUDA out of memory. Tried to allocate 2.00 GiB")
+            append_row(folder / "rows.jsonl", Row(case="ddp", variant=config.variant, config=as_json(config), env={}))
 
-    monkeypatch.setattr("cs336_systems.bench.ddp._launch", launch)
-    path = tmp_path / "rows.jsonl"
-    path.touch()
-    rows = list(measure(quick(variants=(ALONE, "overlap", "flat")), path))
+    monkeypatch.setattr(case, "run_processes", launch)
+    rows = list(measure(quick(ALONE, "overlap", "flat")))
     assert [(row.variant, row.status) for row in rows] == [(ALONE, "ok"), ("overlap", "oom"), ("flat", "ok")]
-    assert launches == [(ALONE, "overlap", "flat"), ("flat",)]
-    assert "out of memory" in str(rows[1].error)
+    assert launches == [[ALONE, "overlap", "flat"], ["flat"]]
+    assert rows[1].metrics == {"requested_bytes": 2 << 30}
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "ddp", "--quick", "--variants", "alone", "--out", str(path)])
+        main(["bench", "ddp", "--quick", "--variant", "alone", "--out", str(tmp_path)])
     assert ended.value.code == 0
-    assert [row.variant for row in read_rows(path)] == [ALONE]
-    assert str(path) in capsys.readouterr().out
+    assert [row.variant for row in read_rows(tmp_path / "ddp.jsonl")] == [ALONE]
+    assert str(tmp_path / "ddp.jsonl") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(variants=("bucketed:x",)), "variants has 'bucketed:x'"),
-        (dict(variants=("naive+fast",)), "variants has 'naive.fast'"),
-        (dict(variants=("bogus",)), "parallel.strategy is 'bogus'"),
-        (dict(variants=("fsdp+zero1",)), "parallel.shard_optimizer is True"),
-        (dict(size="huge"), "model.size is 'huge'"),
+        (dict(variant="bucketed:x"), "variant is 'bucketed:x'"),
+        (dict(variant="naive+fast"), "variant is 'naive.fast'"),
+        (dict(variant="bogus"), "strategy is 'bogus'"),
+        (dict(variant="fsdp+zero1"), "shard_optimizer is True"),
+        (dict(size="huge"), "size is 'huge'"),
         (dict(devices=0), "devices is 0"),
         (dict(steps=0), "steps is 0"),
+        (dict(rounds=0), "rounds is 0"),
         (dict(device="tpu"), "device is 'tpu'"),
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.touch()
-    with pytest.raises(ValueError, match=message):
-        list(measure(quick(**fields), path))
-    assert path.read_text() == ""
+def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        DDPBench(**{"device": "cpu", **fields})
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -96,13 +94,14 @@ def test_the_slowest_rank_counts() -> None:
         {"step_ms": {"p50": 3.0}, "peak_memory_bytes": 9, "held_before_bytes": 0},
         {"step_ms": {"p50": 5.0}, "peak_memory_bytes": 7, "held_before_bytes": 1},
     ]
-    slowest = {"step_ms": {"p50": 5.0}, "spread_ms": 2.0, "peak_memory_bytes": 9, "held_before_bytes": 1}
-    assert _slowest(times) == slowest
+    assert slowest(times) == {
+        "step_ms": {"p50": 5.0}, "spread_ms": 2.0, "peak_memory_bytes": 9, "held_before_bytes": 1
+    }  # fmt: skip
 
 
 def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     def row(variant: str, p50: float, gib: int) -> Row:
-        config = quick(variants=(ALONE,)).run_config(ALONE, False).to_dict() | {"devices": 2}
+        config = as_json(quick(ALONE)[0])
         metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": gib << 30}
         return Row(case="ddp", variant=variant, config=config, metrics=metrics, env={"gpu": "NVIDIA H200"})
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # names are told without PyTorch
     from ..sweep import Case
 
-NAMES = ("model", "warmup", "train-step")
+NAMES = ("model", "warmup", "train-step", "ddp")
 
 
 def get_case(name: str) -> "Case":
