@@ -10,6 +10,7 @@ from ..accounting import num_parameters
 from ..bench.case import Row
 from ..config import ModelConfig
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
+from .profile_tables import kernels_table
 
 logger = logging.getLogger(__name__)
 
@@ -274,3 +275,4 @@ def _ddp_table(rows: Sequence[Row]) -> str:
 
 
 _CASES = {"train-step": _train_step_table, "attention": _attention_table, "ddp": _ddp_table}
+_CASES["profile-kernels"] = kernels_table

@@ -43,8 +43,8 @@ NAMES = {
         "void at::native::(anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*)",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float, at::native::(anonymous "
         "namespace)::SoftMaxForwardEpilogue>(float*, float const*, int)",
-        "void at::native::(anonymous namespace)::cunn_SoftMaxBackwardSmem<4, float, float, float, at::native::(anonymous"
-        " namespace)::SoftMaxBackwardEpilogue>(float*)",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxBackwardSmem<4, float, float, float, at::native::(anonymou"
+        "s namespace)::SoftMaxBackwardEpilogue>()",
         "triton_per_fused__softmax_div_masked_fill_4",
         "aten::_softmax",
         "aten::_softmax_backward_data",
@@ -88,8 +88,8 @@ NAMES = {
         "nccl:all_reduce",
     ],
     "optimizer": [
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptim"
-        "izerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4>>()",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOpti"
+        "mizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4>>()",
         "aten::_fused_adamw_",
         "aten::_foreach_addcdiv_",
     ],
