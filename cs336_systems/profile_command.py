@@ -99,7 +99,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
     if measured:
         plot_shares(measured, out / "shares.png")
         if not measured[0].config["attention_ranges"]:
-            say("attention is not split into its parts: they have ranges in naive attention that is not compiled")
+            say("attention is not split into scores, softmax, values: only naive attention is, and not where compiled")
     if tool == "torch":
         for mode in dict.fromkeys(config.modes):
             say(f"the same with Nsight Systems: {shlex.join(nsys_command(config, mode, out))}")

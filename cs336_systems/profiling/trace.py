@@ -74,7 +74,10 @@ def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
 
 
 def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
-    """The operators that a CPU ran, in order of time, each with the time that it did not spend in others."""
+    """The operators that a CPU ran, in order of time, each with the time that it did not spend in others.
+
+    The loops that TorchInductor generates for a CPU bear no names: they are its graphs' own time.
+    """
     where = _Ranges(events)
     operators = [event for event in events if event.get("cat") == "cpu_op" and event.get("ph") == "X"]
     return [
