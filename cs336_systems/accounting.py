@@ -36,6 +36,22 @@ def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     return weights + attention
 
 
+def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
+    """Operations of one of naive attention's two products, Q K^T or P V, in all layers of a forward pass: 2 N^2 d each.
+
+    N is the length, d is d_model, heads together. Dense: naive attention computes what the mask then throws away.
+    """
+    return shape.num_layers * num_sequences * 2 * length * length * shape.d_model
+
+
+def softmax_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
+    """Operations of the softmax of all scores in a forward pass: about 5 a score, N^2 scores a head.
+
+    The running maximum, the subtraction of it, the exponential, the sum and the division count as one each. Dense.
+    """
+    return 5 * shape.num_layers * num_sequences * shape.num_heads * length * length
+
+
 def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     """Matrix-product operations of a forward and a backward pass: 3 times the forward's.
 

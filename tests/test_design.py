@@ -24,6 +24,7 @@ BASE = {
     "cs336_systems.accounting",
     "cs336_systems.hardware",
     "cs336_systems.console",
+    "cs336_systems.fields",
     "cs336_basics",
 }
 TRAINING = {*BASE, "cs336_systems.kernels", "cs336_systems.parallel"}
@@ -40,7 +41,13 @@ ALLOWED = {
     "cs336_systems.training": TRAINING,
     "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields"},
     "cs336_systems.arguments": {"cs336_systems.fields"},
-    "cs336_systems.report": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
+    "cs336_systems.profiling": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
+    "cs336_systems.report": {
+        *TRAINING,
+        "cs336_systems.training",
+        "cs336_systems.bench",
+        "cs336_systems.profiling",
+    },
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..bench.case import Row
+from .profile_tables import kernels_table
 from .tables import CASE_TABLES, Fields, markdown_table, row_fields
 
 _OUTCOMES = {"oom": "out of memory", "error": "failed"}
@@ -144,10 +145,10 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 
 def _case_table(rows: Sequence[Row]) -> str:
-    case = rows[0].case
-    if case not in CASE_TABLES and case not in VIEWS:
-        raise ValueError(f"a row has case {case!r}: it must be one of {', '.join([*CASE_TABLES, *VIEWS])}")
-    return CASE_TABLES[case](rows) if case in CASE_TABLES else table(latest(rows))
+    case, own = rows[0].case, {**CASE_TABLES, "profile-kernels": kernels_table}
+    if case not in own and case not in VIEWS:
+        raise ValueError(f"a row has case {case!r}: it must be one of {', '.join([*own, *VIEWS])}")
+    return own[case](rows) if case in own else table(latest(rows))
 
 
 def _split(rows: Sequence[Row], view: View) -> tuple[dict[str, Any], list[str]]:

@@ -12,10 +12,12 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
 from cs336_systems.accounting import (
+    attention_product_flops,
     forward_flops,
     least_training_bytes,
     matmul_parameters,
     num_parameters,
+    softmax_flops,
     training_flops,
 )
 from cs336_systems.model_config import MODEL_SIZES, ModelConfig
@@ -143,3 +145,15 @@ def test_the_least_memory_is_that_of_the_tensors_a_step_cannot_do_without(shape:
     rope = next(m for name, m in model.named_modules() if name.endswith("rope"))
     held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, logits.bfloat16()]
     assert least_training_bytes(shape, batch, micro_batch) == sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_products_of_dense_attention_are_what_attention_adds(shape: ModelShape) -> None:
+    length = shape.context_length
+    added = counted_flops(shape, 3, length, whole_square) - counted_flops(shape, 3, length, no_attention)
+    assert 2 * attention_product_flops(shape, 3, length) == added
+
+
+def test_softmax_operations_worked_out_by_hand() -> None:
+    # 2 layers x 3 sequences x 4 heads x 10 x 10 scores x 5 operations.
+    assert softmax_flops(shape_of(50, 10, 8, 20, 2, 4), 3, 10) == 12_000

@@ -1,0 +1,111 @@
+"""`cs336 profile WHAT`: reads the options, profiles, writes files and prints the tables of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import make_parser, parse
+from .console import say
+
+if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
+    from .bench.case import Row
+    from .profiling.kernels import KernelProfile
+    from .profiling.summary import KernelTotal
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
+    if arguments and arguments[0] in _TOOLS:
+        return _TOOLS[arguments[0]][0](arguments[1:])
+    told = " ".join(f"{name}: {what}." for name, (_, what) in _TOOLS.items())
+    parser = make_parser("profile", "Look at a forward pass or a training step from inside.")
+    parser.add_argument("what", choices=list(_TOOLS), help=f"{told} cs336 profile WHAT --help tells more.")
+    parse(parser, arguments)
+    return 0
+
+
+def _kernels(arguments: Sequence[str]) -> int:
+    from .bench.workload import Workload
+    from .profiling.kernels import MODES, QUICK, KernelProfile
+
+    parser = make_parser("profile kernels", "Where the time of a forward pass and a training step goes, by kernel.")
+    fields = parser.add_class_arguments(Workload, skip={"mode"})
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        type=str,
+        default=list(MODES),
+        help="forward (inference), forward_backward or train_step, one or more.",
+    )
+    parser.add_argument("--warmup", type=int, default=5, help="Steps before the profiled ones.")
+    parser.add_argument("--steps", type=int, default=3, help="Profiled steps.")
+    parser.add_argument("--tool", type=str, default="torch", help="torch (torch.profiler) or nsys (Nsight Systems).")
+    parser.add_argument(
+        "--quick", action="store_true", help="A tiny model, seconds on a CPU; other options win over it."
+    )
+    parser.add_argument("--out", type=str, default="runs/profile/kernels", help="Folder to write to.")
+    if "--quick" in arguments:
+        parser.set_defaults(**QUICK, warmup=1, steps=1)
+    options = parse(parser, arguments)
+    config = KernelProfile(
+        workload=Workload(**{name: getattr(options, name) for name in fields}),
+        modes=tuple(options.modes),
+        warmup=options.warmup,
+        steps=options.steps,
+    )
+    return _profile_kernels(config, options.tool, options.out)
+
+
+def _profile_kernels(config: "KernelProfile", tool: str, where: str) -> int:
+    from .bench.case import check_row_file
+    from .profiling import nsys
+    from .profiling.kernels import measure, profile_with_torch
+    from .profiling.summary import write_kernels
+
+    tools = {"torch": profile_with_torch, "nsys": nsys.profile_with_nsys}
+    if tool not in tools:
+        raise ValueError(f"tool is {tool!r}: it must be one of {', '.join(tools)}")
+    device = config.check_device()
+    if tool == "nsys":
+        nsys.check_nsys(device)
+    try:
+        out = check_row_file(f"{where}/rows.jsonl").parent
+    except ValueError as error:
+        reason = str(error).rpartition("(")[2]
+        raise ValueError(f"out is {where!r}: it must be a folder that can be written ({reason}") from error
+    rows: list[Row] = []
+    kernels: dict[str, list[KernelTotal]] = {}
+    for row, totals in measure(config, out, tools[tool]):
+        rows.append(row)
+        kernels[row.variant] = totals
+        say(f"{row.variant}: {row.status} {row.error or ''}".rstrip())
+    write_kernels(out / "kernels.csv", kernels)
+    _tell_kernels(config, rows, tool, out)
+    return 0 if any(row.status == "ok" for row in rows) else 1
+
+
+def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out: Path) -> None:
+    import shlex
+
+    from .profiling.nsys import nsys_command
+    from .report.profile_plots import plot_shares
+    from .report.profile_tables import top_kernels_tables
+    from .report.views import rows_table
+
+    measured = [row for row in rows if row.status == "ok"]
+    for row in measured:
+        say(f"\n{top_kernels_tables(row)}")
+    say(f"\n{rows_table(rows)}\n")
+    if measured:
+        plot_shares(measured, out / "shares.png")
+        if not measured[0].config["attention_ranges"]:
+            say("attention is not split into scores, softmax, values: only naive attention is, and not where compiled")
+    if tool == "torch":
+        for mode in dict.fromkeys(config.modes):
+            say(f"the same with Nsight Systems: {shlex.join(nsys_command(config, mode, out))}")
+    say(f"kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are in {out}")
+
+
+_TOOLS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "kernels": (_kernels, "where the time goes, kernel by kernel"),
+}

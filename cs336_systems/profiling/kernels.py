@@ -1,0 +1,162 @@
+"""The profile `kernels`: where the time of a forward pass and of a training step goes, kernel by kernel."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..accounting import attention_product_flops, softmax_flops
+from ..bench.case import Row, append_row
+from ..bench.outcome import free_memory
+from ..bench.ranges import named_range
+from ..bench.timing import wait_for
+from ..bench.workload import Workbench, Workload
+from ..fields import require
+from ..hardware import check_precision, select_device
+from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
+from .summary import SPANS, KernelTotal, add_up, busy_ms, kernel_metrics
+from .trace import cpu_kernels, gpu_kernels, read_trace
+
+CASE = "profile-kernels"
+MODES = ("forward", "train_step")
+QUICK: dict[str, Any] = dict(size="quick", context_length=32, batch_size=2, device="cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelProfile:
+    """What to profile: a workload, in each of some modes, for `steps` steps after `warmup` others."""
+
+    workload: Workload
+    modes: tuple[str, ...] = MODES
+    warmup: int = 5
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            require(mode in SPANS, "modes", mode, f"one or more of {', '.join(SPANS)}")
+        require(len(self.modes) > 0, "modes", "", f"one or more of {', '.join(SPANS)}")
+        for name, least in (("warmup", 1), ("steps", 1)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+
+    def workload_of(self, mode: str) -> Workload:
+        """The workload in one of the modes."""
+        return replace(self.workload, mode=mode)  # type: ignore[arg-type]
+
+    def check_device(self) -> torch.device:
+        """The device. Raises ValueError where it is not there, or does not compute in the precision."""
+        try:
+            device = select_device(self.workload.device)
+            check_precision(device, self.workload.precision)
+        except ValueError as error:
+            raise ValueError(str(error).replace("train.", "")) from error
+        return device
+
+
+Profiled = tuple[dict[str, Any], dict[str, Any], list[KernelTotal]]
+"""What ran (`Workbench.read_back`), metrics, and the totals of the kernels."""
+
+
+def measure(
+    config: KernelProfile, out: Path, profile: Callable[[KernelProfile, str, Path], Profiled]
+) -> Iterator[tuple[Row, list[KernelTotal]]]:
+    """Profile mode by mode with a tool, append a row a mode to `rows.jsonl` in `out`, and yield it with its kernels.
+
+    What does not fit into memory is a row of status oom.
+    """
+    for mode in dict.fromkeys(config.modes):
+        given = {"warmup": config.warmup, "steps": config.steps}
+        totals: list[KernelTotal] = []
+        try:
+            ran, metrics, totals = profile(config, mode, out)
+            row = Row(case=CASE, variant=mode, config=ran | given, metrics=metrics)
+        except torch.OutOfMemoryError as error:
+            asked = asdict(config.workload_of(mode)) | asdict(config.workload.shape) | given
+            row = Row(case=CASE, variant=mode, config=asked, status="oom", error=str(error).splitlines()[0])
+        append_row(out / "rows.jsonl", row)
+        free_memory()
+        yield row, totals
+
+
+def warm_bench(config: KernelProfile, mode: str) -> tuple[Workbench, bool]:
+    """The workload built and warmed up, and whether its attention has ranges."""
+    bench = Workbench(config.workload_of(mode))
+    annotated = annotate_attention(bench)
+    with named_range("warm-up"):
+        for _ in range(config.warmup):
+            bench.step()
+        wait_for(bench.device)
+    return bench, annotated
+
+
+def wall_times(bench: Workbench, steps: int) -> dict[str, Any]:
+    """Without a profiler: the time of a step in ms by the host's clock, and of each phase, waited for one by one."""
+    together: dict[str, float] = {}
+    _timed(bench, together, "step", lambda: [bench.step() for _ in range(steps)])
+    phases: dict[str, float] = {}
+    for _ in range(steps):
+        loss = _timed(bench, phases, "forward", bench.forward)
+        if "backward" in bench.phases:
+            _timed(bench, phases, "backward", functools.partial(bench.backward, loss))
+            _timed(bench, phases, "optimizer", bench.optimizer_step)
+    return {
+        "wall_ms": together["step"] / steps,
+        "phase_wall_ms": {phase: phases[phase] / steps for phase in bench.phases},
+    }
+
+
+def _timed(bench: Workbench, times: dict[str, float], name: str, call: Callable[[], Any]) -> Any:
+    """What the call returns, once the device is done; adds its time in ms to `times`."""
+    started = time.perf_counter()
+    result = call()
+    wait_for(bench.device)
+    times[name] = times.get(name, 0.0) + (time.perf_counter() - started) * 1e3
+    return result
+
+
+def attention_operations(workload: Workload) -> dict[str, int]:
+    """Operations of a forward pass in each range of naive attention: two dense products, and the softmax."""
+    shape, batch, length = workload.shape, workload.batch_size, workload.context_length
+    product = attention_product_flops(shape, batch, length)
+    return {SCORES: product, SOFTMAX: softmax_flops(shape, batch, length), VALUES: product}
+
+
+def profile_with_torch(config: KernelProfile, mode: str, out: Path) -> Profiled:
+    """Profile one mode with `torch.profiler`; the trace is written to `out`, as `trace_MODE.json.gz`."""
+    bench, annotated = warm_bench(config, mode)
+    times = wall_times(bench, config.steps)
+    trace = out / f"trace_{mode}.json.gz"
+    profiled_ms = _record(bench, config.steps, trace)
+    events = read_trace(trace)
+    on_gpu = bench.device.type == "cuda"
+    kernels = gpu_kernels(events) if on_gpu else cpu_kernels(events)
+    totals = add_up(kernels, config.steps)
+    metrics = times | {
+        "profiled_wall_ms": profiled_ms,
+        "kernel_ms": sum(total.ms for total in totals),
+        "busy_ms": busy_ms(kernels, config.steps) if on_gpu else None,
+        "streams": len({kernel.stream for kernel in kernels}),
+        "attention_operations": attention_operations(bench.config),
+    }
+    ran = bench.read_back() | {"tool": "torch", "attention_ranges": annotated}
+    return ran, metrics | kernel_metrics(totals, mode), totals
+
+
+def _record(bench: Workbench, steps: int, trace: Path) -> float:
+    """Write the trace of some steps; the time of each in ms, under the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if bench.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # The profiler's own first step, in which it sets itself up, is thrown away.
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
+    times: dict[str, float] = {}
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+        for i in range(steps + 1):
+            # Waited for: a kernel that were still running when recording begins would have no launch.
+            _timed(bench, times, "recorded" if i else "thrown away", bench.step)
+            profiler.step()
+    profiler.export_chrome_trace(str(trace))
+    return times["recorded"] / steps

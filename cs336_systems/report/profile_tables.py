@@ -1,0 +1,167 @@
+"""Tables of profiles: where the time of a step goes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..bench.case import Row
+from ..profiling.annotated import SCORES, SOFTMAX, VALUES
+from ..profiling.classes import CLASSES
+from .tables import markdown_table
+
+_PARTS = (  # label, range, and whether its matrix products alone, all but them, or everything
+    ("scores: Q K^T", SCORES, True),
+    ("scores: scale, mask, types", SCORES, False),
+    ("softmax", SOFTMAX, None),
+    ("values: P V", VALUES, True),
+    ("values: types", VALUES, False),
+)
+_NAME_LENGTH = 90
+_NOISE = ("void ", "at::native::", "(anonymous namespace)::", "at_cuda_detail::")
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without what all have, cut where it is long: what tells kernels apart stands in front."""
+    for noise in _NOISE:
+        kernel = kernel.replace(noise, "")
+    return kernel if len(kernel) <= _NAME_LENGTH else kernel[: _NAME_LENGTH - 3] + "..."
+
+
+def kernels_table(rows: Sequence[Row]) -> str:
+    """For each configuration: kernel time and shares of classes, the longest kernel of each span, attention's parts."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(setting(row), []).append(row)
+    return "\n\n".join(_group_tables(name, _latest(group)) for name, group in groups.items())
+
+
+def setting(row: Row) -> str:
+    """What a row is a profile of, besides the mode: "xl, 4 x 512, fp32, attention naive, NVIDIA H200"."""
+    config = row.config
+    on = row.env.get("gpu") if config.get("device") != "cpu" else "CPU"
+    parts = [
+        _get(row, "config.size"),
+        f"{_get(row, 'config.batch_size')} x {_get(row, 'config.context_length')}",
+        _get(row, "config.precision"),
+        f"attention {_get(row, 'config.attention')}",
+        "compiled" if config.get("compile") else "",
+        f"checkpointing {checkpointing}" if (checkpointing := config.get("activation_checkpointing")) != "none" else "",
+        on or config.get("device"),
+        "nsys" if config.get("tool") == "nsys" else "",
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _latest(rows: Sequence[Row]) -> list[Row]:
+    return list({row.variant: row for row in rows}.values())
+
+
+def _get(row: Row, name: str) -> Any:
+    """What stands in a row under a dotted name. Raises ValueError where nothing does."""
+    value: Any = {"config": row.config, "metrics": row.metrics}
+    for key in name.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has no {name}")
+        value = value[key]
+    return value
+
+
+def _group_tables(name: str, rows: Sequence[Row]) -> str:
+    measured = [row for row in rows if row.status == "ok"]
+    texts = [f"{name}:"]
+    failed = {"oom": "out of memory", "error": "failed"}
+    texts += [f"{row.variant}: {failed[row.status]}" for row in rows if row.status != "ok"]
+    if measured:
+        texts += [_times(measured), _shares(measured), _longest(measured)]
+        if any(_get(row, "metrics.attention") for row in measured):
+            texts.append(_attention(measured))
+    return "\n\n".join(texts)
+
+
+def _ms(value: Any) -> str:
+    return "n/a" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
+
+
+def _times(rows: Sequence[Row]) -> str:
+    header = "mode,step (ms),the same profiled (ms),kernels together (ms),at least one running (ms),steps"
+    names = ("wall_ms", "profiled_wall_ms", "kernel_ms", "busy_ms")
+    lines = [
+        (row.variant, *(_ms(_get(row, f"metrics.{name}")) for name in names), str(_get(row, "config.steps")))
+        for row in rows
+    ]
+    return markdown_table(header.split(","), lines)
+
+
+def _spans(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any], float | None]]:
+    """Columns: name of the span, its metrics, and the time of its phases by the host's clock."""
+    columns = []
+    for row in rows:
+        phases = _get(row, "metrics.phase_wall_ms")
+        whole = {"inference": phases.get("forward"), "training step": sum(phases.values())}
+        whole["forward + backward"] = phases.get("forward", 0.0) + phases.get("backward", 0.0)
+        for name, span in _get(row, "metrics.spans").items():
+            columns.append((name, span, phases.get(name, whole.get(name))))
+    return columns
+
+
+def _shares(rows: Sequence[Row]) -> str:
+    columns = _spans(rows)
+    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span, _ in columns)]
+    lines = [(cls, *(f"{span['share'].get(cls, 0.0):.1%}" for _, span, _ in columns)) for cls in shown]
+    lines.append(("kernel time (ms)", *(_ms(span["kernel_ms"]) for _, span, _ in columns)))
+    lines.append(("time by the clock (ms)", *(_ms(clock) for _, _, clock in columns)))
+    return "Shares of kernel time:\n\n" + markdown_table(["class", *(name for name, _, _ in columns)], lines)
+
+
+def _longest(rows: Sequence[Row]) -> str:
+    lines = [(name, *_kernel_cells(span["top"][0])) for name, span, _ in _spans(rows) if span["top"]]
+    header = ["in", "class", "calls a step", "ms a step", "share", "kernel with the most time"]
+    return markdown_table(header, lines)
+
+
+def _kernel_cells(kernel: dict[str, Any]) -> tuple[str, ...]:
+    numbers = f"{kernel['calls']:g}", _ms(kernel["ms"]), f"{kernel['share']:.1%}"
+    return kernel["class"], *numbers, f"`{short_name(kernel['kernel'])}`"
+
+
+def top_kernels_tables(row: Row) -> str:
+    """The kernels with the most time in each phase of a profile, and in all together."""
+    header = ["#", "class", "calls a step", "ms a step", "share", "kernel"]
+    tables = []
+    for name, span in _get(row, "metrics.spans").items():
+        if name != "forward + backward" or row.variant == "forward_backward":
+            lines = [(str(i + 1), *_kernel_cells(kernel)) for i, kernel in enumerate(span["top"])]
+            tables.append(f"{name}: {_ms(span['kernel_ms'])} ms of kernels a step\n\n" + markdown_table(header, lines))
+    return "\n\n".join(tables)
+
+
+def _attention(rows: Sequence[Row]) -> str:
+    """Time and operations of attention's parts: products apart from what surrounds them."""
+    operations = _get(rows[0], "metrics.attention_operations")
+    columns = [
+        (row, phase)
+        for row in rows
+        for phase in _get(row, "metrics.phase_wall_ms")
+        if any(phase in of_phase for of_phase in _get(row, "metrics.attention").values())
+    ]
+    lines = []
+    for label, part, products in _PARTS:
+        counted = "-" if products is False else f"{operations[part] / 1e9:.3g}"
+        lines.append((label, counted, *(_ms(_part_ms(row, phase, part, products)) for row, phase in columns)))
+    heads = [
+        "inference" if row.variant == "forward" else f"{phase}, {row.variant.replace('_', ' ')}"
+        for row, phase in columns
+    ]
+    table = markdown_table(["attention", "GFLOP forward", *(f"{head} (ms)" for head in heads)], lines)
+    of_products = _part_ms(*columns[0], SCORES, True) + _part_ms(*columns[0], VALUES, True)
+    if not of_products:
+        return table
+    ratio = _part_ms(*columns[0], SOFTMAX, None) / of_products
+    work = operations[SOFTMAX] / (operations[SCORES] + operations[VALUES])
+    told = f"softmax takes {ratio:.2f} of the time of the two products, for {work:.3f} of their operations"
+    return f"{table}\n\nIn {heads[0]}, {told}."
+
+
+def _part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
+    """Time in a range of attention: of its matrix products, of all else, or (None) of everything."""
+    of_class = _get(row, "metrics.attention").get(part, {}).get(phase, {})
+    return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)

@@ -1,0 +1,146 @@
+"""Nsight Systems: the command line that is built, and its reports, as NVIDIA documents their columns, read right."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.bench.case import Row
+from cs336_systems.bench.workload import Workbench, Workload
+from cs336_systems.profiling import nsys
+from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.profiling.kernels import KernelProfile
+from cs336_systems.profiling.nsys import check_nsys, nsys_command, nsys_totals, profile_with_nsys, stats_command
+from cs336_systems.profiling.summary import KernelTotal
+from cs336_systems.profiling.trace import OUTSIDE
+from cs336_systems.report.views import rows_table
+
+# Two steps. gemm: forward 2 x 2 (one of each in the scores), backward 2 x 3; fill is launched between the phases.
+KERNELS = """Processing [report.sqlite] with [/opt/nvidia/nsight-systems/host-linux-x64/reports/cuda_gpu_kern_sum.py]...
+Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name
+80.0,8000000,10,800000.0,800000.0,100,900,1.0,"void gemm<float, 4>(float *)"
+10.0,1000000,2,500000.0,500000.0,100,900,1.0,softmax_forward
+10.0,600000,2,300000.0,300000.0,100,900,1.0,multi_tensor_apply
+"""
+RANGES = """
+ Processing...
+NVTX Range,Style,PID,TID,NVTX Inst,Kern Inst,Total Time (ns),Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Kernel Name
+:forward,PushPop,7,7,2,4,2600000,650000.0,650000.0,100,900,1.0,"void gemm<float, 4>(float *)"
+:forward,PushPop,7,7,2,2,1000000,500000.0,500000.0,100,900,1.0,softmax_forward
+:attention scores,PushPop,7,7,2,2,1000000,500000.0,500000.0,100,900,1.0,"void gemm<float, 4>(float *)"
+:attention scores,PushPop,7,9,2,2,1200000,500000.0,500000.0,100,900,1.0,"void gemm<float, 4>(float *)"
+:attention softmax,PushPop,7,7,2,2,1000000,500000.0,500000.0,100,900,1.0,softmax_forward
+:optimizer,PushPop,7,7,2,2,600000,300000.0,300000.0,100,900,1.0,multi_tensor_apply
+"""
+GEMM = "void gemm<float, 4>(float *)"
+
+
+def test_reports_become_totals_with_what_is_in_no_range_of_the_main_thread_as_backward() -> None:
+    totals = nsys_totals(KERNELS, RANGES, "train_step", steps=2)
+    assert totals == [
+        KernelTotal(GEMM, "backward", None, 3.0, pytest.approx(2.7)),
+        KernelTotal(GEMM, "forward", None, 1.0, pytest.approx(0.8)),
+        KernelTotal(GEMM, "forward", SCORES, 1.0, pytest.approx(0.5)),
+        KernelTotal("softmax_forward", "forward", SOFTMAX, 1.0, pytest.approx(0.5)),
+        KernelTotal("multi_tensor_apply", "optimizer", None, 1.0, pytest.approx(0.3)),
+    ]
+    assert not any(total.part == VALUES for total in totals)
+
+
+def test_in_inference_there_is_no_backward_pass() -> None:
+    totals = nsys_totals(KERNELS, RANGES.replace(":optimizer", ":other"), "forward", steps=2)
+    assert {total.phase for total in totals} == {"forward", OUTSIDE}
+
+
+@pytest.mark.parametrize("text", ["", "SKIPPED: report.sqlite does not contain CUDA kernel data.\n"])
+def test_what_is_no_report_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="nsys stats has printed no CSV"):
+        nsys_totals(text, RANGES, "forward", 1)
+
+
+def test_the_command_profiles_this_program_from_after_its_warm_up(tmp_path: Path) -> None:
+    config = KernelProfile(workload=Workload(size="quick", precision="bf16"), warmup=2, steps=4)
+    command = nsys_command(config, "train_step", tmp_path)
+    assert command[:3] == ["nsys", "profile", "--trace=cuda,nvtx"]
+    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop"} <= set(command)
+    assert f"--output={tmp_path}/nsys_train_step" in command
+    program, given, facts = command[-3:]
+    assert (program, facts) == ("cs336_systems.profiling.nsys", f"{tmp_path}/nsys_train_step.json")
+    workload = {"size": "quick", "vocab_size": 300, "precision": "bf16", "mode": "train_step"}
+    assert json.loads(given) == {"workload": workload, "warmup": 2, "steps": 4}
+    recorded = tmp_path / "nsys_train_step.nsys-rep"
+    assert stats_command("nvtx_kern_sum", recorded)[:4] == ["nsys", "stats", "--report=nvtx_kern_sum", "--format=csv"]
+
+
+def test_without_nsys_or_a_gpu_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ValueError, match=r"tool is 'nsys', which is not on the PATH.*--tool torch"):
+        check_nsys(torch.device("cuda"))
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nsys")
+    check_nsys(torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"device is 'cpu'.*--tool torch"):
+        check_nsys(torch.device("cpu"))
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program called nsys that profiles nothing: leaves what the profiled program would, prints the reports."""
+    ran = Workload(size="quick", mode="train_step", device="cpu")
+    times = {"wall_ms": 5.0, "phase_wall_ms": {"forward": 2.0, "backward": 2.0, "optimizer": 1.0}}
+    facts = {"ran": dataclasses.asdict(ran) | {"attention_ranges": True}, "times": times}
+    for name, text in (("facts", json.dumps(facts)), ("kernels", KERNELS), ("ranges", RANGES)):
+        (tmp_path / name).write_text(text)
+    program = tmp_path / "nsys"
+    program.write_text(f"""#!/bin/sh
+case "$1 $2" in
+  profile*) for last; do :; done; cp {tmp_path}/facts "$last";;
+  *cuda_gpu_kern_sum) cat {tmp_path}/kernels;;
+  *nvtx_kern_sum) cat {tmp_path}/ranges;;
+esac
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return program
+
+
+def test_the_tables_of_nsys_are_those_of_torch_as_far_as_they_go(stand_in: Path, tmp_path: Path) -> None:
+    config = KernelProfile(workload=Workload(size="quick", device="cpu"), steps=2)
+    ran, metrics, totals = profile_with_nsys(config, "train_step", tmp_path)
+    assert totals == nsys_totals(KERNELS, RANGES, "train_step", 2)
+    assert metrics["kernel_ms"] == pytest.approx(4.8)
+    table = rows_table([Row(case="profile-kernels", variant="train_step", config=ran | {"steps": 2}, metrics=metrics)])
+    assert "| train_step | 5 | n/a | 4.8 | n/a | 2 |" in table
+    assert "| attention | GFLOP forward | forward, train step (ms) |\n" in table
+
+
+@pytest.mark.parametrize(
+    "said, error", [("boom", RuntimeError), ("torch.OutOfMemoryError: CUDA out of memory.", torch.OutOfMemoryError)]
+)
+def test_a_program_that_fails_under_nsys_says_why(
+    said: str, error: type[Exception], stand_in: Path, tmp_path: Path
+) -> None:
+    stand_in.write_text(f"#!/bin/sh\necho Traceback >&2\necho '{said}' >&2\nexit 3\n")
+    config = KernelProfile(workload=Workload(size="quick", device="cpu"))
+    with pytest.raises(error, match=said):
+        profile_with_nsys(config, "forward", tmp_path)
+
+
+def test_what_runs_under_nsys_is_recorded_from_after_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(Workbench, "step", lambda self: calls.append("step"))
+    workload = Workload(size="quick", context_length=16, batch_size=1, device="cpu", optimizer="own")
+    command = nsys_command(KernelProfile(workload=workload, warmup=2, steps=3), "train_step", tmp_path)
+    monkeypatch.setattr("sys.argv", command[-3:])
+    nsys.main()
+    assert calls == ["step"] * 2 + ["step"] * 3 + ["start", "step", "step", "step", "wait", "stop"]
+    facts = json.loads((tmp_path / "nsys_train_step.json").read_text())
+    assert (facts["ran"]["optimizer"], facts["ran"]["attention_ranges"]) == ("own", True)
+    assert list(facts["times"]["phase_wall_ms"]) == ["forward", "backward", "optimizer"]
