@@ -44,6 +44,8 @@ def accident(self, *arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hangs":
             time.sleep(1000)
+        if fault == "is told to stop":
+            os.kill(os.getpid(), signal.SIGTERM)
     return step(self, *arguments)
 Trainer.train_step = accident
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
@@ -135,14 +137,17 @@ def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp
     assert samples[0] == samples[1]
 
 
+STANDALONE = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+
+
 def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", timeout: float = 120) -> Any:
     file = Path(f"{config.run_dir}.config.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(config.to_dict()))
     program = file.with_suffix(".py")
     program.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command += ["--local-addr=localhost", *options, str(program), fault, "train", "--config", str(file)]
+    command = [sys.executable, "-m", "torch.distributed.run", *STANDALONE]
+    command += [*options, str(program), fault, "train", "--config", str(file)]
     return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=file.parent, timeout=timeout)
 
 
@@ -215,9 +220,26 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     last = loss_rows(config)[-1]["step"]
-    assert f"stopped by {number.name} at step {last}" in out
+    (again,) = re.findall(rf"stopped by {number.name} at step {last}; to go on: cs336 (train .*)", out)
+    assert RunConfig.from_dict(json.loads(Path(again.split()[2]).read_text())).parallel.devices == 2
     assert f"step_{last:08d}" in checkpoint_names(config)
     assert not processes_of(str(tmp_path))
+
+
+def test_who_started_torchrun_is_told_to_start_it_again(alone: RunConfig, tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    stopped = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="is told to stop")
+    assert stopped.returncode != 0
+    (line,) = [line for line in stopped.stdout.splitlines() if "to go on" in line]
+    hint = r"start torchrun as before with -m cs336_systems (train --config \S+ --resume auto)"
+    found = re.fullmatch(f"stopped by SIGTERM at step 7; to go on: {hint}", line)
+    assert found is not None, line
+    again = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node=2", "-m", "cs336_systems"]
+    done = subprocess.run(
+        [*again, *found[1].split()], capture_output=True, text=True, env=_environment(), cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same_losses(config, alone)
 
 
 def test_when_the_command_is_killed_its_processes_end(tmp_path: Path) -> None:
