@@ -52,6 +52,10 @@ if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
     time.sleep(3)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
 if fault == "differs" and rank == 1:
     sys.argv += ["--train.max_steps", "11"]
+if fault == "all mistype" or fault == "one mistypes" and rank == 1:
+    sys.argv += ["--train.max_stepz", "11"]
+if fault == "all find no checkpoint":
+    sys.argv += ["--resume", "nowhere/step_00000001"]
 """
 LAUNCHED = FAULTY + "from cs336_systems.training.worker import main; main()"
 BY_TORCHRUN = FAULTY + "from cs336_systems.cli import main; main()"
@@ -207,6 +211,25 @@ def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: P
     assert failed.returncode != 0
     assert "the ranks have different configurations: train.max_steps is 11 on rank 1 and 10 on rank 0" in failed.stderr
     assert not Path(str(config.run_dir)).exists()
+
+
+MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
+    "all mistype": r"unknown field train.max_stepz: did you mean train.max_steps\?",
+    "one mistypes": r"unknown field train.max_stepz: did you mean train.max_steps\?",
+    "all find no checkpoint": r".*nowhere/step_00000001.*",
+    "raises": r"the dog ate my gradients",
+}
+
+
+@pytest.mark.parametrize("fault", MISTAKES)
+def test_what_is_wrong_is_said_by_one_of_torchruns_processes(fault: str, tmp_path: Path) -> None:
+    failed = torchrun(config_for(tmp_path), BY_TORCHRUN, "--nproc-per-node=2", fault=fault)
+    assert failed.returncode != 0
+    said = re.findall(rf"^rank (\d): {MISTAKES[fault]}$", failed.stderr, re.MULTILINE)
+    assert len(said) == 1, failed.stderr
+    if fault in ("one mistypes", "raises"):
+        assert said == ["1"]
+    assert re.search(rf"^ *traceback : {MISTAKES[fault]}$", failed.stderr, re.MULTILINE), "not in torchrun's summary"
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 0)])

@@ -225,6 +225,23 @@ def test_what_is_wrong_with_the_data_of_one_rank_all_are_told(tmp_path: Path) ->
     assert run_ranks(fail_to_prepare, 2, str(tmp_path)) == ["valid.npy is not on this machine"] * 2
 
 
+def be_refused(root: str) -> str:
+    """What is said where every rank's own device is too small."""
+    from cs336_systems.training import pipeline
+
+    def check(config: RunConfig, device: torch.device) -> None:
+        raise ValueError(f"cuda:{comm.rank()} has 1 GiB")
+
+    pipeline._check = check
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        pipeline._train(make_config(Path(root)), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_what_is_wrong_with_the_device_of_each_rank_is_said_of_the_first(tmp_path: Path) -> None:
+    assert run_ranks(be_refused, 2, str(tmp_path)) == ["cuda:0 has 1 GiB"] * 2
+
+
 def validation_sequences(batch_size: int) -> list[int]:
     with tiny_trainer(config_of(batch_size=batch_size, validation_sequences=22)) as trainer:
         return trainer.validation_starts(2000).ravel().tolist()
