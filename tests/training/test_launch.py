@@ -190,6 +190,17 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
     assert_same_losses(config, alone)
 
 
+@pytest.mark.multigpu
+def test_when_a_rank_hangs_before_its_recorded_step_the_other_names_it(tmp_path: Path) -> None:
+    train = dict(device="cuda", cuda_graph=True)
+    config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0), train=train)
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=150)
+    assert failed.returncode == 1
+    assert "rank 0: replay of the recorded step at step 7 was not done after 4 s: another rank is" in failed.stderr
+
+
 def resumed(config: RunConfig) -> RunConfig:
     import dataclasses
 
