@@ -101,7 +101,7 @@ def process_group(
     allowance = 60 if device.type == "cuda" else 0
     timeout = timedelta(seconds=step_timeout_s + allowance)
     dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
-    _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10))
+    _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10), device)
     try:
         yield
     except BaseException:

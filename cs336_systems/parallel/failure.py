@@ -15,9 +15,11 @@ from collections import deque
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from ..console import launched_rank
+from ..hardware import use_device_in_thread
 from .meeting import agents_store
 
 OWN_LAUNCH = "CS336_LAUNCHED"
@@ -80,8 +82,8 @@ class Watchdog:
     On a GPU the main thread waits inside the driver, for kernels that wait for another rank.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._stopped = timeout_s, threading.Event()
+    def __init__(self, timeout_s: float, device: torch.device) -> None:
+        self._timeout_s, self._device, self._stopped = timeout_s, device, threading.Event()
         self._under_way: deque[Watched] = deque()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -92,6 +94,7 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
+        use_device_in_thread(self._device)
         while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
             with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
                 while self._under_way and self._under_way[0].done():

@@ -130,7 +130,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(comm, "world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "passed", False)
-    watchdog = failure.Watchdog(LIMIT_S)
+    watchdog = failure.Watchdog(LIMIT_S, torch.device("cpu"))
     monkeypatch.setattr(comm, "_watchdog", watchdog)
     yield messages
     watchdog.stop()
