@@ -72,7 +72,7 @@ class AsyncSaver:
             raise error
 
     def close(self) -> None:
-        """`wait`, and give the memory of the copies back."""
+        """`wait`, and let go of the copies; memory that was pinned PyTorch keeps for what is pinned next."""
         try:
             self.wait()
         finally:
