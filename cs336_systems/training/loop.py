@@ -32,7 +32,7 @@ from cs336_basics.optimizer import AdamW, get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import OptimizerConfig, RunConfig
-from ..hardware import device_peak_flops
+from ..hardware import device_peak_flops, use_device_in_thread
 from ..parallel import STRATEGIES, Options, comm, failure
 from ..parallel.strategy import Strategy
 from .graph import RecordedStep
@@ -85,7 +85,7 @@ class BatchLoader:
     def __init__(self, tokens: Tokens, context_length: int, seed: int, device: torch.device) -> None:
         self._tokens, self._context_length, self._seed, self._device = tokens, context_length, seed, device
         self._num_starts = count_starts(tokens, context_length)
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._pool = ThreadPoolExecutor(1, "batches", initializer=use_device_in_thread, initargs=(device,))
         self._next: tuple[tuple[int, int], Future[tuple[Tensor, Tensor]]] | None = None
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
