@@ -94,6 +94,8 @@ def draw_scaling(rows: Sequence[Row], path: Path) -> None:
     rectangles = 0
     for kernel in dict.fromkeys(row.config["kernel"] for row in rows):
         points = _points([row for row in rows if row.config["kernel"] == kernel])
+        if not points:  # matplotlib has no logarithm of nothing
+            continue
         look: dict[str, Any] = {"color": KERNEL_COLORS.get(kernel), "marker": KERNEL_MARKERS.get(kernel, "o"), "ms": 5}
         line = {n_q: ms for (n_q, n_k), ms in points.items() if n_q == n_k}
         others = {math.sqrt(n_q * n_k): ms for (n_q, n_k), ms in points.items() if n_q != n_k}
