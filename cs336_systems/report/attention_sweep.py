@@ -111,7 +111,8 @@ def draw_scaling(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylabel(_TIME.name)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    if axes.get_lines():
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     put_title(figure, _facts(rows))
     figure.savefig(path, dpi=150)
 

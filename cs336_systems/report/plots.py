@@ -22,7 +22,7 @@ KERNEL_COLORS = {
     "fa4": "#e377c2",
 }
 """Plain attention grey, this project's kernels warm, those of others cool."""
-KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhH", strict=True))
+KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhHpd*8", strict=False))
 
 
 def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
