@@ -194,3 +194,30 @@ def test_the_command_writes_the_sweeps_files(tmp_path: Path) -> None:
     assert [(row.status, row.variant, row.config["tier"]) for row in rows] == [
         ("ok", kernel, tier) for tier in ([16, 8], [8, 8]) for kernel in ("naive", "sdpa")
     ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_plain_attention_holds_what_is_counted() -> None:
+    given = {"length": (2048,), "head_size": (32,), "compile": (False,), "device": ("cuda",), "repeats": (3,)}
+    (row,) = attention.CASE.measure(configurations(attention.CASE, given))
+    assert (row.status, row.error) == ("ok", None)
+    tensor, counted = 8 * 2048 * 32 * 4, row.metrics["counted_bytes"]
+    # Counted besides them: q, k, v, o and the gradient of o. k and v are in both.
+    in_use = counted["saved_for_backward"] + 3 * tensor
+    assert in_use <= row.metrics["memory_before_backward_bytes"] <= in_use + (64 << 20)  # the workspace of cuBLAS
+    peak = counted["backward_peak"] + 5 * tensor
+    assert peak <= row.metrics["peak_memory_bytes"] <= peak + (64 << 20)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_kernel_and_the_handouts_timer() -> None:
+    given = {"length": (256,), "head_size": (64,), "rounds": (1,), "rep_ms": (1.0,), "device": ("cuda",)}
+    for group in groups(flash.CASE, configurations(flash.CASE, given)):
+        for row in flash.CASE.measure(group):
+            assert (row.variant, row.status, row.error) == (row.variant, "ok", None)
+            assert row.metrics["extra_memory_bytes"] >= 0
+    given = {"length": (1024,), "rep_ms": (20.0,), "warmup_ms": (5.0,), "device": ("cuda",)}
+    for row in leaderboard_2025.CASE.measure(configurations(leaderboard_2025.CASE, given)):
+        assert (row.variant, row.status, row.error) == (row.variant, "ok", None)
+        assert row.metrics["timer"].startswith("triton.testing.do_bench(")
+        assert row.metrics["calls"] > 1

@@ -28,11 +28,11 @@ class AttentionSweepBench(KernelBench):
     dtype: Literal["bf16", "fp16", "fp32"] = swept("bf16", sweep=("bf16", "fp32"), quick="fp32")
     """Type of q, k and v."""
     is_causal: bool = swept(False, sweep=(False, True))
-    """Whether query i sees only the keys up to i, of which rectangles leave some unseen or seen by most."""
+    """Whether query i sees only the keys up to i: in a rectangle some keys are then seen by none."""
     tier: tuple[int, int] = swept(
         *_SQUARES, *_RECTANGLES, quick=((16, 16), (32, 32), (32, 16)), parse=parse_tier, also="tiers"
     )
-    """QUERIES:KEYS."""
+    """QUERIES:KEYS, such as 256:128 (default: squares from 128 to 2048 and four rectangles)."""
     batch_size: int = swept(4, quick=1)
     """Sequences a batch."""
     num_heads: int = swept(16, quick=2)
