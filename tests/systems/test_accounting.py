@@ -1,14 +1,17 @@
 """The counts against real models, against PyTorch's own counter, and worked out by hand."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_basics.model import TransformerLM
+from cs336_basics.model import TransformerLM, scaled_dot_product_attention
 from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
 from cs336_systems.accounting import (
@@ -16,6 +19,7 @@ from cs336_systems.accounting import (
     forward_flops,
     least_training_bytes,
     matmul_parameters,
+    naive_attention_bytes,
     num_parameters,
     softmax_flops,
     training_flops,
@@ -157,3 +161,60 @@ def test_the_products_of_dense_attention_are_what_attention_adds(shape: ModelSha
 def test_softmax_operations_worked_out_by_hand() -> None:
     # 2 layers x 3 sequences x 4 heads x 10 x 10 scores x 5 operations.
     assert softmax_flops(shape_of(50, 10, 8, 20, 2, 4), 3, 10) == 12_000
+
+
+class LiveBytes(TorchDispatchMode):
+    """The memory of the tensors that operations make and that still live, and the most there was of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+        results = function(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self._known | inputs:
+                self._add(x.untyped_storage())
+        return results
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("batch, n_q, n_k, d", [(3, 64, 64, 8), (2, 128, 64, 16), (2, 64, 128, 16), (1, 256, 256, 4)])
+def test_plain_attention_holds_what_is_counted(batch: int, n_q: int, n_k: int, d: int, is_causal: bool) -> None:
+    counted = naive_attention_bytes(batch, n_q, n_k, d, is_causal)
+    q = torch.randn(batch, n_q, d, requires_grad=True)
+    k, v = (torch.randn(batch, n_k, d, requires_grad=True) for _ in range(2))
+    do = torch.randn(batch, n_q, d)
+    saved: dict[int, int] = {}
+    kept = []  # or the next tensor could have the place of one that is gone
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        scaled_dot_product_attention(q, k, v, is_causal)
+    assert sum(saved.values()) == counted["saved_for_backward"]
+    scores = 4 * batch * n_q * n_k
+    assert (counted["scores"], counted["softmax"]) == (scores, scores)
+    assert (counted["masked_scores"], counted["masks"]) == ((scores, 2 * n_q * n_k) if is_causal else (0, 0))
+    with LiveBytes() as live:
+        o = scaled_dot_product_attention(q, k, v, is_causal)
+        assert live.peak == counted["forward_peak"] + o.nbytes
+        live.peak = live.now
+        o.backward(do)
+        assert live.peak == counted["backward_peak"] + o.nbytes

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # names are told without PyTorch
     from ..sweep import Case
 
-NAMES = ("model", "warmup", "train-step", "ddp")
+NAMES = ("model", "warmup", "train-step", "ddp",
+         "attention", "flash", "kernels", "leaderboard-2025", "attention-sweep")  # fmt: skip
 
 
 def get_case(name: str) -> "Case":
