@@ -1,0 +1,1 @@
+"""Where the time and the memory of a workload go."""

@@ -1,0 +1,284 @@
+const data = JSON.parse(document.getElementById("data").textContent);
+const stack = new Stack(data);
+const element = (id) => document.getElementById(id);
+const canvas = element("timeline"), tip = element("tip");
+const MARGIN = { left: 84, right: 14, top: 26, bottom: 40 };
+const count = data.sizes.length, moments = data.times_us.length;
+const peakMoment = stack.total.indexOf(stack.total.reduce((a, b) => Math.max(a, b), 0));
+const view = {}; // what is shown: x0 to x1 in ms or events, y0 to y1 in bytes
+let plot = { width: 0, height: 0, ratio: 1, what: new Int32Array(0) };
+let hovered = -1, scheduled = false;
+
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+const position = (moment) => element("by-event").checked ? moment : data.times_us[moment] / 1000;
+const drawn = () => Math.round((count + 1) ** (element("detail").value / 1000)) - 1;
+
+function sizeText(bytes) {
+  for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
+    if (Math.abs(bytes) >= size) return `${(bytes / size).toFixed(2)} ${unit}`;
+  }
+  return `${bytes} bytes`;
+}
+
+function phaseAt(moment) {
+  let k = 0;
+  while (k + 1 < data.phases.length && data.boundaries[k + 1] <= moment) k++;
+  return data.phases[k];
+}
+
+// Drawing
+
+// The colours of a category: [other, one, shade of the edge], as the words that ImageData is made of.
+function shades(color) {
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+  const word = (f, to) => [b, g, r].reduce((w, c) => (w << 8) | Math.round(c + (to - c) * f), 255);
+  return { even: word(0, 0), odd: word(0.18, 255), edge: word(0.35, 0), rest: word(0.5, 255), hover: word(0.75, 0) };
+}
+const colors = data.categories.map((category) => shades(category.color));
+
+// The moment that stands for each column of pixels: of those in it, one with the most memory, so that no peak is lost.
+function columnMoments(width) {
+  const chosen = new Int32Array(width);
+  let m = 0;
+  const step = (view.x1 - view.x0) / width;
+  while (m + 1 < moments && position(m + 1) <= view.x0) m++;
+  for (let column = 0; column < width; column++) {
+    let best = m;
+    while (m + 1 < moments && position(m + 1) < view.x0 + (column + 1) * step) {
+      m++;
+      if (stack.total[m] > stack.total[best]) best = m;
+    }
+    chosen[column] = best;
+  }
+  return chosen;
+}
+
+function drawStack(image, width, height) {
+  const words = new Uint32Array(image.data.buffer), what = new Int32Array(width * height).fill(-1);
+  const chosen = columnMoments(width), scale = height / (view.y1 - view.y0);
+  stack.begin(chosen[0], drawn(), element("grouped").checked);
+  for (let column = 0; column < width; column++) {
+    if (column && chosen[column] === chosen[column - 1]) {
+      for (let at = column; at < words.length; at += width) { words[at] = words[at - 1]; what[at] = what[at - 1]; }
+      continue;
+    }
+    stack.moveTo(chosen[column]);
+    let bytes = 0, row = 0; // rows count from the bottom
+    stack.visit((id, size) => {
+      bytes += size;
+      const top = clamp(Math.round((bytes - view.y0) * scale), 0, height);
+      if (top <= row) return;
+      const shade = colors[id < 0 ? -2 - id : data.kinds[id]];
+      const fill = id === hovered && id !== -1 ? shade.hover : id < 0 ? shade.rest : id % 2 ? shade.odd : shade.even;
+      const edge = id >= 0 && top - row > 2;
+      for (; row < top; row++) {
+        const at = (height - 1 - row) * width + column;
+        words[at] = edge && row === top - 1 ? shade.edge : fill;
+        what[at] = id;
+      }
+    });
+  }
+  return what;
+}
+
+function ticks(low, high, most, base) {
+  const rough = (high - low) / most, power = base ** Math.floor(Math.log(rough) / Math.log(base));
+  const steps = base === 2 ? [1, 2] : [1, 2, 5, 10];
+  const step = steps.map((s) => s * power).find((s) => s >= rough) || rough;
+  const found = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) found.push(tick);
+  return found;
+}
+
+function drawAxes(context, width, height) {
+  const x = (value) => MARGIN.left + (value - view.x0) / (view.x1 - view.x0) * width;
+  const y = (value) => MARGIN.top + height - (value - view.y0) / (view.y1 - view.y0) * height;
+  context.font = "12px system-ui, sans-serif";
+  context.fillStyle = "#333";
+  context.strokeStyle = "#00000022";
+  const line = (x0, y0, x1, y1) => { context.beginPath(); context.moveTo(x0, y0); context.lineTo(x1, y1); context.stroke(); };
+  context.textAlign = "right";
+  for (const tick of ticks(view.y0, view.y1, 7, 2)) {
+    line(MARGIN.left, y(tick), MARGIN.left + width, y(tick));
+    context.fillText(sizeText(tick), MARGIN.left - 6, y(tick) + 4);
+  }
+  context.textAlign = "center";
+  for (const tick of ticks(view.x0, view.x1, 9, 10)) {
+    line(x(tick), MARGIN.top, x(tick), MARGIN.top + height + 4);
+    context.fillText(String(Number(tick.toPrecision(10))), x(tick), MARGIN.top + height + 17);
+  }
+  const unit = element("by-event").checked ? "events of the allocator" : "time on the host (ms)";
+  context.fillText(unit, MARGIN.left + width / 2, MARGIN.top + height + 34);
+  context.textAlign = "left";
+  context.strokeStyle = "#222";
+  context.setLineDash([5, 4]);
+  data.boundaries.forEach((moment, k) => {
+    const at = x(position(moment));
+    if (at < MARGIN.left - 1 || at > MARGIN.left + width + 1) return;
+    line(at, MARGIN.top - 14, at, MARGIN.top + height);
+    if (k < data.phases.length) context.fillText(data.phases[k], at + 5, MARGIN.top - 8);
+  });
+  context.setLineDash([]);
+  const peak = [x(position(peakMoment)), y(stack.total[peakMoment])];
+  if (peak[0] >= MARGIN.left && peak[0] <= MARGIN.left + width && peak[1] >= MARGIN.top - 2) {
+    context.fillStyle = "#b00020";
+    context.fillText("▼", peak[0] - 6, peak[1] - 2);
+  }
+}
+
+function draw() {
+  scheduled = false;
+  const begun = performance.now(), ratio = Math.min(window.devicePixelRatio || 1, 2);
+  const width = canvas.clientWidth - MARGIN.left - MARGIN.right, height = canvas.clientHeight - MARGIN.top - MARGIN.bottom;
+  canvas.width = Math.round(canvas.clientWidth * ratio);
+  canvas.height = Math.round(canvas.clientHeight * ratio);
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio)));
+  plot = { width, height, ratio, columns: image.width, rows: image.height };
+  plot.what = drawStack(image, image.width, image.height);
+  context.putImageData(image, Math.round(MARGIN.left * ratio), Math.round(MARGIN.top * ratio));
+  context.scale(ratio, ratio);
+  drawAxes(context, width, height);
+  element("drawn").textContent = `${Math.min(drawn(), count).toLocaleString()} of ${count.toLocaleString()}`;
+  canvas.dataset.milliseconds = (performance.now() - begun).toFixed(1);
+}
+
+function redraw() {
+  if (!scheduled) requestAnimationFrame(draw);
+  scheduled = true;
+}
+
+// Moving about
+
+function showAll() {
+  const end = position(moments - 1), top = stack.total[peakMoment] || 1;
+  Object.assign(view, { x0: position(0), x1: Math.max(end, position(0) + 1e-3), y0: 0, y1: top * 1.06 });
+  redraw();
+}
+
+function zoom(axis, around, factor) {
+  const [low, high] = [`${axis}0`, `${axis}1`];
+  const least = axis === "x" ? 1e-3 : 512;
+  if ((view[high] - view[low]) * factor < least) return;
+  view[low] = around + (view[low] - around) * factor;
+  view[high] = around + (view[high] - around) * factor;
+  move(0, 0);
+}
+
+// Move by parts of what is shown, and keep within what there is.
+function move(dx, dy) {
+  const limits = { x: [position(0), Math.max(position(moments - 1), position(0) + 1e-3)], y: [0, (stack.total[peakMoment] || 1) * 1.06] };
+  for (const [axis, part] of [["x", dx], ["y", dy]]) {
+    const [low, high] = limits[axis];
+    const span = Math.min(view[`${axis}1`] - view[`${axis}0`], high - low);
+    const from = clamp(view[`${axis}0`] + part * span, low, high - span);
+    view[`${axis}0`] = from;
+    view[`${axis}1`] = from + span;
+  }
+  redraw();
+}
+
+function zoomTo(i) {
+  const from = position(data.starts[i]), to = position(Math.min(data.ends[i], moments - 1));
+  const around = Math.max((to - from) * 0.1, 1e-2);
+  Object.assign(view, { x0: from - around, x1: to + around });
+  hovered = i;
+  move(0, 0);
+  canvas.scrollIntoView({ block: "nearest" });
+}
+
+// What is pointed at
+
+function describe(what) {
+  if (what < -1) {
+    const category = data.categories[-2 - what].name;
+    return `${category}: smaller allocations, summed\n(the slider decides how many are drawn one by one)`;
+  }
+  const start = data.starts[what], end = data.ends[what], last = end >= moments;
+  const from = start === 0 ? "before the recording" : `${(data.times_us[start] / 1000).toFixed(3)} ms (${phaseAt(start)})`;
+  const to = last ? "after it" : `${(data.times_us[end] / 1000).toFixed(3)} ms (${phaseAt(end)})`;
+  const text = data.texts[data.labels[what]] || "(no Python line asked for it: autograd's own thread, or before the recording)";
+  return `${sizeText(data.sizes[what])}, ${data.categories[data.kinds[what]].name}\nfrom ${from} to ${to}\n${text}`;
+}
+
+function point(event) {
+  const box = canvas.getBoundingClientRect();
+  const x = event.clientX - box.left, y = event.clientY - box.top;
+  const column = Math.floor((x - MARGIN.left) * plot.ratio), row = Math.floor((y - MARGIN.top) * plot.ratio);
+  const inside = column >= 0 && column < plot.columns && row >= 0 && row < plot.rows;
+  const what = inside ? plot.what[row * plot.columns + column] : -1;
+  tip.hidden = what === -1;
+  if (what !== -1) {
+    tip.textContent = describe(what);
+    tip.style.left = `${clamp(x + 14, 0, Math.max(0, box.width - tip.offsetWidth))}px`;
+    tip.style.top = `${y + 18}px`;
+  }
+  if (what !== hovered) { hovered = what; redraw(); }
+}
+
+let dragged = null;
+canvas.addEventListener("pointerdown", (event) => { dragged = event; canvas.setPointerCapture(event.pointerId); });
+canvas.addEventListener("pointerup", () => { dragged = null; });
+canvas.addEventListener("pointermove", (event) => {
+  if (!dragged) return;
+  move((dragged.clientX - event.clientX) / plot.width, (event.clientY - dragged.clientY) / plot.height);
+  dragged = event;
+});
+canvas.addEventListener("mousemove", (event) => { if (!dragged) point(event); });
+canvas.addEventListener("mouseleave", () => { tip.hidden = true; hovered = -1; redraw(); });
+canvas.addEventListener("dblclick", showAll);
+canvas.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const box = canvas.getBoundingClientRect(), factor = 1.0015 ** (event.deltaY || event.deltaX);
+  const part = clamp((event.clientX - box.left - MARGIN.left) / plot.width, 0, 1);
+  const height = clamp(1 - (event.clientY - box.top - MARGIN.top) / plot.height, 0, 1);
+  if (event.shiftKey) zoom("y", view.y0 + height * (view.y1 - view.y0), factor);
+  else zoom("x", view.x0 + part * (view.x1 - view.x0), factor);
+}, { passive: false });
+
+const middle = () => (view.x0 + view.x1) / 2;
+const KEYS = {
+  ArrowLeft: () => move(-0.1, 0), ArrowRight: () => move(0.1, 0), ArrowUp: () => move(0, 0.1), ArrowDown: () => move(0, -0.1),
+  "+": () => zoom("x", middle(), 0.7), "=": () => zoom("x", middle(), 0.7), "-": () => zoom("x", middle(), 1 / 0.7), 0: showAll,
+};
+canvas.addEventListener("keydown", (event) => {
+  if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  KEYS[event.key]();
+});
+element("detail").addEventListener("input", redraw);
+element("grouped").addEventListener("change", redraw);
+element("by-event").addEventListener("change", showAll);
+element("reset").addEventListener("click", showAll);
+window.addEventListener("resize", redraw);
+
+// The words around it, all of them set as text
+
+function add(parent, tag, text) {
+  const child = document.createElement(tag);
+  child.textContent = text;
+  parent.append(child);
+  return child;
+}
+
+element("summary").textContent = data.peak;
+data.warnings.forEach((warning) => add(element("warnings"), "li", `Warning: ${warning}`));
+data.categories.forEach((category, kind) => {
+  let bytes = 0;
+  for (let i = 0; i < count; i++) {
+    if (data.kinds[i] === kind && data.starts[i] <= peakMoment && peakMoment < data.ends[i]) bytes += data.sizes[i];
+  }
+  const entry = add(element("legend"), "li", "");
+  add(entry, "i", "").style.background = category.color;
+  entry.append(`${category.name}: ${sizeText(bytes)} at the peak`);
+});
+for (const i of stack.bySize.slice(0, 10)) {
+  const row = add(element("largest"), "tr", ""), [size, ...rest] = describe(i).split("\n");
+  const [bytes, category] = size.split(", ");
+  const button = add(add(row, "td", ""), "button", bytes);
+  button.type = "button";
+  button.addEventListener("click", () => zoomTo(i));
+  [category, rest[0], rest.slice(1).join("\n")].forEach((text) => add(row, "td", text));
+}
+element("detail").value = Math.ceil(1000 * Math.log(data.detail + 1) / Math.log(count + 1 || 2));
+showAll();

@@ -1,0 +1,103 @@
+"""Active memory over time and its peak, as numbers: what the picture, the page and the row show."""
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from .history import Allocation, History
+from .snapshot import Frame
+
+PROJECT = ("cs336_basics", "cs336_systems")
+_NOT_CODE = ("torch", "python", "<frozen", "<string", "??")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Bytes in use at each moment, by category (categories x moments) and all together."""
+
+    by_category: np.ndarray
+    total: np.ndarray
+
+    @property
+    def peak(self) -> int:
+        """The first moment at which most is in use."""
+        return int(self.total.argmax())
+
+
+def levels(history: History) -> Levels:
+    """Sum the allocations alive at each moment."""
+    change = np.zeros((len(history.categories), len(history.times_us) + 1), dtype=np.int64)
+    row = {category: i for i, category in enumerate(history.categories)}
+    for a in history.allocations:
+        change[row[a.category], a.start] += a.size
+        change[row[a.category], a.end] -= a.size
+    by_category = change[:, :-1].cumsum(axis=1)
+    return Levels(by_category, by_category.sum(axis=0))
+
+
+def facts(history: History, largest: int = 10) -> dict[str, Any]:
+    """The peak, when and of what; the peak of each phase; the largest allocations of all, with the code that made them."""
+    active = levels(history)
+    peak = active.peak
+    spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
+    return {
+        "peak_bytes": int(active.total[peak]),
+        "peak_phase": history.phase_at(peak),
+        "peak_ms": history.times_us[peak] / 1e3,
+        "at_peak_bytes": {c: int(active.by_category[i, peak]) for i, c in enumerate(history.categories)},
+        "phase_peak_bytes": {name: int(active.total[a : b + 1].max()) for name, a, b in spans},
+        "allocations": len(history.allocations),
+        "allocated_bytes": sum(a.size for a in history.allocations if a.start > 0),
+        "largest": [describe(a, history) for a in sorted(history.allocations, key=lambda a: -a.size)[:largest]],
+        "warnings": list(history.warnings),
+    }
+
+
+def describe(a: Allocation, history: History) -> dict[str, Any]:
+    """An allocation in words: what it was, and the innermost lines of code that asked for it."""
+    return {
+        "bytes": a.size,
+        "phase": "before" if a.start == 0 else history.phase_at(a.start),
+        "category": a.category,
+        "name": a.name,
+        "code": code_lines(a.frames, most=2),
+    }
+
+
+def code_line(frames: tuple[Frame, ...]) -> str:
+    """Where memory was asked for: the innermost line of this project, else of any Python code that is not PyTorch's.
+
+    Empty where the trace has no such line, as for the backward pass on a GPU, which runs in a thread without Python.
+    """
+    own = [frame for frame in frames if project_path(frame)]
+    others = (frame for frame in frames if frame.file.endswith(".py") and not _is_library(frame))
+    frame = next(iter(own), None) or next(others, None)
+    return "" if frame is None else f"{project_path(frame) or frame.file}:{frame.line} {frame.function}"
+
+
+def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
+    """This project's lines in a stack, from the innermost outward; `code_line` where there is none."""
+    own = [f"{project_path(frame)}:{frame.line} {frame.function}" for frame in frames if project_path(frame)]
+    return own[:most] or [line for line in [code_line(frames)] if line]
+
+
+def project_path(frame: Frame) -> str:
+    """The file of a frame from the project's package on; empty for other code."""
+    parts = PurePath(frame.file.replace("\\", "/")).parts
+    starts = [i for i, part in enumerate(parts) if part in PROJECT]
+    return "/".join(parts[starts[-1] :]) if starts and frame.file.endswith(".py") else ""
+
+
+def _is_library(frame: Frame) -> bool:
+    parts = PurePath(frame.file.replace("\\", "/")).parts
+    return frame.file.startswith(_NOT_CODE) or "torch" in parts or any(p.startswith("python3") for p in parts[:-1])
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if abs(num_bytes) >= 1 << power:
+            return f"{num_bytes / (1 << power):.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
