@@ -239,12 +239,19 @@ def _bench(arguments: Sequence[str]) -> int:
     return bench(arguments)
 
 
+def _profile(arguments: Sequence[str]) -> int:
+    from .profile_command import profile
+
+    return profile(arguments)
+
+
 _COMMANDS = {
     "train": (_train, "text in, trained language model out"),
     "generate": (_generate, "sample from a trained model"),
     "export": (_export, "write a trained model as a Hugging Face folder"),
     "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
     "bench": (_bench, "measure the parts"),
+    "profile": (_profile, "where time and memory go"),
     "report": (_report, "tables and plots of runs and measurements"),
 }
 

@@ -58,7 +58,8 @@ def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
     if phases is None:
         if last % 10_000 == 0:
             warnings.append(f"the trace has exactly {last:,} entries: it may have been full, and its beginning lost")
-        boundaries, names = (0, last), ("recorded",)
+        names: tuple[str, ...] = ("recorded",)
+        boundaries: tuple[int, ...] = (0, last)
         _categorize_by_lifetime(walk.allocations, last)
     else:
         names = phases.names[: len(phases.boundaries_us)]

@@ -34,7 +34,7 @@ class Phases:
     """Time of each boundary, in us since 1970. The trace has a marker at each, which is exact."""
     held: tuple[Held, ...] = ()
     counts: Literal["allocator", "storages"] = "allocator"
-    """allocator: what the GPU's allocator was asked for. storages: those of tensors that operators returned, on a CPU."""
+    """allocator: what the GPU's allocator was asked for. storages: of tensors that operators returned, on a CPU."""
     max_entries: int | None = None
     """Entries that the trace had room for."""
     error: str | None = None
@@ -70,12 +70,12 @@ def _phases(content: Any) -> Phases:
     _check(content, dict, "it")
     names, times = _list(content, "names", str), _list(content, "boundaries_us", int)
     if not names or len(times) not in (len(names), len(names) + 1) or times != sorted(times):
-        raise _WrongError(f"boundaries_us has {len(times)} times, in order or not: {len(names) + 1} are needed, in order")
+        raise _WrongError(f"boundaries_us has {len(times)} times: it must have {len(names) + 1}, in order")
     held = tuple(_held(entry, len(times)) for entry in _list(content, "held", dict))
     if content.get("counts") not in ("allocator", "storages"):
         raise _WrongError("counts must be allocator or storages")
     optional: dict[str, tuple[type, ...]] = {"max_entries": (int, type(None)), "error": (str, type(None))}
-    optional |= {name: (dict,) for name in ("config", "env", "allocator")}
+    optional |= dict.fromkeys(("config", "env", "allocator"), (dict,))
     for name, kinds in optional.items():
         if not isinstance(content.get(name), kinds):
             raise _WrongError(f"{name} is missing or a {type(content.get(name)).__name__}")

@@ -116,16 +116,16 @@ def mark_boundary(device: torch.device) -> None:
 
 def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
     """Category, name and tensor of all that a workload itself holds at the moment."""
-    names = {}
+    names: dict[Tensor, str] = {}
     for name, parameter in bench.model.named_parameters():
         names[parameter] = name
         yield PARAMETERS, name, parameter.detach()
         if parameter.grad is not None:
             yield GRADIENTS, f"gradient of {name}", parameter.grad
-    for parameter, state in () if bench.optimizer is None else bench.optimizer.state.items():
+    for owner, state in () if bench.optimizer is None else bench.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                yield OPTIMIZER, f"{key} of {names.get(parameter, 'a parameter')}", value
+                yield OPTIMIZER, f"{key} of {names.get(owner, 'a parameter')}", value
     for name, buffer in bench.model.named_buffers():
         yield OTHER, f"buffer {name}", buffer
     yield OTHER, "inputs", bench.inputs

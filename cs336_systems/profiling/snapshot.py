@@ -111,8 +111,8 @@ class _Reader:
         if action == "oom":
             return Event(action, 0, 0, _number(entry, "time_us", where), 0, ())
         frames = self._stack(entry.get("frames", [])) if action == "alloc" else ()
-        numbers = (_number(entry, name, where) for name in ("addr", "size", "time_us"))
-        return Event(action[:40], *numbers, _number(entry, "stream", where, 0), frames)
+        address, size, time_us = (_number(entry, name, where) for name in ("addr", "size", "time_us"))
+        return Event(action[:40], address, size, time_us, _number(entry, "stream", where, 0), frames)
 
     def _active_blocks(self, segment: dict[str, Any]) -> Iterable[Block]:
         """Those in use. Older snapshots give a block no address: blocks lie one behind the other."""

@@ -1,4 +1,4 @@
-"""A memory history on a CPU, where PyTorch's allocator keeps none: the storages of tensors, watched as they come and go.
+"""A memory history on a CPU, where PyTorch's allocator keeps none: the storages of tensors as they come and go.
 
 What an operator uses inside and gives back before it returns is not seen; on a GPU the allocator sees it.
 """
@@ -55,7 +55,9 @@ class StorageRecorder(TorchDispatchMode):
         segments = []
         for address, (size, frames) in self._alive.items():
             block = dict(address=address, size=size, requested_size=size, state="active_allocated", frames=frames)
-            facts = dict(address=address, total_size=size, allocated_size=size, active_size=size, requested_size=size)
+            facts: dict[str, Any] = dict(
+                address=address, total_size=size, allocated_size=size, active_size=size, requested_size=size
+            )
             facts |= dict(device=0, stream=0, segment_type="large", segment_pool_id=(0, 0), is_expandable=False)
             segments.append({**facts, "frames": frames, "blocks": [block]})
         with path.open("wb") as file:

@@ -10,7 +10,6 @@ from .history import Allocation, History
 from .snapshot import Frame
 
 PROJECT = ("cs336_basics", "cs336_systems")
-_NOT_CODE = ("torch", "python", "<frozen", "<string", "??")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def levels(history: History) -> Levels:
 
 
 def facts(history: History, largest: int = 10) -> dict[str, Any]:
-    """The peak, when and of what; the peak of each phase; the largest allocations of all, with the code that made them."""
+    """The peak, when and of what; the peak of each phase; the largest allocations, with the code that made them."""
     active = levels(history)
     peak = active.peak
     spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
@@ -66,33 +65,31 @@ def describe(a: Allocation, history: History) -> dict[str, Any]:
     }
 
 
-def code_line(frames: tuple[Frame, ...]) -> str:
-    """Where memory was asked for: the innermost line of this project, else of any Python code that is not PyTorch's.
+def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
+    """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
 
     Empty where the trace has no such line, as for the backward pass on a GPU, which runs in a thread without Python.
     """
-    own = [frame for frame in frames if project_path(frame)]
-    others = (frame for frame in frames if frame.file.endswith(".py") and not _is_library(frame))
-    frame = next(iter(own), None) or next(others, None)
-    return "" if frame is None else f"{project_path(frame) or frame.file}:{frame.line} {frame.function}"
-
-
-def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
-    """This project's lines in a stack, from the innermost outward; `code_line` where there is none."""
-    own = [f"{project_path(frame)}:{frame.line} {frame.function}" for frame in frames if project_path(frame)]
-    return own[:most] or [line for line in [code_line(frames)] if line]
+    own = [f"{path}:{frame.line} {frame.function}" for frame in frames if (path := project_path(frame))]
+    others = [
+        f"{frame.file}:{frame.line} {frame.function}"
+        for frame in frames
+        if frame.file.endswith(".py") and not _is_library(frame)
+    ]
+    return own[:most] or others[:most]
 
 
 def project_path(frame: Frame) -> str:
-    """The file of a frame from the project's package on; empty for other code."""
+    """The file of a frame from the project's package on; empty for other code, and for that which records."""
     parts = PurePath(frame.file.replace("\\", "/")).parts
     starts = [i for i, part in enumerate(parts) if part in PROJECT]
-    return "/".join(parts[starts[-1] :]) if starts and frame.file.endswith(".py") else ""
+    path = "/".join(parts[starts[-1] :]) if starts and frame.file.endswith(".py") else ""
+    return "" if path.startswith("cs336_systems/profiling/") else path
 
 
 def _is_library(frame: Frame) -> bool:
     parts = PurePath(frame.file.replace("\\", "/")).parts
-    return frame.file.startswith(_NOT_CODE) or "torch" in parts or any(p.startswith("python3") for p in parts[:-1])
+    return bool({"torch", "site-packages", *PROJECT} & set(parts)) or any(p.startswith("python3") for p in parts[:-1])
 
 
 def size_text(num_bytes: float) -> str:

@@ -1,18 +1,26 @@
-"""Pickles of plain data, read without executing what is in them: numbers, text, lists, tuples, dicts with text as keys."""
+"""Pickles of plain data, read without executing what is in them: numbers, text, lists, tuples, dicts keyed by text."""
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 _MOST_BYTES = 2**30
-# Python's own names of the opcodes that make plain values, and of those that ask for more, which is then named.
-_PLAIN = """
-    PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
-    UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_LIST APPEND APPENDS LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
-    EMPTY_DICT DICT SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE
-""".split()
-_ASKING = "GLOBAL STACK_GLOBAL INST PERSID BINPERSID EXT1 EXT2 EXT4".split()
+# What makes plain values, and what asks for more and is then named in the error; anything else is no opcode here.
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG, pickle.LONG1, pickle.LONG4, pickle.FLOAT, pickle.BINFLOAT),
+    *(pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.LIST),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_DICT, pickle.DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST, pickle.PERSID, pickle.BINPERSID),
+    *(pickle.EXT1, pickle.EXT2, pickle.EXT4),
+)
 
 
 class _Refused(ValueError):
@@ -25,7 +33,10 @@ class PlainUnpickler(pickle._Unpickler):
     Python's own implementation, not the one in C: that one allocates as much as an index in the file tells it to.
     """
 
-    dispatch = {ord(getattr(pickle, n)): pickle._Unpickler.dispatch[ord(getattr(pickle, n))] for n in _PLAIN + _ASKING}
+    dispatch: ClassVar[dict[int, Any]] = {ord(code): pickle._Unpickler.dispatch[ord(code)] for code in _OPCODES}
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise _Refused(f"asks for {str(module)[:100]}.{str(name)[:100]}")
@@ -55,9 +66,9 @@ class PlainUnpickler(pickle._Unpickler):
             raise _Refused("sets an item of what is no dict")
         return target
 
-    dispatch[ord(pickle.DICT)] = load_dict  # type: ignore[assignment]
-    dispatch[ord(pickle.SETITEMS)] = load_setitems  # type: ignore[assignment]
-    dispatch[ord(pickle.SETITEM)] = load_setitem  # type: ignore[assignment]
+    dispatch[ord(pickle.DICT)] = load_dict
+    dispatch[ord(pickle.SETITEMS)] = load_setitems
+    dispatch[ord(pickle.SETITEM)] = load_setitem
 
 
 def _text_keyed(items: list[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from ..accounting import num_parameters
 from ..bench.case import Row
 from ..config import ModelConfig
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
+from .memory_tables import memory_table
 
 logger = logging.getLogger(__name__)
 
@@ -273,4 +274,9 @@ def _ddp_table(rows: Sequence[Row]) -> str:
     return head + "\n\n" + markdown_table(["variant", *names], lines)
 
 
-_CASES = {"train-step": _train_step_table, "attention": _attention_table, "ddp": _ddp_table}
+_CASES = {
+    "train-step": _train_step_table,
+    "attention": _attention_table,
+    "ddp": _ddp_table,
+    "profile-memory": memory_table,
+}
