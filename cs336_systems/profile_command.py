@@ -23,26 +23,16 @@ def _memory(arguments: Sequence[str]) -> int:
     from .bench.workload import Workload
     from .profiling import memory
 
-    parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
-    parser.add_class_arguments(Workload)
-    parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
-    parser.add_argument("--out", type=str, default="runs/profile/memory", help="Folder for all that is written.")
-    parser.add_argument(
-        "--detail", type=int, default=5000, help="How many of the largest allocations are drawn one by one."
-    )
-    parser.add_argument("--min_bytes", type=int, default=0, help="How large those must be.")
-    parser.add_argument("--snapshot", type=str, default=None, help="Draw this file, on any machine; record nothing.")
-    parser.add_argument("--quick", action="store_true", help="A tiny model, seconds on a CPU; options win over it.")
+    parser = _memory_parser()
     parser.set_defaults({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})})
     options = vars(parse(parser, arguments))
     for name in ("detail", "min_bytes", "warmup"):
         if options[name] < 0:
             raise ValueError(f"{name} is {options[name]}: it must be at least 0")
     workload = {field.name: options[field.name] for field in fields(Workload)}
+    folder, drawn = Path(options["out"]), dict(detail=options["detail"], min_bytes=options["min_bytes"])
     if options["snapshot"] is not None:
         _refuse_workload(parser, {**workload, "warmup": options["warmup"]})
-    folder, drawn = _folder(options["out"]), dict(detail=options["detail"], min_bytes=options["min_bytes"])
-    if options["snapshot"] is not None:
         row = memory.draw(Path(options["snapshot"]), folder, **drawn)
     else:
         row = memory.profile(Workload(**workload), folder, options["warmup"], **drawn)
@@ -55,20 +45,26 @@ def _memory(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _memory_parser() -> Any:
+    from .bench.workload import Workload
+
+    parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
+    parser.add_class_arguments(Workload)
+    parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
+    parser.add_argument("--out", type=str, default="runs/profile/memory", help="Folder for all that is written.")
+    parser.add_argument(
+        "--detail", type=int, default=5000, help="How many of the largest allocations are drawn one by one."
+    )
+    parser.add_argument("--min_bytes", type=int, default=0, help="How large those must be.")
+    parser.add_argument("--snapshot", type=str, default=None, help="Draw this file, on any machine; record nothing.")
+    parser.add_argument("--quick", action="store_true", help="A tiny model, seconds on a CPU; options win over it.")
+    return parser
+
+
 def _refuse_workload(parser: Any, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value != parser.get_default(name):
             raise ValueError(f"{name} is {value!r}: with snapshot nothing is run, so it must be left out")
-
-
-def _folder(out: str) -> Path:
-    """The folder, once rows can be written there."""
-    from .bench.case import check_row_file
-    from .profiling.memory import ROWS_FILE
-
-    if not out:
-        raise ValueError(f"out is {out!r}: it must be a folder")
-    return check_row_file(Path(out) / ROWS_FILE).parent
 
 
 _TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"memory": _memory}

@@ -9,7 +9,7 @@ import torch
 from cs336_basics.shape import ModelShape
 
 from ..accounting import num_parameters
-from ..bench.case import Row, append_row
+from ..bench.case import Row, append_row, check_row_file
 from ..bench.workload import Workload
 from .history import history_of
 from .page import write_page
@@ -29,7 +29,7 @@ def profile(config: Workload, folder: Path, warmup: int = 2, detail: int = 5000,
 
     A model that does not even fit without a step gives a row with status oom and no picture.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _check_folder(folder)
     try:
         record(config, warmup, folder)
     except torch.OutOfMemoryError as error:
@@ -51,11 +51,19 @@ def draw(snapshot: Path, folder: Path, detail: int = 5000, min_bytes: int = 0) -
     phases = read_phases(beside) if snapshot.name == SNAPSHOT_FILE and beside.exists() else None
     history = history_of(read_snapshot(snapshot), phases)
     row = _row(snapshot, phases, facts(history))
-    folder.mkdir(parents=True, exist_ok=True)
+    _check_folder(folder)
     plot_timeline(history, folder / PICTURE_FILE, title_of(row))
     write_page(history, folder / PAGE_FILE, title_of(row), note_of(row), detail, min_bytes)
     append_row(folder / ROWS_FILE, row)
     return row
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError where the rows, and so all else, cannot be written."""
+    try:
+        check_row_file(folder / ROWS_FILE)
+    except ValueError as error:
+        raise ValueError(f"out is {str(folder)!r}: it must be a folder that can be written") from error
 
 
 def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:

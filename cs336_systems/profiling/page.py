@@ -1,5 +1,6 @@
 """The page of a memory history: one HTML file to zoom into, which needs nothing but a browser."""
 
+import functools
 import html
 import json
 from pathlib import Path
@@ -41,8 +42,9 @@ def page_data(history: History, detail: int, min_bytes: int) -> dict[str, Any]:
     category = {name: i for i, name in enumerate(history.categories)}
     texts: dict[str, int] = {}
     labels = []
+    lines = functools.lru_cache(maxsize=None)(code_lines)
     for a in history.allocations:
-        text = "\n".join(filter(None, (a.name, *code_lines(a.frames))))
+        text = "\n".join(filter(None, (a.name, *lines(a.frames))))
         labels.append(texts.setdefault(text, len(texts)))
     found = facts(history)
     return {

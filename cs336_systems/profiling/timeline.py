@@ -1,5 +1,6 @@
 """Active memory over time and its peak, as numbers: what the picture, the page and the row show."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -70,25 +71,27 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
 
     Empty where the trace has no such line, as for the backward pass on a GPU, which runs in a thread without Python.
     """
-    own = [f"{path}:{frame.line} {frame.function}" for frame in frames if (path := project_path(frame))]
+    own = [f"{path}:{frame.line} {frame.function}" for frame in frames if (path := project_path(frame.file))]
     others = [
         f"{frame.file}:{frame.line} {frame.function}"
         for frame in frames
-        if frame.file.endswith(".py") and not _is_library(frame)
+        if frame.file.endswith(".py") and not _is_library(frame.file)
     ]
     return own[:most] or others[:most]
 
 
-def project_path(frame: Frame) -> str:
-    """The file of a frame from the project's package on; empty for other code, and for that which records."""
-    parts = PurePath(frame.file.replace("\\", "/")).parts
+@functools.lru_cache(maxsize=10_000)  # a page asks for it once a frame, and files are few
+def project_path(file: str) -> str:
+    """A file's path from the project's package on; empty for other code, and for that which records."""
+    parts = PurePath(file.replace("\\", "/")).parts
     starts = [i for i, part in enumerate(parts) if part in PROJECT]
-    path = "/".join(parts[starts[-1] :]) if starts and frame.file.endswith(".py") else ""
+    path = "/".join(parts[starts[-1] :]) if starts and file.endswith(".py") else ""
     return "" if path.startswith("cs336_systems/profiling/") else path
 
 
-def _is_library(frame: Frame) -> bool:
-    parts = PurePath(frame.file.replace("\\", "/")).parts
+@functools.lru_cache(maxsize=10_000)
+def _is_library(file: str) -> bool:
+    parts = PurePath(file.replace("\\", "/")).parts
     return bool({"torch", "site-packages", *PROJECT} & set(parts)) or any(p.startswith("python3") for p in parts[:-1])
 
 

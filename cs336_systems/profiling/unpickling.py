@@ -50,7 +50,8 @@ class PlainUnpickler(pickle._Unpickler):
     # Keys are looked at before they are hashed: a tuple of few bytes can take for ever to hash.
 
     def load_dict(self) -> None:
-        self.append(_text_keyed(self.pop_mark()))
+        items = self.pop_mark()  # first: it sets self.append anew
+        self.append(_text_keyed(items))
 
     def load_setitems(self) -> None:
         items = self.pop_mark()

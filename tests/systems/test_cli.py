@@ -499,7 +499,7 @@ def test_every_field_has_its_own_help(cs336: Run) -> None:
         assert " ".join(text.replace("%%", "%").split()[:3]) in shown, field
 
 
-COMMANDS = ("train", "generate", "export", "import-hf", "bench", "report")
+COMMANDS = ("train", "generate", "export", "import-hf", "bench", "profile", "report")
 
 
 def test_the_help_names_every_command(cs336: Run) -> None:
@@ -534,6 +534,10 @@ print("HEAVY", [name for name in ("torch", "numpy", "tokenizers", "matplotlib", 
         (["export", "no/such", "--format=gguf"], "hf"),
         (["import-hf", "no/such"], "out"),
         (["import-hf", "no/such", "--out=out"], "no/such"),
+        (["profile"], "tool"),
+        (["profile", "everything"], "memory"),
+        (["profile", "memory", "--snapshot=no/such.pickle"], "no/such.pickle"),
+        (["profile", "memory", "--quick", "--detail=-1"], "detail is -1"),
         (["report"], "what"),
         (["report", "everything", "no/such"], "runs"),
         (["report", "runs", "no/such"], "no/such"),

@@ -6,8 +6,8 @@ const MARGIN = { left: 84, right: 14, top: 26, bottom: 40 };
 const count = data.sizes.length, moments = data.times_us.length;
 const peakMoment = stack.total.indexOf(stack.total.reduce((a, b) => Math.max(a, b), 0));
 const view = {}; // what is shown: x0 to x1 in ms or events, y0 to y1 in bytes
-let plot = { width: 0, height: 0, ratio: 1, what: new Int32Array(0) };
-let hovered = -1, scheduled = false;
+let plot = null; // the pixels, and which allocation each of them shows
+let hovered = -1, scheduled = null, settling = 0, stride = 1;
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const position = (moment) => element("by-event").checked ? moment : data.times_us[moment] / 1000;
@@ -37,24 +37,23 @@ function shades(color) {
 const colors = data.categories.map((category) => shades(category.color));
 
 // The moment that stands for each column of pixels: of those in it, one with the most memory, so that no peak is lost.
+// While something moves, as many columns as `stride` says share one, so that a picture takes no longer than it may.
 function columnMoments(width) {
-  const chosen = new Int32Array(width);
+  const chosen = new Int32Array(width), step = (view.x1 - view.x0) / width;
   let m = 0;
-  const step = (view.x1 - view.x0) / width;
   while (m + 1 < moments && position(m + 1) <= view.x0) m++;
-  for (let column = 0; column < width; column++) {
+  for (let column = 0; column < width; column += stride) {
     let best = m;
-    while (m + 1 < moments && position(m + 1) < view.x0 + (column + 1) * step) {
+    while (m + 1 < moments && position(m + 1) < view.x0 + (column + stride) * step) {
       m++;
       if (stack.total[m] > stack.total[best]) best = m;
     }
-    chosen[column] = best;
+    chosen.fill(best, column, column + stride);
   }
   return chosen;
 }
 
-function drawStack(image, width, height) {
-  const words = new Uint32Array(image.data.buffer), what = new Int32Array(width * height).fill(-1);
+function drawStack(words, what, width, height) {
   const chosen = columnMoments(width), scale = height / (view.y1 - view.y0);
   stack.begin(chosen[0], drawn(), element("grouped").checked);
   for (let column = 0; column < width; column++) {
@@ -63,22 +62,16 @@ function drawStack(image, width, height) {
       continue;
     }
     stack.moveTo(chosen[column]);
-    let bytes = 0, row = 0; // rows count from the bottom
-    stack.visit((id, size) => {
-      bytes += size;
-      const top = clamp(Math.round((bytes - view.y0) * scale), 0, height);
-      if (top <= row) return;
+    stack.rows(view.y0, scale, height, (id, from, to) => {
       const shade = colors[id < 0 ? -2 - id : data.kinds[id]];
-      const fill = id === hovered && id !== -1 ? shade.hover : id < 0 ? shade.rest : id % 2 ? shade.odd : shade.even;
-      const edge = id >= 0 && top - row > 2;
-      for (; row < top; row++) {
+      const fill = id < 0 ? shade.rest : id % 2 ? shade.odd : shade.even;
+      for (let row = from; row < to; row++) {
         const at = (height - 1 - row) * width + column;
-        words[at] = edge && row === top - 1 ? shade.edge : fill;
+        words[at] = id >= 0 && to - from > 2 && row === to - 1 ? shade.edge : fill;
         what[at] = id;
       }
     });
   }
-  return what;
 }
 
 function ticks(low, high, most, base) {
@@ -126,26 +119,47 @@ function drawAxes(context, width, height) {
   }
 }
 
-function draw() {
-  scheduled = false;
+// Work out what each pixel shows.
+function layOut() {
   const begun = performance.now(), ratio = Math.min(window.devicePixelRatio || 1, 2);
-  const width = canvas.clientWidth - MARGIN.left - MARGIN.right, height = canvas.clientHeight - MARGIN.top - MARGIN.bottom;
-  canvas.width = Math.round(canvas.clientWidth * ratio);
-  canvas.height = Math.round(canvas.clientHeight * ratio);
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(Math.max(1, Math.round(width * ratio)), Math.max(1, Math.round(height * ratio)));
-  plot = { width, height, ratio, columns: image.width, rows: image.height };
-  plot.what = drawStack(image, image.width, image.height);
-  context.putImageData(image, Math.round(MARGIN.left * ratio), Math.round(MARGIN.top * ratio));
-  context.scale(ratio, ratio);
-  drawAxes(context, width, height);
+  const width = Math.max(1, canvas.clientWidth - MARGIN.left - MARGIN.right);
+  const height = Math.max(1, canvas.clientHeight - MARGIN.top - MARGIN.bottom);
+  const columns = Math.round(width * ratio), rows = Math.round(height * ratio);
+  plot = { width, height, ratio, columns, rows, words: new Uint32Array(columns * rows), what: new Int32Array(columns * rows) };
+  plot.what.fill(-1);
+  drawStack(plot.words, plot.what, columns, rows);
   element("drawn").textContent = `${Math.min(drawn(), count).toLocaleString()} of ${count.toLocaleString()}`;
+  plot.milliseconds = (performance.now() - begun) * (stride === 1 ? 1 : stride);
   canvas.dataset.milliseconds = (performance.now() - begun).toFixed(1);
 }
 
-function redraw() {
-  if (!scheduled) requestAnimationFrame(draw);
-  scheduled = true;
+function paint() {
+  const { ratio, width, height, columns, rows, what } = plot;
+  canvas.width = Math.round(canvas.clientWidth * ratio);
+  canvas.height = Math.round(canvas.clientHeight * ratio);
+  const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
+  const words = new Uint32Array(image.data.buffer);
+  words.set(plot.words);
+  if (hovered !== -1) {
+    const { hover } = colors[hovered < 0 ? -2 - hovered : data.kinds[hovered]];
+    for (let at = 0; at < words.length; at++) if (what[at] === hovered) words[at] = hover;
+  }
+  context.putImageData(image, Math.round(MARGIN.left * ratio), Math.round(MARGIN.top * ratio));
+  context.scale(ratio, ratio);
+  drawAxes(context, width, height);
+}
+
+// Draw before the next frame; `moves` says that more is to come, so that it must not take long.
+function redraw(moves = false) {
+  stride = moves === true && plot && plot.milliseconds > 30 ? Math.ceil(plot.milliseconds / 30) : 1;
+  clearTimeout(settling);
+  if (stride > 1) settling = setTimeout(redraw, 200);
+  schedule(() => { layOut(); paint(); });
+}
+
+function schedule(work) {
+  if (scheduled === null) requestAnimationFrame(() => { const todo = scheduled; scheduled = null; todo(); });
+  scheduled = scheduled && work === paint ? scheduled : work;
 }
 
 // Moving about
@@ -175,7 +189,7 @@ function move(dx, dy) {
     view[`${axis}0`] = from;
     view[`${axis}1`] = from + span;
   }
-  redraw();
+  redraw(true);
 }
 
 function zoomTo(i) {
@@ -202,6 +216,7 @@ function describe(what) {
 }
 
 function point(event) {
+  if (!plot) return;
   const box = canvas.getBoundingClientRect();
   const x = event.clientX - box.left, y = event.clientY - box.top;
   const column = Math.floor((x - MARGIN.left) * plot.ratio), row = Math.floor((y - MARGIN.top) * plot.ratio);
@@ -213,7 +228,7 @@ function point(event) {
     tip.style.left = `${clamp(x + 14, 0, Math.max(0, box.width - tip.offsetWidth))}px`;
     tip.style.top = `${y + 18}px`;
   }
-  if (what !== hovered) { hovered = what; redraw(); }
+  if (what !== hovered) { hovered = what; schedule(paint); }
 }
 
 let dragged = null;
@@ -225,7 +240,7 @@ canvas.addEventListener("pointermove", (event) => {
   dragged = event;
 });
 canvas.addEventListener("mousemove", (event) => { if (!dragged) point(event); });
-canvas.addEventListener("mouseleave", () => { tip.hidden = true; hovered = -1; redraw(); });
+canvas.addEventListener("mouseleave", () => { tip.hidden = true; hovered = -1; schedule(paint); });
 canvas.addEventListener("dblclick", showAll);
 canvas.addEventListener("wheel", (event) => {
   event.preventDefault();
@@ -246,11 +261,11 @@ canvas.addEventListener("keydown", (event) => {
   event.preventDefault();
   KEYS[event.key]();
 });
-element("detail").addEventListener("input", redraw);
-element("grouped").addEventListener("change", redraw);
+element("detail").addEventListener("input", () => redraw(true));
+element("grouped").addEventListener("change", () => redraw());
 element("by-event").addEventListener("change", showAll);
 element("reset").addEventListener("click", showAll);
-window.addEventListener("resize", redraw);
+window.addEventListener("resize", () => redraw());
 
 // The words around it, all of them set as text
 
@@ -273,12 +288,11 @@ data.categories.forEach((category, kind) => {
   entry.append(`${category.name}: ${sizeText(bytes)} at the peak`);
 });
 for (const i of stack.bySize.slice(0, 10)) {
-  const row = add(element("largest"), "tr", ""), [size, ...rest] = describe(i).split("\n");
-  const [bytes, category] = size.split(", ");
-  const button = add(add(row, "td", ""), "button", bytes);
+  const row = add(element("largest"), "tr", ""), [, ...rest] = describe(i).split("\n");
+  const button = add(add(row, "td", ""), "button", sizeText(data.sizes[i]));
   button.type = "button";
   button.addEventListener("click", () => zoomTo(i));
-  [category, rest[0], rest.slice(1).join("\n")].forEach((text) => add(row, "td", text));
+  [data.categories[data.kinds[i]].name, rest[0], rest.slice(1).join("\n")].forEach((text) => add(row, "td", text));
 }
 element("detail").value = Math.ceil(1000 * Math.log(data.detail + 1) / Math.log(count + 1 || 2));
 showAll();

@@ -5,7 +5,7 @@
 class Stack {
   constructor(data) {
     const count = data.sizes.length;
-    this.data = data;
+    this.data = { ...data, sizes: Float64Array.from(data.sizes) };
     this.next = new Int32Array(count);
     this.previous = new Int32Array(count);
     this.startsAt = new Int32Array(data.times_us.length).fill(-1);
@@ -66,13 +66,26 @@ class Stack {
     if (after < 0) this.tails[list] = before; else this.previous[after] = before;
   }
 
-  // Call visit(what, bytes) from the bottom upward; what is an allocation, or -2 - category for the sum of others.
-  visit(visit) {
+  // Call paint(what, from, to) for each run of pixel rows, from the bottom upward: what is an allocation, or
+  // -2 - category for the sum of others. Row r shows the bytes around low + r / scale. The inner loop is what takes
+  // the time: with tens of thousands alive, most are less than a row high and are passed over by one comparison.
+  rows(low, scale, height, paint) {
+    const { sizes } = this.data, next = this.next;
+    let bytes = 0, row = 0, following = low + 0.5 / scale; // bytes from which on the next row is reached
+    const reach = (what) => {
+      const top = Math.min(height, Math.max(row, Math.round((bytes - low) * scale)));
+      if (top > row) paint(what, row, top);
+      row = top;
+      following = low + (row + 0.5) / scale;
+    };
     for (let list = 0; list < this.heads.length; list++) {
-      for (let i = this.heads[list]; i >= 0; i = this.next[i]) visit(i, this.data.sizes[i]);
-      if (this.grouped && this.rest[list] > 0) visit(-2 - list, this.rest[list]);
+      for (let i = this.heads[list]; i >= 0; i = next[i]) {
+        bytes += sizes[i];
+        if (bytes >= following) reach(i);
+      }
+      if (this.grouped && this.rest[list] > 0) { bytes += this.rest[list]; reach(-2 - list); }
     }
-    if (!this.grouped) this.rest.forEach((bytes, kind) => { if (bytes > 0) visit(-2 - kind, bytes); });
+    if (!this.grouped) this.rest.forEach((size, kind) => { if (size > 0) { bytes += size; reach(-2 - kind); } });
   }
 }
 
