@@ -20,6 +20,7 @@ DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md"]
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {
     "cs336_systems.config",
+    "cs336_systems.fields",
     "cs336_systems.model_config",
     "cs336_systems.accounting",
     "cs336_systems.hardware",

@@ -8,7 +8,8 @@ from typing import Any
 
 from .history import History
 from .plot import COLORS
-from .timeline import code_lines, facts, size_text
+from .timeline import code_lines, facts
+from .wording import size_text
 
 _FILES = Path(__file__).parent / "page"
 

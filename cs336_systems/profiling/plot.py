@@ -7,7 +7,8 @@ import numpy as np
 
 from .history import LIFETIMES, History
 from .phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
-from .timeline import Levels, levels, size_text
+from .timeline import Levels, levels
+from .wording import size_text
 
 COLORS = {
     PARAMETERS: "#4c78a8",

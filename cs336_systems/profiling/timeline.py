@@ -93,11 +93,3 @@ def project_path(file: str) -> str:
 def _is_library(file: str) -> bool:
     parts = PurePath(file.replace("\\", "/")).parts
     return bool({"torch", "site-packages", *PROJECT} & set(parts)) or any(p.startswith("python3") for p in parts[:-1])
-
-
-def size_text(num_bytes: float) -> str:
-    """A number of bytes in the unit that suits it."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if abs(num_bytes) >= 1 << power:
-            return f"{num_bytes / (1 << power):.2f} {unit}"
-    return f"{num_bytes:.0f} bytes"

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..bench.case import Row
-from ..profiling.memory import note_of, title_of
-from ..profiling.timeline import size_text
+from ..profiling.wording import note_of, size_text, title_of
 
 _SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 

@@ -10,7 +10,8 @@ from cs336_systems.profiling.history import MARKER, History, history_of
 from cs336_systems.profiling.phases import Held, Phases, read_phases
 from cs336_systems.profiling.recording import mark_boundary
 from cs336_systems.profiling.snapshot import Frame, read_snapshot
-from cs336_systems.profiling.timeline import code_lines, facts, levels, size_text
+from cs336_systems.profiling.timeline import code_lines, facts, levels
+from cs336_systems.profiling.wording import size_text
 
 from .snapshots import Trace, one_step, save
 

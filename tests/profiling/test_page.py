@@ -35,10 +35,11 @@ def page(folder: Path, detail: int = 100, content: dict | None = None) -> Path:
 
 
 def browse(path: Path, folder: Path, script: str = "", *more: str) -> str:
-    """The page after it has been drawn and a script has run in it; PASSED is what the script adds to it."""
+    """The page after it has been drawn and a script has run in it; or, with `more`, what the browser does instead."""
     if script:
         text = path.read_text()
-        test = f"<script>addEventListener('load', () => setTimeout(() => {{ {script} }}, 500))</script></body>"
+        frames = "window.requestAnimationFrame = (work) => setTimeout(work, 16);"  # without a screen there are none
+        test = f"<script>addEventListener('load', () => setTimeout(() => {{ {frames} {script} }}, 500))</script></body>"
         path = folder / "with_test.html"
         path.write_text(text.replace("</body>", test))
     profile = folder / f"browser{time.time_ns()}"
@@ -100,7 +101,7 @@ def test_pointing_beside_memory_says_nothing(tmp_path: Path) -> None:
 @needs_browser
 def test_the_slider_sums_the_smaller_ones(tmp_path: Path) -> None:
     script = 'element("detail").value = 0; element("detail").dispatchEvent(new Event("input"));'
-    later = f"setTimeout(() => {{ {pointing(0.05, 0.05)} }}, 300);"
+    later = f"setTimeout(() => {{ {pointing(0.05, 0.05)} }}, 1000);"
     dom = browse(page(tmp_path), tmp_path, script + later)
     assert shown(dom, "drawn") == "0 of 9"
     assert shown(dom, "tip").startswith("parameters: smaller allocations, summed")
