@@ -21,7 +21,7 @@ def write_page(history: History, path: Path, title: str, note: str, detail: int,
         "TITLE": html.escape(title),
         "NOTE": html.escape(note),
         "STYLE": (_FILES / "page.css").read_text(),
-        "SCRIPT": "".join((_FILES / name).read_text() for name in ("stack.js", "page.js")),
+        "SCRIPT": "".join((_FILES / name).read_text() for name in ("stack.js", "axes.js", "page.js")),
         "DATA": embedded_json(page_data(history, detail, min_bytes)),
     }
     before, *pieces = page.split("{{")

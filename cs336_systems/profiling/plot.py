@@ -65,14 +65,16 @@ def _column_peaks(times: np.ndarray, total: np.ndarray) -> np.ndarray:
 
 
 def _mark_phases(axes: Any, history: History, time_ms: np.ndarray) -> None:
+    span = time_ms[-1] - time_ms[0]
     for k, name in enumerate(history.phases):
         start, end = (time_ms[history.boundaries[k + i]] for i in (0, 1))
         if k % 2:
             axes.axvspan(start, end, color="#000000", alpha=0.04, linewidth=0, zorder=0)
         axes.axvline(start, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.text(
-            start, 0.985, f" {name}", transform=axes.get_xaxis_transform(), va="top", fontsize=10, color="#333333"
-        )
+        is_narrow = end - start < 0.1 * span  # its name ends where it ends, and covers the lines that it crosses
+        label = dict(ha="right", backgroundcolor="#ffffffcc") if is_narrow and k else dict(ha="left")
+        at = end if is_narrow and k else start
+        axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="#333333", **label)
     axes.axvline(time_ms[history.boundaries[-1]], color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
 
 

@@ -11,6 +11,7 @@ from .history import Allocation, History
 from .snapshot import Frame
 
 PROJECT = ("cs336_basics", "cs336_systems")
+_RECORDING = "cs336_systems/profiling/"
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,24 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
 
     Empty where the trace has no such line, as for the backward pass on a GPU, which runs in a thread without Python.
     """
-    own = [f"{path}:{frame.line} {frame.function}" for frame in frames if (path := project_path(frame.file))]
-    others = [
-        f"{frame.file}:{frame.line} {frame.function}"
-        for frame in frames
-        if frame.file.endswith(".py") and not _is_library(frame.file)
-    ]
-    return own[:most] or others[:most]
+    own, others = [], []
+    for frame in frames:
+        path = project_path(frame.file)
+        if path.startswith(_RECORDING):  # what lies further out is only how the recording was called
+            break
+        if path:
+            own.append(f"{path}:{frame.line} {frame.function}")
+        elif frame.file.endswith(".py") and not _is_library(frame.file):
+            others.append(f"{frame.file}:{frame.line} {frame.function}")
+    return (own or others)[:most]
 
 
 @functools.lru_cache(maxsize=10_000)  # a page asks for it once a frame, and files are few
 def project_path(file: str) -> str:
-    """A file's path from the project's package on; empty for other code, and for that which records."""
+    """A file's path from the project's package on; empty for other code."""
     parts = PurePath(file.replace("\\", "/")).parts
     starts = [i for i, part in enumerate(parts) if part in PROJECT]
-    path = "/".join(parts[starts[-1] :]) if starts and file.endswith(".py") else ""
-    return "" if path.startswith("cs336_systems/profiling/") else path
+    return "/".join(parts[starts[-1] :]) if starts and file.endswith(".py") else ""
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -2,7 +2,6 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const stack = new Stack(data);
 const element = (id) => document.getElementById(id);
 const canvas = element("timeline"), tip = element("tip");
-const MARGIN = { left: 84, right: 14, top: 26, bottom: 40 };
 const count = data.sizes.length, moments = data.times_us.length;
 const peakMoment = stack.total.indexOf(stack.total.reduce((a, b) => Math.max(a, b), 0));
 const view = {}; // what is shown: x0 to x1 in ms or events, y0 to y1 in bytes
@@ -74,51 +73,6 @@ function drawStack(words, what, width, height) {
   }
 }
 
-function ticks(low, high, most, base) {
-  const rough = (high - low) / most, power = base ** Math.floor(Math.log(rough) / Math.log(base));
-  const steps = base === 2 ? [1, 2] : [1, 2, 5, 10];
-  const step = steps.map((s) => s * power).find((s) => s >= rough) || rough;
-  const found = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) found.push(tick);
-  return found;
-}
-
-function drawAxes(context, width, height) {
-  const x = (value) => MARGIN.left + (value - view.x0) / (view.x1 - view.x0) * width;
-  const y = (value) => MARGIN.top + height - (value - view.y0) / (view.y1 - view.y0) * height;
-  context.font = "12px system-ui, sans-serif";
-  context.fillStyle = "#333";
-  context.strokeStyle = "#00000022";
-  const line = (x0, y0, x1, y1) => { context.beginPath(); context.moveTo(x0, y0); context.lineTo(x1, y1); context.stroke(); };
-  context.textAlign = "right";
-  for (const tick of ticks(view.y0, view.y1, 7, 2)) {
-    line(MARGIN.left, y(tick), MARGIN.left + width, y(tick));
-    context.fillText(sizeText(tick), MARGIN.left - 6, y(tick) + 4);
-  }
-  context.textAlign = "center";
-  for (const tick of ticks(view.x0, view.x1, 9, 10)) {
-    line(x(tick), MARGIN.top, x(tick), MARGIN.top + height + 4);
-    context.fillText(String(Number(tick.toPrecision(10))), x(tick), MARGIN.top + height + 17);
-  }
-  const unit = element("by-event").checked ? "events of the allocator" : "time on the host (ms)";
-  context.fillText(unit, MARGIN.left + width / 2, MARGIN.top + height + 34);
-  context.textAlign = "left";
-  context.strokeStyle = "#222";
-  context.setLineDash([5, 4]);
-  data.boundaries.forEach((moment, k) => {
-    const at = x(position(moment));
-    if (at < MARGIN.left - 1 || at > MARGIN.left + width + 1) return;
-    line(at, MARGIN.top - 14, at, MARGIN.top + height);
-    if (k < data.phases.length) context.fillText(data.phases[k], at + 5, MARGIN.top - 8);
-  });
-  context.setLineDash([]);
-  const peak = [x(position(peakMoment)), y(stack.total[peakMoment])];
-  if (peak[0] >= MARGIN.left && peak[0] <= MARGIN.left + width && peak[1] >= MARGIN.top - 2) {
-    context.fillStyle = "#b00020";
-    context.fillText("▼", peak[0] - 6, peak[1] - 2);
-  }
-}
-
 // Work out what each pixel shows.
 function layOut() {
   const begun = performance.now(), ratio = Math.min(window.devicePixelRatio || 1, 2);
@@ -147,6 +101,8 @@ function paint() {
   context.putImageData(image, Math.round(MARGIN.left * ratio), Math.round(MARGIN.top * ratio));
   context.scale(ratio, ratio);
   drawAxes(context, width, height);
+  drawPhases(context, width, height);
+  drawPeak(context, width, height);
 }
 
 // Draw before the next frame; `moves` says that more is to come, so that it must not take long.
