@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..bench.workload import Workbench, Workload
-from ..hardware import environment
+from ..hardware import environment, select_device
 from .phases import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, PHASES_FILE, SNAPSHOT_FILE, Held, Phases
 from .storages import StorageRecorder
 
@@ -35,13 +35,13 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
     """
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}: it must be at least 0")
-    bench = Workbench(config)
-    if config.compile and bench.device.type == "cpu":
+    if config.compile and select_device(config.device).type == "cpu":
         raise ValueError("compile is True: it must be false on a CPU, where storages are counted operator by operator")
+    bench = Workbench(config)
     _warm_up(bench, warmup)
     on_gpu = bench.device.type == "cuda"
     step = _Step(bench)
-    recorder = _allocator_history(bench.device) if on_gpu else StorageRecorder(h[2] for h in held_tensors(bench))
+    recorder = _allocator_history() if on_gpu else StorageRecorder(h[2] for h in held_tensors(bench))
     with recorder as running:
         error = step.run()
         running.save(folder / SNAPSHOT_FILE)
@@ -133,7 +133,7 @@ def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _allocator_history(device: torch.device) -> Iterator[Recorder]:
+def _allocator_history() -> Iterator[Recorder]:
     torch.cuda.memory._record_memory_history(None)  # whatever was recorded before is not of this step
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_ENTRIES)
     try:

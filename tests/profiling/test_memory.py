@@ -1,6 +1,8 @@
 """`cs336 profile memory`: what is recorded of a real step, on a CPU here and on a GPU where there is one."""
 
+import contextlib
 import gc
+import inspect
 import json
 import pickle
 from pathlib import Path
@@ -16,7 +18,7 @@ from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import main, make_report
 from cs336_systems.profiling.memory import QUICK, counted, draw, profile
 from cs336_systems.profiling.plot import COLORS
-from cs336_systems.profiling.recording import record
+from cs336_systems.profiling.recording import MAX_ENTRIES, _allocator_history, record
 from cs336_systems.profiling.storages import StorageRecorder
 from cs336_systems.report.memory_tables import memory_summary
 from cs336_systems.report.tables import rows_table
@@ -213,6 +215,27 @@ def test_a_wrong_option_is_one_line(wrong: list[str], said: str, tmp_path: Path,
 def test_a_table_refuses_a_row_without_its_numbers() -> None:
     with pytest.raises(ValueError, match=r"has no metrics\.at_peak_bytes"):
         rows_table([Row(case="profile-memory", variant="a", config={}, metrics={"peak_bytes": 1})])
+
+
+def test_the_allocators_recording_is_asked_for_as_pytorch_takes_it_and_ends_even_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the GPU's way calls, where there is no GPU: arguments held against PyTorch's own signature."""
+    takes, calls = inspect.signature(torch.cuda.memory._record_memory_history), []
+
+    def asked(*args: Any, **kwargs: Any) -> None:
+        bound = takes.bind(*args, **kwargs)
+        bound.apply_defaults()
+        calls.append(tuple(bound.arguments[name] for name in ("enabled", "context", "stacks", "max_entries")))
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", asked)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda filename: Path(filename).write_text("snapshot"))
+    with contextlib.suppress(RuntimeError), _allocator_history() as recorder:
+        recorder.save(tmp_path / "snapshot.pickle")
+        raise RuntimeError("the step fails")
+    assert (tmp_path / "snapshot.pickle").read_text() == "snapshot"
+    assert [enabled for enabled, *_ in calls] == [None, "all", None]
+    assert calls[1] == ("all", "alloc", "python", MAX_ENTRIES)
 
 
 # On a GPU

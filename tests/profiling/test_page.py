@@ -174,6 +174,12 @@ def test_fifty_thousand_allocations_are_drawn_in_a_moment(tmp_path: Path) -> Non
     assert shown(dom, "drawn").endswith("of 50,000")
 
 
+@needs_browser
+def test_the_browser_loads_nothing_beside_the_page(tmp_path: Path) -> None:
+    script = "document.title = performance.getEntriesByType('resource').length + ' resources';"
+    assert "<title>0 resources</title>" in browse(page(tmp_path), tmp_path, script)
+
+
 def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
     text = page(tmp_path).read_text()
     assert "default-src 'none'" in text
