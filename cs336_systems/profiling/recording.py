@@ -135,7 +135,8 @@ def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
 @contextlib.contextmanager
 def _allocator_history() -> Iterator[Recorder]:
     torch.cuda.memory._record_memory_history(None)  # whatever was recorded before is not of this step
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_ENTRIES)
+    # C++ frames too: the backward pass has no others.
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=MAX_ENTRIES)
     try:
         yield _AllocatorRecorder()
     finally:

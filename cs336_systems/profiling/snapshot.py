@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .unpickling import load_plain
 
 _MOST_ENTRIES = 5_000_000
-_MOST_FRAMES = 64
+_MOST_FRAMES = 256
 _STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 

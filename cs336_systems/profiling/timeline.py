@@ -1,6 +1,7 @@
 """Active memory over time and its peak, as numbers: what the picture, the page and the row show."""
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -12,6 +13,7 @@ from .snapshot import Frame
 
 PROJECT = ("cs336_basics", "cs336_systems")
 _RECORDING = "cs336_systems/profiling/"
+_AUTOGRAD = re.compile(r"\b(\w+Backward\d*|AccumulateGrad)::apply\(")
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ def describe(a: Allocation, history: History) -> dict[str, Any]:
 def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
 
-    Empty where the trace has no such line, as for the backward pass on a GPU, which runs in a thread without Python.
+    The backward pass on a GPU runs in a thread without Python: there it is the operation that autograd went back
+    through, such as "autograd: MulBackward0", where the stack has PyTorch's C++ frames. Empty where there is none of it.
     """
-    own, others = [], []
+    own: list[str] = []
+    others: list[str] = []
+    operations: list[str] = []
     for frame in frames:
         path = project_path(frame.file)
         if path.startswith(_RECORDING):  # what lies further out is only how the recording was called
@@ -81,7 +86,9 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
             own.append(f"{path}:{frame.line} {frame.function}")
         elif frame.file.endswith(".py") and not _is_library(frame.file):
             others.append(f"{frame.file}:{frame.line} {frame.function}")
-    return (own or others)[:most]
+        elif found := _AUTOGRAD.search(frame.function):
+            operations.append(f"autograd: {found[1]}")
+    return (own or others or operations)[:most]
 
 
 @functools.lru_cache(maxsize=10_000)  # a page asks for it once a frame, and files are few

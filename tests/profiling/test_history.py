@@ -1,6 +1,7 @@
 """Lifetimes, categories and peaks of snapshots whose answers were worked out by hand."""
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,33 @@ def test_a_free_that_the_trace_never_completes_counts_from_its_request(tmp_path:
     assert made.warnings == ()
 
 
+@pytest.mark.parametrize("seed", range(25))
+def test_any_trace_has_the_levels_of_a_simulation(seed: int, tmp_path: Path) -> None:
+    """Memory given and freed at random, addresses used again, some from before, frees that wait for another stream."""
+    chance, trace = random.Random(seed), Trace()
+    sizes = {512 * i: chance.randrange(1, 10_000) for i in range(chance.randrange(20))}
+    in_use, waiting, expected = dict(sizes), [], [sum(sizes.values())]
+    while len(expected) < 300:
+        free = [address for address in range(0, 512 * 60, 512) if address not in in_use]
+        if waiting and chance.random() < 0.3:
+            address = waiting.pop(chance.randrange(len(waiting)))
+            trace.note("free_completed", address, in_use.pop(address))
+        elif (held := [address for address in in_use if address not in waiting]) and chance.random() < 0.5:
+            address = chance.choice(held)
+            trace.note("free_requested", address, in_use[address])
+            waiting.append(address)
+        elif free:
+            address = chance.choice(free)
+            in_use[address] = chance.randrange(1, 10_000)
+            trace.alloc(address, in_use[address], stream=chance.randrange(3))
+        else:
+            continue
+        expected.append(sum(in_use.values()))
+    made = history(trace.snapshot(*in_use.items()), tmp_path)
+    assert levels(made).total.tolist() == expected
+    assert made.warnings == ()
+
+
 def test_a_trace_that_contradicts_itself_is_told(tmp_path: Path) -> None:
     made = history(Trace().alloc(1, 100).alloc(1, 50).alloc(3, 9).snapshot((1, 50)), tmp_path)
     assert "1 addresses are given twice" in made.warnings[0]
@@ -176,6 +204,10 @@ def test_the_line_is_the_projects_innermost_else_one_outside_pytorch() -> None:
     ]
     assert code_lines((cpp, torch, user)) == ["/home/me/script.py:3 main"]
     assert code_lines((cpp, torch, recording)) == []
+    relu = Frame("??", 0, "torch::autograd::generated::ReluBackward0::apply(std::vector<at::Tensor>&&)")
+    node = Frame("??", 0, "torch::autograd::Node::operator()(std::vector<at::Tensor>&&)")
+    assert code_lines((cpp, relu, node)) == ["autograd: ReluBackward0"]
+    assert code_lines((cpp, relu, model)) == ["cs336_basics/model.py:60 forward"]
     assert code_lines(()) == []
 
 

@@ -235,7 +235,7 @@ def test_the_allocators_recording_is_asked_for_as_pytorch_takes_it_and_ends_even
         raise RuntimeError("the step fails")
     assert (tmp_path / "snapshot.pickle").read_text() == "snapshot"
     assert [enabled for enabled, *_ in calls] == [None, "all", None]
-    assert calls[1] == ("all", "alloc", "python", MAX_ENTRIES)
+    assert calls[1] == ("all", "alloc", "all", MAX_ENTRIES)
 
 
 # On a GPU
@@ -268,6 +268,8 @@ def test_a_training_step_has_gradients_state_and_activations_of_the_right_size(t
     assert metrics["phase_peak_bytes"]["optimizer"] >= 4 * parameters
     assert metrics["at_peak_bytes"]["activations"] > 12 * 10 * metrics["counted"]["residual_stream_bytes"]
     assert any("cs336_basics/model.py" in line for entry in metrics["largest"] for line in entry["code"])
+    backward = [entry["code"] for entry in metrics["largest"] if entry["phase"] == "backward"]
+    assert any("Backward" in line for lines in backward for line in lines)  # the operation, by its C++ frame
 
 
 @pytest.mark.gpu

@@ -167,7 +167,7 @@ function describe(what) {
   const start = data.starts[what], end = data.ends[what], last = end >= moments;
   const from = start === 0 ? "before the recording" : `${(data.times_us[start] / 1000).toFixed(3)} ms (${phaseAt(start)})`;
   const to = last ? "after it" : `${(data.times_us[end] / 1000).toFixed(3)} ms (${phaseAt(end)})`;
-  const text = data.texts[data.labels[what]] || "(no Python line asked for it: autograd's own thread, or before the recording)";
+  const text = data.texts[data.labels[what]] || "(from before the recording, or without a stack)";
   return `${sizeText(data.sizes[what])}, ${data.categories[data.kinds[what]].name}\nfrom ${from} to ${to}\n${text}`;
 }
 
