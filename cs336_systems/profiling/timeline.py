@@ -73,7 +73,7 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
 
     The backward pass on a GPU runs in a thread without Python: there it is the operation that autograd went back
-    through, such as "autograd: MulBackward0", where the stack has PyTorch's C++ frames. Empty where there is none of it.
+    through, such as "autograd: MulBackward0", where the stack has PyTorch's C++ frames. Empty where nothing is known.
     """
     own: list[str] = []
     others: list[str] = []
