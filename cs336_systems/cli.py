@@ -255,7 +255,7 @@ _COMMANDS = {
     "export": (_export, "write a trained model as a Hugging Face folder"),
     "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
     "bench": (_bench, "measure the parts"),
-    "profile": (_profile, "look at a training step from inside"),
+    "profile": (_profile, "where time and memory go"),
     "report": (_report, "tables and plots of runs and measurements"),
 }
 

@@ -20,11 +20,11 @@ DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md"]
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {
     "cs336_systems.config",
+    "cs336_systems.fields",
     "cs336_systems.model_config",
     "cs336_systems.accounting",
     "cs336_systems.hardware",
     "cs336_systems.console",
-    "cs336_systems.fields",
     "cs336_basics",
 }
 TRAINING = {*BASE, "cs336_systems.kernels", "cs336_systems.parallel"}
@@ -42,12 +42,7 @@ ALLOWED = {
     "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields"},
     "cs336_systems.arguments": {"cs336_systems.fields"},
     "cs336_systems.profiling": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
-    "cs336_systems.report": {
-        *TRAINING,
-        "cs336_systems.training",
-        "cs336_systems.bench",
-        "cs336_systems.profiling",
-    },
+    "cs336_systems.report": {*TRAINING, "cs336_systems.training", "cs336_systems.bench", "cs336_systems.profiling"},
 }
 
 

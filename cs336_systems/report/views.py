@@ -6,6 +6,7 @@ from pathlib import Path
 from ..bench.case import Row
 from . import attention_sweep
 from .attention import ATTENTION_VIEWS, attention_table
+from .memory_tables import memory_table
 from .plots import draw
 from .profile_tables import kernels_table
 from .tables import CASE_TABLES
@@ -55,7 +56,7 @@ VIEWS: dict[str, View] = {
 }  # fmt: skip
 
 
-_TABLES = {**CASE_TABLES, "kernels": attention_table, "profile-kernels": kernels_table}
+_TABLES = {**CASE_TABLES, "kernels": attention_table, "profile-kernels": kernels_table, "profile-memory": memory_table}
 """Tables that are more than a line a row."""
 
 
