@@ -147,8 +147,8 @@ def compile_model(model: TransformerLM) -> None:
 def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
     """Make blocks forget what they computed and compute it again in the backward pass (Chen et al. 2016).
 
-    What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are checkpointed
-    from outside of their blocks: with sharded weights, those of a whole group are gathered to compute it again.
+    What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are
+    checkpointed from outside of their blocks: sharded weights of a whole group are gathered to compute it again.
     """
     if config.checkpointed is None:
         return

@@ -531,8 +531,16 @@ def blocks_computed(trainer: Trainer) -> int:
 
 @pytest.mark.parametrize(
     "kind, again",
-    [("none", 0), ("block", 5), ("every_1", 5), ("every_2", 3), ("every_9", 1)]
-    + [("groups_1", 5), ("groups_2", 5), ("groups_5", 5), ("groups_9", 5)],
+    [
+        ("none", 0),
+        ("block", 5),
+        ("every_1", 5),
+        ("every_2", 3),
+        ("every_9", 1),
+        ("groups_1", 5),
+        ("groups_2", 5),
+        ("groups_9", 5),
+    ],
 )
 def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
     weights, losses = [], []
