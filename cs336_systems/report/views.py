@@ -5,12 +5,13 @@ A table is Markdown and CSV, a plot PNG, all made of the row file alone.
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..bench.case import Row
+from .saved_tensors import tensors_table
 from .tables import CASE_TABLES, Fields, markdown_table, row_fields
 
 _OUTCOMES = {"oom": "out of memory", "error": "failed"}
@@ -18,7 +19,7 @@ _OUTCOMES = {"oom": "out of memory", "error": "failed"}
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a row: its name with the unit, where it is in `metrics`, how it is written."""
+    """A number of a row: its name with the unit, where it is in `metrics`, how it is written; or, with "s", a text."""
 
     name: str
     where: str
@@ -28,9 +29,10 @@ class Column:
 
     def text(self, fields: Fields) -> str:
         """As it stands in a table; "-" where this row has none."""
-        return (
-            fields.number(f"metrics.{self.where}", self.form, self.unit) if fields.has(f"metrics.{self.where}") else "-"
-        )
+        where = f"metrics.{self.where}"
+        if not fields.has(where):
+            return "-"
+        return str(fields.get(where)) if self.form == "s" else fields.number(where, self.form, self.unit)
 
     def value(self, row: Row) -> float | None:
         """The number itself."""
@@ -40,7 +42,10 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others."""
+    """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others.
+
+    A row without that field is a level line of its own: what it measures does not depend on it.
+    """
 
     name: str
     y: Column
@@ -49,6 +54,8 @@ class Plot:
     kind: Literal["line", "bar"] = "line"
     log: str = ""
     """Axes with a logarithmic scale: x, y, xy."""
+    beside: Column | None = None
+    """Of a line plot, a second column, dashed: a prediction of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,8 @@ class View:
     """Fields that tell rows apart: those that differ among the rows are columns, the others stand above."""
     columns: tuple[Column, ...]
     plots: tuple[Plot, ...] = ()
+    details: Callable[[Row], str] | None = None
+    """What follows the table for each row that is ok."""
 
 
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
@@ -88,6 +97,54 @@ VIEWS: dict[str, View] = {
         keys=_MODEL_KEYS,
         columns=(_STEP, Column("mean (ms)", "step_ms.mean"), _STD, Column("first (ms)", "steps_ms.0"),
                  Column("second (ms)", "steps_ms.1"), Column("last (ms)", "steps_ms.-1")),
+    ),
+    "precision-accumulation": View(
+        keys=("accumulation", "value", "count", "device"),
+        columns=(Column("sum", "sum", ".7f"), Column("error", "error", "+.7f"), Column("type", "dtype", "s")),
+    ),
+    "autocast-dtypes": View(
+        keys=("norm", "precision", "device"),
+        columns=tuple(Column(name.replace("_", " "), f"dtypes.{name}", "s")
+                      for name in ("parameters", "fc1_output", "norm_output", "logits", "loss", "gradients")),
+    ),
+    "residuals": View(
+        keys=("size", "context_length", "batch_size", "precision", "compile", "attention"),
+        columns=(
+            Column("saved (MiB)", "saved_bytes", ".4g", 2**20),
+            Column("counted (MiB)", "counted_bytes", ".4g", 2**20),
+            *(Column(part.replace("_", " "), f"parts.{part}", ".4g", 2**20)
+              for part in ("ln1", "qkv_proj", "attention", "output_proj", "ln2", "ffn")),
+            Column("input", "input_bytes", ".4g", 2**20),
+            Column("weight copies", "weight_copy_bytes", ".4g", 2**20),
+            Column("allocated", "held_bytes", ".4g", 2**20),
+            Column("peak", "peak_bytes", ".4g", 2**20),
+        ),
+        plots=(
+            Plot(name="saved", y=Column("saved (MiB)", "saved_bytes", ".4g", 2**20), x="context_length",
+                 lines=("size", "precision", "compile", "attention"), kind="bar"),
+        ),
+        details=tensors_table,
+    ),
+    "checkpointing": View(
+        keys=("size", "num_layers", "context_length", "batch_size", "mode", "precision", "compile", "attention",
+              "policy", "K"),
+        columns=(
+            _STEP,
+            _STD,
+            Column("kept after forward (GiB)", "held_bytes", ".4g", 2**30),
+            Column("predicted (GiB)", "predicted_held_bytes", ".4g", 2**30),
+            Column("peak (GiB)", "peak_bytes", ".4g", 2**30),
+            Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30),
+            Column("sqrt(L I / A)", "best_group", ".1f"),
+            Column("with weights and gradients (GiB)", "peak_memory_bytes", ".4g", 2**30),
+        ),
+        plots=(
+            Plot(name="peak", y=Column("peak beyond weights and gradients (GiB)", "peak_bytes", ".4g", 2**30), x="K",
+                 lines=("size", "context_length", "precision", "compile", "attention", "policy"), log="x",
+                 beside=Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30)),
+            Plot(name="step", y=_STEP, x="K", log="x",
+                 lines=("size", "context_length", "precision", "compile", "attention", "policy")),
+        ),
     ),
 }  # fmt: skip
 
@@ -167,7 +224,9 @@ def table(rows: Sequence[Row]) -> str:
             lines.append([*keys, *[_OUTCOMES[row.status], *["-"] * len(shown)][: max(1, len(shown))]])
     facts = "; ".join([*machines, *(f"{name} {show(value)}" for name, value in common.items() if value is not None)])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
-    return f"{facts}:\n\n" + markdown_table([*names, *([c.name for c in shown] or ["outcome"])], lines)
+    details = [view.details(row) for row in rows if row.status == "ok"] if view.details else []
+    main = f"{facts}:\n\n" + markdown_table([*names, *([c.name for c in shown] or ["outcome"])], lines)
+    return "\n\n".join([main, *details])
 
 
 def show(value: Any) -> str:
@@ -196,18 +255,12 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path) -> Path:
     """Draw rows into a PNG; those without the number are left out."""
     from matplotlib.figure import Figure
 
-    measured = [row for row in rows if plot.y.value(row) is not None]
-    differing = [name for name in plot.lines if len({str(row.config.get(name)) for row in measured}) > 1]
-    lines: dict[str, dict[Any, float]] = {}
-    for row in measured:
-        label = " ".join(_label(name, row.config) for name in differing) or row.case
-        lines.setdefault(label, {})[row.config[plot.x]] = plot.y.value(row) or 0.0
+    lines = _lines(plot, rows, plot.y)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    xs = sorted({row.config[plot.x] for row in measured})
+    xs = sorted({x for points in lines.values() for x in points if x is not None})
     if plot.kind == "line":
-        for label, points in lines.items():
-            axes.plot(sorted(points), [points[x] for x in sorted(points)], "o-", label=label)
+        _draw_lines(axes, lines, {} if plot.beside is None else _lines(plot, rows, plot.beside))
         if "x" in plot.log:
             axes.set_xscale("log", base=2)
             axes.set_xticks(xs, map(show, xs))
@@ -223,11 +276,34 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path) -> Path:
     axes.set_ylabel(plot.y.name)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(lines) > 1:
+    if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
+
+
+def _lines(plot: Plot, rows: Sequence[Row], column: Column) -> dict[str, dict[Any, float]]:
+    """A column over the field of the plot, by the label of its line."""
+    measured = [row for row in rows if plot.y.value(row) is not None]
+    differing = [name for name in plot.lines if len({str(row.config.get(name)) for row in measured}) > 1]
+    lines: dict[str, dict[Any, float]] = {}
+    for row in measured:
+        label = " ".join(_label(name, row.config) for name in differing) or row.case
+        if (value := column.value(row)) is not None:
+            lines.setdefault(label, {})[row.config[plot.x]] = value
+    return lines
+
+
+def _draw_lines(axes: Any, lines: Mapping[str, Mapping[Any, float]], beside: Mapping[str, Mapping[Any, float]]) -> None:
+    for number, (label, points) in enumerate(lines.items()):
+        for which, style, name in ((points, "-", label), (beside.get(label, {}), "--", f"{label}, predicted")):
+            drawn: dict[str, Any] = dict(color=f"C{number}", linestyle=style, label=name)
+            if None in which:
+                axes.axhline(which[None], **drawn)
+            elif which:
+                xs = sorted(which)
+                axes.plot(xs, [which[x] for x in xs], marker="o" if style == "-" else "", **drawn)
 
 
 def _label(name: str, config: Mapping[str, Any]) -> str:

@@ -4,7 +4,14 @@ from importlib import import_module
 
 from ..sweep import Case
 
-NAMES = ("model", "warmup")
+NAMES = (
+    "model",
+    "warmup",
+    "precision-accumulation",
+    "autocast-dtypes",
+    "residuals",
+    "checkpointing",
+)
 
 
 def get_case(name: str) -> Case:
