@@ -50,6 +50,16 @@ def test_groups_keep_inputs_for_blocks() -> None:
     assert kept[3] - kept[8] == 2 * entry
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["none", "groups_3"])
+def test_on_a_gpu_the_allocator_holds_what_is_counted(policy: str, precision: str) -> None:
+    how = dict(size="small", context_length=256, attention="flash_triton", precision=precision, device="cuda", warmup=1)
+    _, metrics = measured(policy, **how)
+    assert metrics["held_bytes"] == pytest.approx(metrics["predicted_held_bytes"], rel=0.02)
+    assert metrics["peak_bytes"] >= metrics["held_bytes"]
+
+
 def test_live_bytes_by_hand() -> None:
     before = torch.ones(100)
     with LiveBytes() as live:
