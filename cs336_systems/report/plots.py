@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import Row
-from .view import Plot, common_facts, label, show
+from .view import Column, Plot, common_facts, label, show
 
 KERNEL_COLORS = {
     "naive": "#000000",
@@ -37,7 +37,7 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
     for part in parts or [[]]:
         ends = [show(part[0].config.get(name)) for name in plot.files] if len(parts) > 1 else []
         file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
-        _figure(plot, part, keys).savefig(file, dpi=150)
+        figure_of(plot, part, keys).savefig(file, dpi=150)
         files.append(file)
     return files
 
@@ -57,7 +57,8 @@ def _in_order(values: Any) -> list[Any]:
     return sorted(values) if all(isinstance(part, int | float) for part in parts) else values
 
 
-def _figure(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
+def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
+    """The picture of rows, a panel for each value of the fields in `plot.panels`."""
     from matplotlib.figure import Figure
 
     panels = _parts(rows, [name for name in plot.panels if _differ(rows, name)]) or [[]]
@@ -68,7 +69,7 @@ def _figure(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
     differing = [name for name in plot.lines if _differ(rows, name)]
     colors: dict[str, str] = {}
     for axes, part in zip(grid, panels, strict=False):
-        _fill(axes, plot, part, differing, colors, _in_order(_x(plot, row) for row in rows))
+        _fill(axes, plot, part, differing, colors, _in_order(x for row in rows if (x := _x(plot, row)) is not None))
         if len(panels) > 1:
             axes.tick_params("x", labelsize=7.5)
             names = [name for name in plot.panels if _differ(rows, name)]
@@ -98,24 +99,40 @@ def _differ(rows: Sequence[Row], name: str) -> bool:
 
 
 def _x(plot: Plot, row: Row) -> Any:
-    value = row.config[plot.x]
+    value = row.config.get(plot.x)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _lines(plot: Plot, rows: Sequence[Row], column: Column, differing: Sequence[str]) -> dict[str, dict[Any, float]]:
+    """A column over the field of the plot, by the name of its line."""
+    lines: dict[str, dict[Any, float]] = {}
+    for row in rows:
+        name = " ".join(label(field, row.config) for field in differing) or row.case
+        if (value := column.value(row)) is not None:
+            lines.setdefault(name, {})[_x(plot, row)] = value
+    return lines
+
+
+def _draw_line(axes: Any, points: dict[Any, float], xs: Sequence[Any], **style: Any) -> None:
+    if None in points:  # it does not depend on the field
+        axes.axhline(points[None], lw=1.4, **{name: value for name, value in style.items() if name != "marker"})
+    elif points:
+        found = [x for x in xs if x in points]
+        axes.plot(found, [points[x] for x in found], ms=4, lw=1.4, **style)
 
 
 def _fill(
     axes: Any, plot: Plot, rows: Sequence[Row], differing: Sequence[str], colors: dict[str, str], xs: Sequence[Any]
 ) -> None:
     """Draw rows into axes, a line or a group of bars for each value of the differing fields."""
-    lines: dict[str, dict[Any, float]] = {}
-    for row in rows:
-        name = " ".join(label(field, row.config) for field in differing) or row.case
-        lines.setdefault(name, {})[_x(plot, row)] = plot.y.value(row) or 0.0
+    lines = _lines(plot, rows, plot.y, differing)
+    beside = {} if plot.beside is None else _lines(plot, rows, plot.beside, differing)
     width = 0.8 / max(1, len(lines))
     for i, (name, points) in enumerate(lines.items()):
         color = colors.setdefault(name, KERNEL_COLORS.get(name) or f"C{len(colors)}")
         if plot.kind == "line":
-            found, marker = [x for x in xs if x in points], KERNEL_MARKERS.get(name, "o")
-            axes.plot(found, [points[x] for x in found], marker=marker, ms=4, lw=1.4, color=color, label=name)
+            _draw_line(axes, points, xs, color=color, label=name, marker=KERNEL_MARKERS.get(name, "o"))
+            _draw_line(axes, beside.get(name, {}), xs, color=color, label=f"{name}, predicted", linestyle="--")
         else:
             places = [xs.index(x) - 0.4 + width * (i + 0.5) for x in points]
             axes.bar(places, list(points.values()), width, color=color, label=name)

@@ -15,7 +15,7 @@ OUTCOMES = {"oom": "out of memory", "error": "failed"}
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a row: its name with the unit, where it is in `metrics`, how it is written."""
+    """A number of a row: its name with the unit, where it is in `metrics`, how it is written; or, with "s", a text."""
 
     name: str
     where: str
@@ -25,9 +25,10 @@ class Column:
 
     def text(self, fields: Fields) -> str:
         """As it stands in a table; "-" where this row has none."""
-        return (
-            fields.number(f"metrics.{self.where}", self.form, self.unit) if fields.has(f"metrics.{self.where}") else "-"
-        )
+        where = f"metrics.{self.where}"
+        if not fields.has(where):
+            return "-"
+        return str(fields.get(where)) if self.form == "s" else fields.number(where, self.form, self.unit)
 
     def value(self, row: Row) -> float | None:
         """The number itself."""
@@ -37,7 +38,10 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others."""
+    """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others.
+
+    A row without that field is a level line of its own: what it measures does not depend on it.
+    """
 
     name: str
     y: Column
@@ -50,6 +54,8 @@ class Plot:
     """Fields whose values have axes of their own, in one file."""
     files: tuple[str, ...] = ()
     """Fields whose values have a file of their own."""
+    beside: Column | None = None
+    """Of a line plot, a second column, dashed: a prediction of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,8 @@ class View:
     plots: tuple[Plot, ...] = ()
     derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     """Rows with what follows from several of them, such as speed-ups."""
+    details: Callable[[Row], str] | None = None
+    """What follows the table for each row that is ok."""
     write: Callable[[Sequence[Row], Path], list[Path]] | None = None
     """Writes files of other names than the case's into a folder, instead of the table and the plots."""
 
@@ -103,7 +111,8 @@ def table(rows: Sequence[Row], view: View) -> str:
         lines.append([*([show(row.config.get(name)) for name in differing] or [row.variant]), *cells])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
-    return f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
+    main = f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
+    return "\n\n".join([main, *(view.details(row) for row in rows if view.details and row.status == "ok")])
 
 
 def show(value: Any) -> str:

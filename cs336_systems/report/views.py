@@ -9,6 +9,7 @@ from .attention import ATTENTION_VIEWS, attention_table
 from .memory_tables import memory_table
 from .plots import draw
 from .profile_tables import kernels_table
+from .saved_tensors import tensors_table
 from .tables import CASE_TABLES
 from .view import Column, Plot, View, csv_text, latest, table
 
@@ -49,6 +50,54 @@ VIEWS: dict[str, View] = {
             _PEAK,
             Column("start-up (s)", "startup_s", ".1f"),
             Column("waiting for data (ms)", "data_wait_ms", ".3f"),
+        ),
+    ),
+    "precision-accumulation": View(
+        keys=("accumulation", "value", "count", "device"),
+        columns=(Column("sum", "sum", ".7f"), Column("error", "error", "+.7f"), Column("type", "dtype", "s")),
+    ),
+    "autocast-dtypes": View(
+        keys=("norm", "precision", "device"),
+        columns=tuple(Column(name.replace("_", " "), f"dtypes.{name}", "s")
+                      for name in ("parameters", "fc1_output", "norm_output", "logits", "loss", "gradients")),
+    ),
+    "residuals": View(
+        keys=("size", "context_length", "batch_size", "precision", "compile", "attention"),
+        columns=(
+            Column("saved (MiB)", "saved_bytes", ".4g", 2**20),
+            Column("counted (MiB)", "counted_bytes", ".4g", 2**20),
+            *(Column(part.replace("_", " "), f"parts.{part}", ".4g", 2**20)
+              for part in ("ln1", "qkv_proj", "attention", "output_proj", "ln2", "ffn")),
+            Column("input", "input_bytes", ".4g", 2**20),
+            Column("weight copies", "weight_copy_bytes", ".4g", 2**20),
+            Column("allocated", "held_bytes", ".4g", 2**20),
+            Column("peak", "peak_bytes", ".4g", 2**20),
+        ),
+        plots=(
+            Plot(name="saved", y=Column("saved (MiB)", "saved_bytes", ".4g", 2**20), x="context_length",
+                 lines=("size", "precision", "compile", "attention"), kind="bar"),
+        ),
+        details=tensors_table,
+    ),
+    "checkpointing": View(
+        keys=("size", "num_layers", "context_length", "batch_size", "mode", "precision", "compile", "attention",
+              "policy", "K"),
+        columns=(
+            _STEP,
+            _STD,
+            Column("kept after forward (GiB)", "held_bytes", ".4g", 2**30),
+            Column("predicted (GiB)", "predicted_held_bytes", ".4g", 2**30),
+            Column("peak (GiB)", "peak_bytes", ".4g", 2**30),
+            Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30),
+            Column("sqrt(L I / A)", "best_group", ".1f"),
+            Column("with weights and gradients (GiB)", "peak_memory_bytes", ".4g", 2**30),
+        ),
+        plots=(
+            Plot(name="peak", y=Column("peak beyond weights and gradients (GiB)", "peak_bytes", ".4g", 2**30), x="K",
+                 lines=("size", "context_length", "precision", "compile", "attention", "policy"), log="x",
+                 beside=Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30)),
+            Plot(name="step", y=_STEP, x="K", log="x",
+                 lines=("size", "context_length", "precision", "compile", "attention", "policy")),
         ),
     ),
     **ATTENTION_VIEWS,

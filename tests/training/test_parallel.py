@@ -85,6 +85,9 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
         ("fsdp", dict(compile=True)),
         ("fsdp", dict(activation_checkpointing="block")),
         ("bucketed", dict(activation_checkpointing="every_2")),
+        ("fsdp", dict(activation_checkpointing="groups_2")),
+        pytest.param("fsdp", dict(activation_checkpointing="groups_2", compile=True), marks=pytest.mark.slow),
+        ("bucketed", dict(activation_checkpointing="groups_3")),
     ],
     ids=str,
 )
