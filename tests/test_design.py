@@ -178,3 +178,11 @@ def test_make_says_before_the_first_install_that_it_takes_a_while_and_nothing_la
 def test_importing_the_packages_does_no_work() -> None:
     code = "import cs336_basics, cs336_systems, cs336_systems.config, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+
+
+def test_the_readme_tells_of_every_case() -> None:
+    from cs336_systems.bench.cases import NAMES
+
+    readme = (ROOT / "README.md").read_text()
+    told = re.findall(r"^\| `([a-z0-9-]+)` \| ", readme.partition("## Measure")[2].partition("\n## ")[0], re.M)
+    assert sorted(told) == sorted(NAMES)
