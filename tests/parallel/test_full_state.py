@@ -1,5 +1,6 @@
 """The whole state of a model that is spread over ranks: what is in it, who has it, and how much of it others hold."""
 
+import time
 import weakref
 from typing import Any
 
@@ -77,10 +78,16 @@ def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
 
     def watching(outputs: Any, inputs: Any, what: str) -> Any:
         nonlocal most
+        end = time.monotonic() + (10 if to_rank is not None else 0)
+        while alive() and time.monotonic() < end:
+            time.sleep(0.001)  # gloo's thread lets go of what it has sent a moment after it is done
         sizes.append(sum(t.nbytes for t in outputs))
         rooms.extend((weakref.ref(t.untyped_storage()), t.nbytes) for t in outputs)
-        most = max(most, sum(nbytes for storage, nbytes in rooms if storage() is not None))
+        most = max(most, alive())
         return start(outputs, inputs, what)
+
+    def alive() -> int:
+        return sum(nbytes for storage, nbytes in rooms if storage() is not None)
 
     comm.start_gather = watching
     state = strategy.full_state_dict(to_rank=to_rank)
