@@ -230,10 +230,20 @@ class TransformerLM(nn.Module):
 
     def forward(self, token_ids: Int[Tensor, "B T"], cache: list[LayerCache] | None = None) -> Float[Tensor, "B T V"]:
         """Logits for each position. With a cache, token_ids continue what the cache holds."""
-        x = self.token_embeddings(token_ids)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, None if cache is None else cache[i])
+        x = self.through_blocks(self.token_embeddings(token_ids), cache)
         return self.lm_head(self.ln_final(x))
+
+    def through_blocks(
+        self,
+        x: Float[Tensor, "B T d_model"],
+        cache: list[LayerCache] | None = None,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Float[Tensor, "B T d_model"]:
+        """x after the blocks first .. last - 1 (default: all of them)."""
+        for i, layer in enumerate(list(self.layers)[first:last], first):
+            x = layer(x, None if cache is None else cache[i])
+        return x
 
     def new_cache(self) -> list[LayerCache]:
         """An empty key-value cache, one entry a layer; the first call that uses it decides the batch size."""

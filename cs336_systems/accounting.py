@@ -3,6 +3,8 @@
 One multiply and one add count as two operations, as in the handout and in the papers cited.
 """
 
+import math
+
 from cs336_basics.shape import ModelShape
 
 
@@ -74,3 +76,180 @@ def least_training_bytes(
     rotary = 4 * length * (shape.d_model // shape.num_heads)
     state = 8 * n // weight_parts + 8 * n // state_parts
     return state + rotary + 8 * batch_size * length + 2 * micro_batch * length * shape.vocab_size
+
+
+def naive_attention_bytes(batch: int, n_q: int, n_k: int, head_size: int, is_causal: bool) -> dict[str, int]:
+    """Memory that plain attention holds in float32, term by term, besides q, k, v, o and their gradients.
+
+    S = 4 B N_q N_k is a matrix of scores, B sequences times heads; M = N_q N_k a mask, 0 if not causal.
+
+    - scores S; masked_scores S, if causal; softmax S; masks 2 M: of what is visible, and of what is not
+    - saved_for_backward: S + M + 4 B D (N_q + 2 N_k), for the softmax's output, a mask, q / sqrt(D), k and v
+    - forward_peak: 2 S + 2 M + 4 B D N_q, two matrices of scores at a time
+    - backward_peak: 3 S + M + 4 B D (N_q + N_k), for the softmax's output, its gradient, that of the scores, and dV
+
+    Quadratic in the length: what FlashAttention does not hold. Inputs of another type are copied to float32 besides.
+    """
+    scores, mask = 4 * batch * n_q * n_k, n_q * n_k if is_causal else 0
+    queries, keys = 4 * batch * n_q * head_size, 4 * batch * n_k * head_size
+    return {
+        "scores": scores,
+        "masked_scores": scores if is_causal else 0,
+        "softmax": scores,
+        "masks": 2 * mask,
+        "saved_for_backward": scores + mask + queries + 2 * keys,
+        "forward_peak": 2 * scores + 2 * mask + queries,
+        "backward_peak": 3 * scores + mask + queries + keys,
+    }
+
+
+_SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number that a matrix product gives, by autocast type
+_HOLD_SCORES = ("naive", "scaled_dot_prod_attention")
+_FLASH = (
+    "auto",
+    "sdpa",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "flash_torch",
+    "flash_triton",
+    "flash_attention_triton",
+    "flash_cuda",
+)
+
+
+def residual_bytes(shape: ModelShape, batch_size: int, length: int) -> int:
+    """The residual stream between two blocks: 4 T d, T = B N tokens. It is float32 under autocast too."""
+    return 4 * batch_size * length * shape.d_model
+
+
+def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
+    """Copies of a block's matrices that autocast makes and backward needs: 2 (4 d^2 + 3 d d_ff); none in float32."""
+    return 0 if precision == "fp32" else 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff)
+
+
+def activation_bytes(
+    shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
+) -> dict[str, int]:
+    """What an eager TransformerBlock saves for backward besides its input and weights, by the part that saves it.
+
+    T = B N tokens, c bytes a number (4 in float32, 2 under autocast). Norms save 1/rms and what it makes of x, float32;
+    of a float32 tensor, which they all give, autocast makes a copy for each product that reads it.
+
+        ln1          4 T + 4 T d
+        qkv_proj     4 T d, three times 2 T d under autocast
+        attention    naive: q, k, v in float32, mask, softmax 12 T d + N^2 + 4 B H N^2
+                     flash: q, k, v, o, logsumexp             4 c T d + 4 T H
+        output_proj  c T d
+        ln2          8 T d + 4 T, with its own input, the residual stream between attention and ffn
+        ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
+
+    Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels
+    may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for a
+    kernel that is not known.
+    """
+    tokens, c, d = batch_size * length, _SIZE[precision], shape.d_model
+    if attention in _HOLD_SCORES:
+        scores = length * length + 4 * batch_size * shape.num_heads * length * length
+        inside = 12 * tokens * d + scores
+    elif attention in _FLASH:
+        inside = 4 * c * tokens * d + 4 * tokens * shape.num_heads
+    else:
+        raise ValueError(f"attention is {attention!r}: it must be one of {', '.join((*_HOLD_SCORES, *_FLASH))}")
+    return {
+        "ln1": 4 * tokens + 4 * tokens * d,
+        "qkv_proj": (4 if c == 4 else 3 * 2) * tokens * d,
+        "attention": inside,
+        "output_proj": c * tokens * d,
+        "ln2": 4 * tokens + 8 * tokens * d,
+        "ffn": 4 * tokens * d + 4 * c * tokens * shape.d_ff,
+    }
+
+
+def block_bytes(
+    shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
+) -> int:
+    """All that is in memory for a block to be differentiated: its input, activations and copies of its weights."""
+    saved = sum(activation_bytes(shape, batch_size, length, precision, attention).values())
+    return residual_bytes(shape, batch_size, length) + saved + weight_copy_bytes(shape, precision)
+
+
+def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str = "fp32") -> int:
+    """What the last norm, the head and the loss save: 8 T d + 4 T, c T d (and 2 V d under autocast), 4 T V + 4 T.
+
+    T tokens, c bytes a number. The loss reads the logits in float32, whatever they are computed in.
+    """
+    tokens, c, d, vocab = batch_size * length, _SIZE[precision], shape.d_model, shape.vocab_size
+    copy = 0 if precision == "fp32" else c * vocab * d
+    return 8 * tokens * d + 4 * tokens + c * tokens * d + copy + 4 * tokens * vocab + 4 * tokens
+
+
+def gradient_bytes(
+    shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
+) -> int:
+    """What the backward pass of a block has in memory at its peak beyond all that the block has saved.
+
+    The gradient of the residual stream, 4 T d, and those of the feed-forward layer's two factors beside that of their
+    product, while one saved tensor is gone: 2 c T d_ff. Or, with all scores in memory and where it is more, the
+    gradients of softmax and scores, 8 B H N^2, when all that was saved after them is gone. Gradients of weights are not
+    counted.
+    """
+    tokens, c = batch_size * length, _SIZE[precision]
+    saved = activation_bytes(shape, batch_size, length, precision, attention)
+    beyond = 2 * c * tokens * shape.d_ff
+    if attention in _HOLD_SCORES:
+        scores = 8 * batch_size * shape.num_heads * length * length
+        beyond = max(beyond, scores - saved["ffn"] - saved["ln2"] - saved["output_proj"])
+    return residual_bytes(shape, batch_size, length) + beyond
+
+
+def checkpointed_activation_bytes(
+    shape: ModelShape,
+    batch_size: int,
+    length: int,
+    precision: str = "fp32",
+    attention: str = "naive",
+    checkpointed: tuple[str, int] | None = None,
+) -> tuple[int, int]:
+    """Memory of a model's eager forward pass, when it is over, and at the peak of forward and backward, in bytes.
+
+    checkpointed: as `TrainConfig.checkpointed` has it. Groups of K of L blocks keep L / K inputs (I bytes) and have one
+    group whole at a time (A bytes a block): about (L / K) I + K A, which is least at K = `best_group` (Chen et al.
+    2016, "Training Deep Nets with Sublinear Memory Cost"). In detail the peak is the largest of
+
+        forward       what is kept, and of checkpointed blocks too the copies of weights, which autocast keeps so long
+        loss          what is kept, and three tensors of T V float32 numbers
+        each segment  what is kept up to it, what is computed again of it, and `gradient_bytes`
+
+    Weights and their gradients are not counted, nor what an operation has for itself.
+    """
+    how = (shape, batch_size, length, precision, attention)
+    entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how)
+    head = head_bytes(*how[:4])
+    kept, segments, copies = 0, [], 0
+    for count, is_checkpointed in _segments(shape.num_layers, checkpointed):
+        kept += entry if is_checkpointed else count * block
+        again = count * block - entry if is_checkpointed else 0
+        copies += count * weight_copy_bytes(shape, precision) if is_checkpointed else 0
+        segments.append(kept + again + gradients)
+    held = kept + head
+    logits = batch_size * length * shape.vocab_size
+    narrow = 0 if precision == "fp32" else 2 * logits
+    return held, max(held + copies + narrow, held + 12 * logits, *segments)
+
+
+def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tuple[int, bool]]:
+    """Blocks that are kept or checkpointed together: how many, and whether they are checkpointed."""
+    if checkpointed is None:
+        return [(1, False)] * num_layers
+    policy, number = checkpointed
+    if policy == "every":
+        return [(1, i % number == 0) for i in range(num_layers)]
+    return [(min(number, num_layers - first), True) for first in range(0, num_layers, number)]
+
+
+def best_group(
+    shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
+) -> float:
+    """The size of groups at which (L / K) I + K A is least: K = sqrt(L I / A), from 1 to L."""
+    ratio = residual_bytes(shape, batch_size, length) / block_bytes(shape, batch_size, length, precision, attention)
+    return min(max(1.0, math.sqrt(shape.num_layers * ratio)), shape.num_layers)

@@ -1,7 +1,7 @@
 """`cs336 bench CASE`: reads the case's options, measures, appends rows, and makes tables and plots of them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,10 @@ def bench(arguments: Sequence[str]) -> int:
     """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
     from .bench.cases import NAMES, get_case
 
-    if arguments and arguments[0] in _CASES:
-        return _CASES[arguments[0]](arguments[1:])
     if arguments and arguments[0] in NAMES:
         return _run(get_case(arguments[0]), arguments[1:])
     parser = make_parser("bench", "Measure, and write one row a measurement.")
-    parser.add_argument("case", choices=[*NAMES, *_CASES, "list"], help="What to measure; list names the cases.")
+    parser.add_argument("case", choices=[*NAMES, "list"], help="What to measure; list names the cases.")
     parse(parser, arguments)
     for name in NAMES:
         say(f"{name:<24} {get_case(name).about}")
@@ -80,7 +78,8 @@ def _parser(case: "Case") -> Any:
         kind = str if field.metadata.get("parse") else value_type(case, field.name)
         text = told.get(field.name) or field.name
         text += "" if "(default: " in text else f" (default: {values})"
-        parser.add_argument(f"--{field.name}", nargs="+", type=kind, default=None, help=text)
+        options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
+        parser.add_argument(*options, nargs="+", type=kind, default=None, help=text)
     parser.add_argument("--sweep", nargs="+", type=str, default=[], help="Fields to take all their values of.")
     parser.add_argument("--quick", action="store_true", help="Tiny, seconds on a CPU; other options win over it.")
     parser.add_argument("--resume", action="store_true", help="Leave out what the row file has already.")
@@ -117,66 +116,3 @@ class _Progress:
 
     def __call__(self, done: int, count: int, what: str) -> None:
         self._bar.update(self._task, completed=done, total=count, description=what)
-
-
-def _given(options: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def _tell(case: str, out: str | None, measure: "Callable[[Path], Iterable[Row]]") -> int:
-    """Print what is measured, as it comes, and then the tables of it."""
-    from .bench.case import check_row_file
-    from .report.views import rows_table
-
-    path = check_row_file(f"runs/bench/{case}.jsonl" if out is None else out)
-    rows = []
-    for row in measure(path):
-        rows.append(row)
-        what = row.config.get("shape", "")
-        say(" ".join(f"{what} {row.variant}: {row.status} {row.error or ''}".split()))
-    say("")
-    say(rows_table(rows))
-    say(f"\nrows are in {path}")
-    return 0
-
-
-def _attention(arguments: Sequence[str]) -> int:
-    parser = make_parser("bench attention", "Every attention kernel beside the others, at some shapes.")
-    parser.add_argument("--kernels", nargs="+", type=str, default=None, help="Attention kernels (default: all).")
-    parser.add_argument("--shapes", nargs="+", type=str, default=None, help="BxHxNxD, such as 1x16x1024x64.")
-    parser.add_argument("--dtype", type=str, default=None, help="bf16, fp16 or fp32 (default: bf16).")
-    parser.add_argument(
-        "--is_causal", type=bool, default=None, help="Whether a query sees only the keys up to it (default: true)."
-    )
-    parser.add_argument("--device", type=str, default=None, help="auto, cpu, cuda or cuda:N (default: auto).")
-    parser.add_argument("--rounds", type=int, default=None, help="How often the kernels take turns (default: 3).")
-    parser.add_argument(
-        "--rep_ms", type=float, default=None, help="Time for each measurement of a round (default: 50)."
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="Small shapes in float32, seconds on a CPU; other options win over it."
-    )
-    parser.add_argument("--out", type=str, default=None, help="Row file (default: runs/bench/attention.jsonl).")
-    options = parse(parser, arguments)
-    from .bench import attention
-    from .bench.case import append_row
-
-    given: dict[str, Any] = {}
-    if options.quick:
-        given = {"dtype": "fp32", "rounds": 1, "rep_ms": 1.0, "warmup_ms": 0.0, "shapes": attention.QUICK_SHAPES}
-    given |= _given(options, "dtype", "is_causal", "device", "rounds", "rep_ms")
-    if options.shapes is not None:
-        given["shapes"] = attention.parse_shapes(options.shapes)
-    if options.kernels is not None:
-        given["kernels"] = tuple(options.kernels)
-    config = attention.AttentionBench(**given)
-
-    def measure(path: Path) -> "Iterable[Row]":
-        for row in attention.measure(config):
-            append_row(path, row)
-            yield row
-
-    return _tell("attention", options.out, measure)
-
-
-_CASES: dict[str, Callable[[Sequence[str]], int]] = {"attention": _attention}

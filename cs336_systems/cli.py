@@ -132,10 +132,10 @@ def _train(arguments: Sequence[str]) -> int:
     if launched_rank():  # one of several processes that torchrun has started
         return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
     if result.interrupted is not None:
-        say(
-            f"stopped by {result.interrupted} at step {result.step}; to go on: "
-            f"{_program()} train --config {result.run_dir}/config.json --resume auto"
-        )
+        # How many processes there were is in config.json where the command has started them; torchrun has to be told.
+        again = _program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
+        command = f"{again} train --config {result.run_dir}/config.json --resume auto"
+        say(f"stopped by {result.interrupted} at step {result.step}; to go on: {command}")
         return _EXIT_CODES[result.interrupted]
     say(f"\n{summary(dataclasses.asdict(result))}")
     if result.tokens_per_s is not None:
@@ -261,7 +261,7 @@ _COMMANDS = {
     "export": (_export, "write a trained model as a Hugging Face folder"),
     "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
     "bench": (_bench, "measure the parts"),
-    "profile": (_profile, "look at a training step from inside"),
+    "profile": (_profile, "where time and memory go"),
     "plan": (_plan, "what will be needed: memory, time, communication, by arithmetic"),
     "report": (_report, "tables and plots of runs and measurements"),
 }

@@ -126,7 +126,7 @@ class TrainConfig:
     """Record forward and backward as a CUDA graph and replay it: no launch overhead, which decides for small models."""
     activation_checkpointing: str = "none"
     """none; block: a block keeps only its input, the rest is computed again in the backward pass; every_K: so with
-    every K-th block."""
+    every K-th block; groups_K: K blocks together keep only the input of the first."""
     deterministic: bool = False
     """Deterministic algorithms on the GPU too (slower), for runs that must repeat bit for bit."""
     validation_interval: int = 100
@@ -162,20 +162,21 @@ class TrainConfig:
             f"a divisor of train.batch_size, {self.batch_size}",
         )
         require(
-            re.fullmatch(r"none|block|every_[1-9]\d{0,8}", self.activation_checkpointing) is not None,
+            re.fullmatch(r"none|block|(every|groups)_[1-9]\d{0,8}", self.activation_checkpointing) is not None,
             "train.activation_checkpointing",
             self.activation_checkpointing,
-            "none, block or every_K with a number K",
+            "none, block, every_K or groups_K with a number K",
         )
 
     @property
-    def checkpointed_every(self) -> int | None:
-        """Every how many blocks one is checkpointed, or None for none of them."""
+    def checkpointed(self) -> tuple[str, int] | None:
+        """Which blocks are checkpointed: ("every", K), ("groups", K), or None for none of them."""
         if self.activation_checkpointing == "none":
             return None
-        return (
-            1 if self.activation_checkpointing == "block" else int(self.activation_checkpointing.removeprefix("every_"))
-        )
+        if self.activation_checkpointing == "block":
+            return "every", 1
+        policy, number = self.activation_checkpointing.split("_")
+        return policy, int(number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,16 @@ def use_device(name: str) -> torch.device:
     return device
 
 
+def use_device_in_thread(device: torch.device) -> None:
+    """Make the device that the process uses this new thread's too, which begins on GPU 0.
+
+    Else what the thread asks of CUDA, be it whether an event has passed, makes a context on GPU 0: half a GB of its
+    memory for every rank of the machine.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
 def memory_bytes(device: torch.device) -> int | None:
     """All memory of a GPU, or of the machine for the CPU; None where the system does not tell."""
     if device.type == "cuda":

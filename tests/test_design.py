@@ -20,11 +20,11 @@ DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md"]
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {
     "cs336_systems.config",
+    "cs336_systems.fields",
     "cs336_systems.model_config",
     "cs336_systems.accounting",
     "cs336_systems.hardware",
     "cs336_systems.console",
-    "cs336_systems.fields",
     "cs336_basics",
 }
 TRAINING = {*BASE, "cs336_systems.kernels", "cs336_systems.parallel"}
@@ -44,12 +44,7 @@ ALLOWED = {
     "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields"},
     "cs336_systems.arguments": {"cs336_systems.fields"},
     "cs336_systems.profiling": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
-    "cs336_systems.report": {
-        *TRAINING,
-        "cs336_systems.training",
-        "cs336_systems.bench",
-        "cs336_systems.profiling",
-    },
+    "cs336_systems.report": {*TRAINING, "cs336_systems.training", "cs336_systems.bench", "cs336_systems.profiling"},
 }
 
 
@@ -192,3 +187,11 @@ def test_the_planner_needs_no_pytorch() -> None:
     modules = ", ".join(f"cs336_systems.planner.{path.stem}" for path in files)
     code = f"import sys, cs336_systems.plan_command, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+
+
+def test_the_readme_tells_of_every_case() -> None:
+    from cs336_systems.bench.cases import NAMES
+
+    readme = (ROOT / "README.md").read_text()
+    told = re.findall(r"^\| `([a-z0-9-]+)` \| ", readme.partition("## Measure")[2].partition("\n## ")[0], re.M)
+    assert sorted(told) == sorted(NAMES)

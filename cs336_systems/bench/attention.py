@@ -1,143 +1,168 @@
-"""The case `attention`: every kernel of the registry beside the others, forward and backward, at some shapes.
+"""Attention kernels beside each other: what a kernel is given, and how several of them take turns.
 
 The kernels of a shape take turns, several rounds of them: a GPU that gets hot lowers its clock, and one kernel after
 the other would have the first on a cold card.
 """
 
-import functools
-import gc
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from cs336_basics.model import Attention
-
+from ..fields import check_types, require
 from ..hardware import select_device, use_device
 from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
 from ..training.metrics import summarise
 from .case import Row
-from .timing import time_ms
+from .outcome import failed, free_memory, measured
+from .sweep import as_json, swept
+from .timing import time_ms, wait_for
 
-CASE = "attention"
 KERNELS = tuple(name for name in ATTENTION if name not in ("scaled_dot_prod_attention", "flash_attention_triton"))
-# What docs/log.md compares with others' published figures.
-SHAPES = (
-    (1, 16, 1024, 64),
-    (4, 25, 1024, 64),
-    (8, 16, 4096, 64),
-    (1, 16, 8192, 64),
-    (1, 16, 16384, 64),
-    (1, 16, 16384, 128),
-    (1, 16, 65536, 64),
-)
-QUICK_SHAPES = ((1, 2, 64, 16), (1, 2, 65, 32))
-_SIZE_LIMIT = 1 << 31
+QUICK_KERNELS = ("naive", "vectorized_torch", "flash_torch", "sdpa")
+"""Those that a CPU runs at once: Triton's interpreter is slow."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Matrix products: forward 2, backward 5. What a kernel computes again is not counted.
+WORKS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
+"""What can be timed, and the matrix products it is. The last one is `attention(q, k, v).sum().backward()`."""
+_SIZE_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionBench:
-    """What to measure: each kernel at each shape."""
+class KernelBench:
+    """A kernel, what it computes in, and how it is timed; those that inherit from it say at what shape."""
 
-    kernels: tuple[str, ...] = KERNELS
-    """Names of the registry."""
-    shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
-    """(B, H, N, D) of q, k and v."""
-    dtype: str = "bf16"
-    """bf16, fp16 or fp32."""
-    is_causal: bool = True
+    kernel: str = swept(*KERNELS, quick=QUICK_KERNELS, also="kernels")
+    """Attention kernel by its registered name."""
+    dtype: Literal["bf16", "fp16", "fp32"] = swept("bf16", quick="fp32")
+    """Type of q, k and v."""
+    is_causal: bool = swept(True, sweep=(True, False))
     """Whether query i sees only the keys up to i."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    rounds: int = 3
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
+    rounds: int = swept(3, quick=1)
     """How often the kernels take turns."""
-    warmup_ms: float = 25.0
+    warmup_ms: float = swept(25.0, quick=0.0)
     """Time for warming up before each measurement of a round."""
-    rep_ms: float = 50.0
-    """Time for measuring, of each of the four measurements of a round."""
+    rep_ms: float = swept(50.0, quick=1.0)
+    """Time for each measurement of a round."""
 
     def __post_init__(self) -> None:
-        for name in self.kernels:
-            if name not in ATTENTION:
-                raise ValueError(f"kernels has {name!r}: each must be one of {', '.join(ATTENTION)}")
-        for shape in self.shapes:
-            if len(shape) != 4 or not all(1 <= size < _SIZE_LIMIT for size in shape):
-                raise ValueError(f"shapes has {shape}: each must be four numbers, B x H x N x D, from 1 to 2^31 - 1")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
-        for field, least in (("rounds", 1), ("warmup_ms", 0), ("rep_ms", 0)):
-            if not least <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)}: it must be at least {least} and finite")
-        try:
-            select_device(self.device)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("train.")) from error
+        check_types(self, "")
+        check_kernel(self.kernel)
+        for name, least in (("rounds", 1), ("warmup_ms", 0), ("rep_ms", 0)):
+            value = getattr(self, name)
+            require(least <= value < math.inf, name, value, f"at least {least} and finite")
+        object.__setattr__(self, "device", resolve_device(self.device))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of q, and that of k and v."""
+        raise NotImplementedError
+
+    def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
+        """The fields that say the shape, as an output and the keys show them."""
+        raise NotImplementedError
 
 
-def measure(config: AttentionBench) -> Iterator[Row]:
-    """One row for each shape and kernel, yielded as a shape is done; what fails is a row of status error or oom."""
-    device = use_device(config.device)
-    for shape in config.shapes:
-        yield from _measure_shape(config, shape, device)  # its tensors are gone before those of the next are made
+def check_kernel(name: str) -> None:
+    """Raise ValueError where no kernel has the name."""
+    require(name in ATTENTION, "kernel", name, f"one of {', '.join(ATTENTION)}")
 
 
-def _measure_shape(config: AttentionBench, shape: tuple[int, ...], device: torch.device) -> Iterator[Row]:
-    facts = {"shape": list(shape), "dtype": config.dtype, "is_causal": config.is_causal, "device": device.type}
-    facts |= {key: value for key, value in asdict(config).items() if key in ("rounds", "warmup_ms", "rep_ms")}
-    torch.manual_seed(0)
+def check_sizes(config: Any, *names: str) -> None:
+    """Raise ValueError for a field that is a size, or sizes, that no tensor has."""
+    for name in names:
+        value = getattr(config, name)
+        sizes = value if isinstance(value, tuple) else (value,)
+        require(all(1 <= size < _SIZE_LIMIT for size in sizes), name, value, "from 1 to 2^31 - 1")
+
+
+def resolve_device(name: str) -> str:
+    """The device's name, with auto made what there is. Raises ValueError for one that is not there."""
     try:
-        q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[config.dtype]) for _ in range(4))
+        return str(select_device(name))
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("train.")) from error
+
+
+def parse_sizes(text: str, name: str, form: str, count: int, separator: str) -> tuple[int, ...]:
+    """`count` sizes as they are written on the command line. Raises ValueError naming field, value and form."""
+    parts = text.lower().split(separator)
+    # Ten digits are enough, and more than some thousand are too many for int().
+    if len(parts) != count or not all(
+        re.fullmatch(r"\d{1,10}", part, re.ASCII) and 0 < int(part) < _SIZE_LIMIT for part in parts
+    ):
+        raise ValueError(f"{name} is {text!r}: it must be {form}, of numbers from 1 to 2^31 - 1")
+    return tuple(map(int, parts))
+
+
+def take_turns(case: str, *works: str) -> Callable[[Sequence[KernelBench]], Iterator[Row]]:
+    """The `measure` of a case whose configurations, which differ in `kernel` alone, take turns; of WORKS it times some.
+
+    What fails is a row of status error or oom, and the others go on.
+    """
+
+    def measure(configs: Sequence[KernelBench]) -> Iterator[Row]:
+        yield from _measure(case, works, configs)
+        free_memory()
+
+    return measure
+
+
+def _measure(case: str, works: Sequence[str], configs: Sequence[KernelBench]) -> Iterator[Row]:
+    try:
+        inputs = _inputs(configs[0])
     except Exception as error:  # a RuntimeError too, where the size overflows or a CPU has too little memory
-        status, message = _failure(error)
-        for name in config.kernels:
-            yield Row(case=CASE, variant=name, config=facts, status=status, error=message)
+        for config in configs:
+            yield failed(case, config.kernel, as_json(config), error)
         return
-    subjects = [_Subject(name, (q, k, v), do, config.is_causal) for name in config.kernels]
+    subjects = [_Subject(case, config, inputs, works) for config in configs]
     for subject in subjects:
         subject.run(subject.first_call)
-    for _ in range(config.rounds):
+    for _ in range(configs[0].rounds):
         for subject in subjects:
-            subject.run(functools.partial(subject.time_all, config.warmup_ms, config.rep_ms))
+            subject.run(subject.time_all)
     for subject in subjects:
-        yield subject.row(facts)
+        yield subject.row()
 
 
-def _failure(error: Exception) -> tuple[Literal["oom", "error"], str]:
-    """Status and error of the row of something that failed."""
-    line = str(error).split("\n")[0]
-    # For a CPU PyTorch has no error of its own.
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in line:
-        return "oom", line
-    return "error", f"{type(error).__name__}: {line}"
+def _inputs(config: KernelBench) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output."""
+    device = use_device(config.device)
+    torch.manual_seed(0)
+    q_shape, k_shape = config.shapes
+    shapes = (q_shape, k_shape, k_shape, q_shape)
+    return tuple(torch.randn(shape, device=device, dtype=DTYPES[config.dtype]) for shape in shapes)
 
 
 class _Subject:
     """A kernel at a shape: its inputs, its times so far, and what went wrong."""
 
-    def __init__(self, name: str, qkv: tuple[Tensor, Tensor, Tensor], do: Tensor, is_causal: bool) -> None:
-        self.name, self.do, self.is_causal = name, do, is_causal
-        self.qkv = [x.detach().requires_grad_() for x in qkv]  # one memory, gradients of its own
+    def __init__(self, case: str, config: KernelBench, inputs: Sequence[Tensor], works: Sequence[str]) -> None:
+        *qkv, self.do = inputs
+        self.case, self.config, self.works = case, config, works
+        self.trains = any(work != "forward" for work in works)
+        self.qkv = [x.detach().requires_grad_(self.trains) for x in qkv]  # one memory, gradients of its own
         self.times: dict[str, list[float]] = {}
         self.facts: dict[str, Any] = {}
-        self.status: Literal["ok", "oom", "error"] = "ok"
-        self.error: str | None = None
+        self.ran: dict[str, Any] = {}
+        self.failure: Row | None = None
 
     def attention(self) -> Tensor:
-        kernel: Attention = get_attention(self.name)
         q, k, v = self.qkv
-        return kernel(q, k, v, self.is_causal)
+        return get_attention(self.config.kernel)(q, k, v, self.config.is_causal)
 
     def run(self, step: Callable[[], None]) -> None:
         """Do a step unless an earlier one failed; keep what goes wrong."""
-        if self.status != "ok":
+        if self.failure is not None:
             return
         try:
             # The backward pass is timed many times over on one forward pass, which what torch.compile makes (flex)
@@ -145,74 +170,63 @@ class _Subject:
             with functorch_config.patch(donated_buffer=False):
                 step()
         except Exception as error:  # a kernel of others may raise anything; the other rows are wanted all the same
-            self.status, self.error = _failure(error)
-        if self.status != "ok":
+            self.failure = failed(self.case, self.config.kernel, as_json(self.config), error)
+        if self.failure is not None:
             self.clear()
-            gc.collect()
-            if self.do.is_cuda:
-                torch.cuda.empty_cache()
+            free_memory()
 
     def clear(self) -> None:
         for x in self.qkv:
             x.grad = None
 
+    def call(self) -> None:
+        """All of what is timed, once."""
+        o = self.attention()
+        self.ran = {**self.config.read_back(o, self.qkv[1]), "dtype": _name_of(o.dtype), "device": self.config.device}
+        if self.trains:
+            o.backward(self.do)
+
     def first_call(self) -> None:
-        """The first forward and backward pass, with what they compile, and then the memory of the second."""
+        """The first pass, with what it compiles, and then the memory of the second."""
         begin = time.perf_counter()
-        self.attention().backward(self.do)
-        _wait(self.do.device)
+        self.call()
+        wait_for(self.do.device)
         self.facts["first_call_s"] = time.perf_counter() - begin
         self.clear()
         if self.do.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.do.device)
             before = torch.cuda.memory_allocated(self.do.device)
-            self.attention().backward(self.do)
-            outputs = 4 * self.do.numel() * self.do.element_size()  # o and three gradients
+            self.call()
+            results = [self.do, *(self.qkv if self.trains else ())]  # o, and the gradients
             peak = torch.cuda.max_memory_allocated(self.do.device) - before
-            self.facts["extra_memory_bytes"] = max(0, peak - outputs)
+            self.facts["extra_memory_bytes"] = max(0, peak - sum(x.nbytes for x in results))
             self.clear()
 
-    def time_all(self, warmup_ms: float, rep_ms: float) -> None:
+    def time_all(self) -> None:
+        """A round."""
         o = self.attention()
-        works: dict[str, Callable[[], Any]] = {
-            "forward_ms": self.attention,
-            "backward_ms": lambda: o.backward(self.do, retain_graph=True),
-            "forward_backward_ms": lambda: self.attention().backward(self.do),
-            "forward_sum_backward_ms": lambda: self.attention().sum().backward(),
+        todo: dict[str, Callable[[], Any]] = {
+            "forward": self.attention,
+            "backward": lambda: o.backward(self.do, retain_graph=True),
+            "forward_backward": lambda: self.attention().backward(self.do),
+            "forward_sum_backward": lambda: self.attention().sum().backward(),
         }
-        for name, work in works.items():
-            self.times.setdefault(name, []).extend(time_ms(work, self.do.device, warmup_ms, rep_ms, self.qkv))
+        warmup_ms, rep_ms = self.config.warmup_ms, self.config.rep_ms
+        for name in self.works:
+            times = time_ms(todo[name], self.do.device, warmup_ms, rep_ms, self.qkv)
+            self.times.setdefault(name, []).extend(times)
         self.clear()
 
-    def row(self, config: dict[str, Any]) -> Row:
+    def row(self) -> Row:
+        if self.failure is not None:
+            return self.failure
         metrics: dict[str, Any] = dict(self.facts)
-        if self.status == "ok":
-            for name, times in self.times.items():
-                # Forward 2 products, backward 5: what a kernel computes again is not counted.
-                products = {"forward_ms": 2, "backward_ms": 5}.get(name, 7)
-                flops = attention_flops(self.do.shape, self.do.shape[-2], self.is_causal, products)
-                metrics[name] = summarise(times)
-                metrics[name.removesuffix("_ms") + "_tflops"] = flops / metrics[name]["p50"] / 1e9
-        return Row(case=CASE, variant=self.name, config=config, status=self.status, metrics=metrics, error=self.error)
+        for name, times in self.times.items():
+            flops = attention_flops(self.do.shape, self.qkv[1].shape[-2], self.config.is_causal, WORKS[name])
+            metrics[f"{name}_ms"] = summarise(times)
+            metrics[f"{name}_tflops"] = flops / metrics[f"{name}_ms"]["p50"] / 1e9
+        return measured(self.case, self.config.kernel, as_json(self.config), self.ran, metrics)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int, int, int], ...]:
-    """Shapes written as BxHxNxD. Raises ValueError naming what is not one."""
-    shapes = []
-    for text in texts:
-        parts = text.lower().split("x")
-        # Ten digits are enough, and more than some thousand are too many for int().
-        if len(parts) != 4 or not all(
-            re.fullmatch(r"\d{1,10}", part) and 0 < int(part) < _SIZE_LIMIT for part in parts
-        ):
-            raise ValueError(
-                f"shapes has {text!r}: each must be BxHxNxD, such as 1x16x1024x64, of numbers from 1 to 2^31 - 1"
-            )
-        b, h, n, d = map(int, parts)
-        shapes.append((b, h, n, d))
-    return tuple(shapes)
+def _name_of(dtype: torch.dtype) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))

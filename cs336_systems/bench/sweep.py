@@ -14,14 +14,21 @@ from typing import Any, get_args, get_type_hints
 from .case import Row
 
 
-def swept(*values: Any, sweep: Sequence[Any] = (), quick: Any = (), parse: Callable[[str], Any] | None = None) -> Any:
+def swept(
+    *values: Any,
+    sweep: Sequence[Any] = (),
+    quick: Any = (),
+    parse: Callable[[str], Any] | None = None,
+    also: str | None = None,
+) -> Any:
     """A field of a configuration whose default is the first of some values, all of which are measured by default.
 
     sweep: those that are measured where the field is named by `--sweep`. quick: the value, or a tuple of those, in a
-    quick run, which takes seconds on a CPU. parse: makes a value of what is written on the command line.
+    quick run, which takes seconds on a CPU. parse: makes a value of what is written on the command line. also: another
+    name for it there.
     """
     quick = quick if isinstance(quick, tuple) else (quick,)
-    metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse}
+    metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse, "also": also}
     return dataclasses.field(default=values[0], metadata=metadata)
 
 

@@ -51,7 +51,7 @@ class Workload:
     attention: str = "naive"
     """Attention kernel by its registered name."""
     activation_checkpointing: str = "none"
-    """none, block or every_K."""
+    """none, block, every_K or groups_K."""
     optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
     """Implementation of AdamW."""
     device: str = "auto"
@@ -109,8 +109,7 @@ class Workbench:
             self.optimizer = build_optimizer(self.model, OptimizerConfig(implementation=config.optimizer))
         if config.compile:
             compile_model(self.model)
-        if (every := config.train_config.checkpointed_every) is not None:
-            checkpoint_activations(self.model, every)
+        checkpoint_activations(self.model, config.train_config)
         self._loss = torch.compile(cross_entropy) if config.compile else cross_entropy
         self._logits_dtype: torch.dtype | None = None
 

@@ -101,7 +101,7 @@ def process_group(
     allowance = 60 if device.type == "cuda" else 0
     timeout = timedelta(seconds=step_timeout_s + allowance)
     dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
-    _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10))
+    _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10), device)
     try:
         yield
     except BaseException:
@@ -157,6 +157,39 @@ class Transfer:
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self.works) and (self._passed is None or self._passed.query())
+
+
+class _Queued:
+    """What the GPU has been given to do, as the watchdog sees it."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.started = what, time.monotonic()
+        self.passed: torch.cuda.Event | None = None
+        self.given_up = False
+
+    def done(self) -> bool:
+        return self.given_up or (self.passed is not None and self.passed.query())
+
+
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """Have the watchdog wait, as for one transfer, for what is queued inside on the current stream of a GPU.
+
+    For transfers that it cannot see one by one, those in a CUDA graph. The time limit begins before they are queued.
+    """
+    if _watchdog is None or world_size() == 1:
+        yield
+        return
+    queued = _Queued(what)
+    _watchdog.watch(queued)
+    try:
+        yield
+        passed = torch.cuda.Event()
+        passed.record()
+        queued.passed = passed  # not before it is recorded: until then it counts as passed
+    except BaseException:
+        queued.given_up = True  # what has failed is told by whoever catches it
+        raise
 
 
 def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | None = None) -> Transfer:

@@ -4,6 +4,7 @@ Where a transfer fails, whoever waits for it raises; where it never ends, a thre
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -11,11 +12,15 @@ import sys
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from ..console import launched_rank
+from ..hardware import use_device_in_thread
+from .meeting import agents_store
 
 OWN_LAUNCH = "CS336_LAUNCHED"
 """Set in the environment of processes that we have started ourselves, and whose failures we tell."""
@@ -77,8 +82,8 @@ class Watchdog:
     On a GPU the main thread waits inside the driver, for kernels that wait for another rank.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._stopped = timeout_s, threading.Event()
+    def __init__(self, timeout_s: float, device: torch.device) -> None:
+        self._timeout_s, self._device, self._stopped = timeout_s, device, threading.Event()
         self._under_way: deque[Watched] = deque()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -89,6 +94,7 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
+        use_device_in_thread(self._device)
         while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
             with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
                 while self._under_way and self._under_way[0].done():
@@ -108,12 +114,37 @@ def fail(message: str) -> None:
 
 
 def leave_failure(error: BaseException) -> None:
-    """Leave an error to the launcher, in the file it has named and the form it reads; say it where it is torchrun."""
+    """Leave an error to the launcher, in the file it has named and the form it reads.
+
+    Where that is torchrun, say it too: of ranks that all find the same wrong, one of them (`_say_once`). torchrun ends
+    with a summary that has the message of every rank.
+    """
     message = " ".join(str(error).split()) or type(error).__name__
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
-        report = {"message": message, "kind": type(error).__name__, "extraInfo": extra}
+        # Without py_callstack, in the place of which the summary shows the message.
+        report = {"message": message, "kind": type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump({"message": report}, file)
     if OWN_LAUNCH not in os.environ:
-        print(message if message.startswith("rank ") else f"rank {_rank()}: {message}", file=sys.stderr, flush=True)
+        _say_once(message)
+
+
+def _say_once(message: str, patience_s: float = 5) -> None:
+    """Print a message with this rank's number, unless another rank of this start has printed the same.
+
+    The ranks settle in the agents' store who is first, so it works before they have met, and for those that fail one
+    by one as for those that fail together. Whatever is in doubt is printed: where the store does not answer, and where
+    the rank that was first has not come to print within patience_s, for its agent may have ended it.
+    """
+    name = hashlib.sha256(message.encode()).hexdigest()
+    said = f"said after {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} restarts: {name}"
+    store = None
+    with contextlib.suppress(Exception):  # of whatever kind: it must not take the place of what is to be said
+        store = agents_store(patience_s)
+        if store is not None and store.add(f"{said}, by so many", 1) > 1:
+            store.wait([said], timedelta(seconds=patience_s))
+            return
+    print(message if message.startswith("rank ") else f"rank {_rank()}: {message}", file=sys.stderr, flush=True)
+    if store is not None:
+        with contextlib.suppress(Exception):
+            store.set(said, "")

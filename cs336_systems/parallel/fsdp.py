@@ -10,7 +10,7 @@ the caching allocator hands it on in order; nothing needs `record_stream`, which
 """
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -274,16 +274,15 @@ class FSDP(Strategy):
 
         All ranks call it together.
         """
-        whole: dict[int, Tensor] = {}
-        for unit in self._units:
-            for weight, tensor in zip(unit.weights, unit.gather_masters(), strict=True):
-                whole[id(weight.shard)] = tensor
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: whole.get(id(p), p.detach()) for name, p in named}
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        whole = self._gather_whole(list(named.values()), lambda tensor: tensor)
+        return {name: whole[p] for name, p in named.items()}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The state dict that one process alone would have. All ranks call it together."""
-        return {**super().full_state_dict(), **self.gather_full_params()}
+    def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        whole = super()._gather_whole([part for part in parts if id(part) not in self._sharded], keep)
+        for unit in self._units:
+            whole |= unit.gather_masters(keep)
+        return whole
 
     def shards(self) -> dict[str, tuple[torch.Size, int]]:
         """By name, the sharded parameters: the whole shape, and the first row that this rank has."""

@@ -3,7 +3,7 @@
 `fsdp.py` says when, and where the method comes from.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -187,12 +187,12 @@ class Unit:
             else:
                 shard.grad.add_(gradient)
 
-    def gather_masters(self) -> list[Tensor]:
-        """All weights whole, in the type of the shards."""
+    def gather_masters(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        """By each shard what `keep` makes of the weight whole, in the type of the shard."""
         rooms = [w.shard.new_empty(w.padded) for w in self.weights]
         parcel = Parcel(self._shards, [w.piece for w in self.weights], self._shards[0].dtype)
         comm.start_gather(rooms, parcel.pack(self._shards), f"gather of all of {self.name}").wait()
-        return [room[: w.shape[0]] for room, w in zip(rooms, self.weights, strict=True)]
+        return {w.shard: keep(room[: w.shape[0]]) for room, w in zip(rooms, self.weights, strict=True)}
 
 
 class Stage:

@@ -19,10 +19,21 @@ def meeting_place(timeout_s: float) -> dict[str, Any]:
 
     Raises RuntimeError where not all ranks come within timeout_s.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if (store := agents_store(timeout_s)) is None:
         return {}
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return {"store": fresh_store(store, rank, world_size, timeout_s), "rank": rank, "world_size": world_size}
+
+
+def agents_store(timeout_s: float) -> dist.Store | None:
+    """The key-value store that the agents keep for all processes, or None where no agent has started this one.
+
+    Raises RuntimeError where it does not answer within timeout_s.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return store
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +59,22 @@ class Strategy(nn.Module):
         """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, a tensor."""
         return clip_gradient(self.module.parameters(), max_norm)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The state dict that one process alone would have. All ranks call it together."""
-        return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Tensor]:
+        """The state dict that one process alone would have. All ranks call it together.
+
+        Without to_rank all ranks get it, on their devices, what is whole already as it is. With it that rank gets
+        copies in main memory, which may hold what its GPU cannot, and the others get {}: of a sharded module they have
+        no more whole at a time than what travels together, a block.
+
+        Raises ValueError where there is no such rank.
+        """
+        parts = self.module.state_dict(keep_vars=True)  # itself, not a view, so that a tied weight is one
+        whole = self._gather_whole(list(dict.fromkeys(parts.values())), _keep_on(to_rank))
+        return {} if to_rank not in (None, comm.rank()) else {name: whole[part] for name, part in parts.items()}
+
+    def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        """By each tensor of the state dict what `keep` makes of it whole; nothing else holds the whole one then."""
+        return {part: keep(part.detach()) for part in parts}
 
     def shards(self) -> dict[str, tuple[torch.Size, int]]:
         """By name, the parameters of which this rank has some rows only: the whole shape, and the first row it has."""
@@ -75,6 +88,24 @@ class Strategy(nn.Module):
     def trainable(self) -> list[nn.Parameter]:
         """Parameters that have gradients, each once, in the order in which the module registered them."""
         return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:
+    """What a whole tensor leaves here: itself, or a copy in main memory on the rank that it is for and else nothing."""
+    if rank is None:
+        return lambda tensor: tensor
+    if not 0 <= rank < comm.world_size():
+        raise ValueError(f"to_rank is {rank}: there are ranks 0 to {comm.world_size() - 1}")
+    if rank == comm.rank():
+        return lambda tensor: tensor.to("cpu", copy=True)
+
+    def forget(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            # In step with the rank that copies: the time limit of the next transfer is not to begin before its turn.
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor.new_empty(0)
+
+    return forget
 
 
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -81,6 +81,5 @@ class TorchFSDP(Strategy):
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        tensors = super().full_state_dict()
-        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        return {p: keep((p.full_tensor() if isinstance(p, DTensor) else p).detach()) for p in parts}

@@ -149,76 +149,6 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
     plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
 
 
-def _attention_table(rows: Sequence[Row]) -> str:
-    """Two tables for each type, mask and device, in their order of appearance."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(_attention_setting(row), []).append(row)
-    return "\n\n".join(_attention_tables(setting, group) for setting, group in groups.items())
-
-
-def _attention_setting(row: Row) -> str:
-    """What the times of a row are times of, besides kernel and shape: "bf16, causal, NVIDIA H200, "."""
-    config, device = row.config, row.config.get("device")
-    is_causal = config.get("is_causal")
-    mask = None if is_causal is None else "causal" if is_causal else "not causal"
-    on = "CPU" if device == "cpu" else row.env.get("gpu") or device
-    return "".join(f"{part}, " for part in (config.get("dtype"), mask, on) if part is not None)
-
-
-def _attention_tables(setting: str, rows: Sequence[Row]) -> str:
-    """Medians, a line a kernel and a column a shape; then the handout's call, memory and start-up in the same way."""
-    cells = {(row.variant, _shape(row)): row for row in rows}  # the last, where there are several
-    kernels = list(dict.fromkeys(kernel for kernel, _ in cells))
-    shapes = list(dict.fromkeys(shape for _, shape in cells))
-
-    def times(row: Row) -> str:
-        if row.status != "ok":
-            return {"oom": "out of memory", "error": "not served"}[row.status]
-        fields = row_fields(row)
-        three = (fields.number(f"metrics.{n}_ms.p50", ".3g") for n in ("forward", "backward", "forward_backward"))
-        return f"{' / '.join(three)} ({fields.number('metrics.forward_backward_tflops', '.3g')})"
-
-    def details(row: Row) -> str:
-        if row.status != "ok":
-            return "-"
-        fields = row_fields(row)
-        on_gpu = "extra_memory_bytes" in row.metrics
-        return " / ".join(
-            (
-                fields.number("metrics.forward_sum_backward_ms.p50", ".3g"),
-                fields.number("metrics.extra_memory_bytes", ",.1f", 2**20) if on_gpu else "n/a",
-                fields.number("metrics.first_call_s", ".1f"),
-            )
-        )
-
-    def table(cell: Callable[[Row], str]) -> str:
-        def show(kernel: str, shape: str) -> str:
-            row = cells.get((kernel, shape))
-            return "-" if row is None else cell(row)
-
-        lines = [(kernel, *(show(kernel, shape) for shape in shapes)) for kernel in kernels]
-        return markdown_table(["B x H x N x D", *shapes], lines)
-
-    return "\n\n".join(
-        (
-            f"{setting}medians of forward / backward / both in ms (TFLOP/s of both):",
-            table(times),
-            f"{setting}`attention(q, k, v).sum().backward()` in ms / memory beyond q, k, v, o and their gradients in "
-            "MiB / the first call of all, with what it compiles, in s:",
-            table(details),
-        )
-    )
-
-
-def _shape(row: Row) -> str:
-    fields = row_fields(row)
-    shape = fields.get("config.shape")
-    if not isinstance(shape, list | tuple):
-        raise ValueError(f"{fields.where} has config.shape {shape!r}: it must be a list of numbers")
-    return "x".join(map(str, shape))
-
-
 def _ddp_table(rows: Sequence[Row]) -> str:
     """A line a variant: median step eager and compiled, what it adds to a step alone, and peak memory."""
     latest = {row.variant: row for row in rows}
@@ -252,7 +182,6 @@ def _ddp_table(rows: Sequence[Row]) -> str:
 
 
 CASE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "attention": _attention_table,
     "ddp": _ddp_table,
 }
 """Tables of cases that are more than a line a row."""

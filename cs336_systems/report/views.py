@@ -1,66 +1,17 @@
-"""What is shown of a case's rows, as data: the columns of its table, the axes of its plots.
+"""The tables and plots of every case, and the files that are made of a row file: Markdown, CSV and PNG."""
 
-A table is Markdown and CSV, a plot PNG, all made of the row file alone.
-"""
-
-import csv
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 from ..bench.case import Row
+from . import attention_sweep
+from .attention import ATTENTION_VIEWS, attention_table
+from .memory_tables import memory_table
+from .plots import draw
 from .profile_tables import kernels_table
-from .tables import CASE_TABLES, Fields, markdown_table, row_fields
-
-_OUTCOMES = {"oom": "out of memory", "error": "failed"}
-
-
-@dataclass(frozen=True)
-class Column:
-    """A number of a row: its name with the unit, where it is in `metrics`, how it is written."""
-
-    name: str
-    where: str
-    form: str = ".2f"
-    unit: int = 1
-    """What it is divided by: 2**30 makes GiB of bytes."""
-
-    def text(self, fields: Fields) -> str:
-        """As it stands in a table; "-" where this row has none."""
-        return (
-            fields.number(f"metrics.{self.where}", self.form, self.unit) if fields.has(f"metrics.{self.where}") else "-"
-        )
-
-    def value(self, row: Row) -> float | None:
-        """The number itself."""
-        found = row_fields(row)
-        return found.get(f"metrics.{self.where}") / self.unit if found.has(f"metrics.{self.where}") else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others."""
-
-    name: str
-    y: Column
-    x: str
-    lines: tuple[str, ...]
-    kind: Literal["line", "bar"] = "line"
-    log: str = ""
-    """Axes with a logarithmic scale: x, y, xy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """The table and the plots of a case."""
-
-    keys: tuple[str, ...]
-    """Fields that tell rows apart: those that differ among the rows are columns, the others stand above."""
-    columns: tuple[Column, ...]
-    plots: tuple[Plot, ...] = ()
-
+from .saved_tensors import tensors_table
+from .tables import CASE_TABLES
+from .view import Column, Plot, View, csv_text, latest, table
 
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
 _STEP = Column("step (ms)", "step_ms.p50")
@@ -101,21 +52,80 @@ VIEWS: dict[str, View] = {
             Column("waiting for data (ms)", "data_wait_ms", ".3f"),
         ),
     ),
+    "precision-accumulation": View(
+        keys=("accumulation", "value", "count", "device"),
+        columns=(Column("sum", "sum", ".7f"), Column("error", "error", "+.7f"), Column("type", "dtype", "s")),
+    ),
+    "autocast-dtypes": View(
+        keys=("norm", "precision", "device"),
+        columns=tuple(Column(name.replace("_", " "), f"dtypes.{name}", "s")
+                      for name in ("parameters", "fc1_output", "norm_output", "logits", "loss", "gradients")),
+    ),
+    "residuals": View(
+        keys=("size", "context_length", "batch_size", "precision", "compile", "attention"),
+        columns=(
+            Column("saved (MiB)", "saved_bytes", ".4g", 2**20),
+            Column("counted (MiB)", "counted_bytes", ".4g", 2**20),
+            *(Column(part.replace("_", " "), f"parts.{part}", ".4g", 2**20)
+              for part in ("ln1", "qkv_proj", "attention", "output_proj", "ln2", "ffn")),
+            Column("input", "input_bytes", ".4g", 2**20),
+            Column("weight copies", "weight_copy_bytes", ".4g", 2**20),
+            Column("allocated", "held_bytes", ".4g", 2**20),
+            Column("peak", "peak_bytes", ".4g", 2**20),
+        ),
+        plots=(
+            Plot(name="saved", y=Column("saved (MiB)", "saved_bytes", ".4g", 2**20), x="context_length",
+                 lines=("size", "precision", "compile", "attention"), kind="bar"),
+        ),
+        details=tensors_table,
+    ),
+    "checkpointing": View(
+        keys=("size", "num_layers", "context_length", "batch_size", "mode", "precision", "compile", "attention",
+              "policy", "K"),
+        columns=(
+            _STEP,
+            _STD,
+            Column("kept after forward (GiB)", "held_bytes", ".4g", 2**30),
+            Column("predicted (GiB)", "predicted_held_bytes", ".4g", 2**30),
+            Column("peak (GiB)", "peak_bytes", ".4g", 2**30),
+            Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30),
+            Column("sqrt(L I / A)", "best_group", ".1f"),
+            Column("with weights and gradients (GiB)", "peak_memory_bytes", ".4g", 2**30),
+        ),
+        plots=(
+            Plot(name="peak", y=Column("peak beyond weights and gradients (GiB)", "peak_bytes", ".4g", 2**30), x="K",
+                 lines=("size", "context_length", "precision", "compile", "attention", "policy"), log="x",
+                 beside=Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30)),
+            Plot(name="step", y=_STEP, x="K", log="x",
+                 lines=("size", "context_length", "precision", "compile", "attention", "policy")),
+        ),
+    ),
+    **ATTENTION_VIEWS,
+    "attention-sweep": attention_sweep.VIEW,
 }  # fmt: skip
 
 
+_TABLES = {**CASE_TABLES, "kernels": attention_table, "profile-kernels": kernels_table, "profile-memory": memory_table}
+"""Tables that are more than a line a row."""
+
+
 def write_views(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write a table (.md, .csv) and plots (.png) a case into a folder; the files.
+    """Write a table (.md, .csv) and plots (.png) a case into a folder, or what the case writes instead; the files.
 
     Raises ValueError for rows of a case that has no table.
     """
     files = []
     for case in dict.fromkeys(row.case for row in rows):
-        own = [row for row in rows if row.case == case]
+        own, view = [row for row in rows if row.case == case], VIEWS.get(case)
+        if view is not None and view.write is not None:
+            files += view.write(view.derive(latest(own)), folder)
+            continue
         files.append(_write(folder / f"{case}.md", _case_table(own) + "\n"))
-        if case in VIEWS:
-            files.append(_write(folder / f"{case}.csv", csv_text(latest(own))))
-            files += [draw(plot, latest(own), folder / f"{case}-{plot.name}.png") for plot in VIEWS[case].plots]
+        if view is not None:
+            shown = view.derive(latest(own))
+            files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
+            for plot in view.plots:
+                files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
     return files
 
 
@@ -123,14 +133,6 @@ def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
-
-
-def latest(rows: Any) -> list[Row]:
-    """Of rows with one configuration and machine the last, in the order in which they first came."""
-    found: dict[str, Row] = {}
-    for row in rows:
-        found[f"{row.variant} {sorted(row.config.items(), key=str)} {row.env.get('gpu')}"] = row
-    return list(found.values())
 
 
 def rows_table(rows: Sequence[Row]) -> str:
@@ -145,106 +147,9 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 
 def _case_table(rows: Sequence[Row]) -> str:
-    case, own = rows[0].case, {**CASE_TABLES, "profile-kernels": kernels_table}
-    if case not in own and case not in VIEWS:
-        raise ValueError(f"a row has case {case!r}: it must be one of {', '.join([*own, *VIEWS])}")
-    return own[case](rows) if case in own else table(latest(rows))
-
-
-def _split(rows: Sequence[Row], view: View) -> tuple[dict[str, Any], list[str]]:
-    """Fields that all rows have in common, and the names of those in which they differ."""
-    common, differing = {}, []
-    for name in view.keys:
-        values = [row.config.get(name) for row in rows]
-        if all(value == values[0] for value in values):
-            common[name] = values[0]
-        else:
-            differing.append(name)
-    return common, differing
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The table of a case's rows in Markdown, under a line with what they have in common."""
-    view = VIEWS[rows[0].case]
-    common, differing = _split(rows, view)
-    machines = list(dict.fromkeys(row.env.get("gpu") or f"CPU, {row.env.get('cpu_threads')} threads" for row in rows))
-    shown = [column for column in view.columns if any(row_fields(row).has(f"metrics.{column.where}") for row in rows)]
-    lines = []
-    for row in rows:
-        keys = [show(row.config.get(name)) for name in differing] or [row.variant]
-        if row.status == "ok":
-            fields = row_fields(row)
-            if not any(fields.has(f"metrics.{column.where}") for column in shown):
-                raise ValueError(f"{fields.where} has no metrics that its table shows")
-            lines.append([*keys, *(column.text(fields) for column in shown)])
-        else:
-            lines.append([*keys, *[_OUTCOMES[row.status], *["-"] * len(shown)][: max(1, len(shown))]])
-    facts = "; ".join([*machines, *(f"{name} {show(value)}" for name, value in common.items() if value is not None)])
-    names = [name.replace("_", " ") for name in differing] or ["variant"]
-    header = [*names, *([column.name for column in shown] or ["outcome"])]
-    return f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
-
-
-def show(value: Any) -> str:
-    """A configuration's value for a person."""
-    if isinstance(value, list):
-        return "x".join(map(str, value))
-    return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """The rows as CSV: every field of their configurations, the outcome, and the columns of the view, unrounded."""
-    view = VIEWS[rows[0].case]
-    names = list(dict.fromkeys(name for row in rows for name in row.config))
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["variant", *names, "status", *(column.where for column in view.columns), "error"])
-    for row in rows:
-        fields = row_fields(row)
-        metrics = [fields.get(f"metrics.{c.where}") if fields.has(f"metrics.{c.where}") else "" for c in view.columns]
-        config = [show(value) if isinstance(value, list) else value for value in map(row.config.get, names)]
-        writer.writerow([row.variant, *config, row.status, *metrics, row.error or ""])
-    return out.getvalue()
-
-
-def draw(plot: Plot, rows: Sequence[Row], path: Path) -> Path:
-    """Draw rows into a PNG; those without the number are left out."""
-    from matplotlib.figure import Figure
-
-    measured = [row for row in rows if plot.y.value(row) is not None]
-    differing = [name for name in plot.lines if len({str(row.config.get(name)) for row in measured}) > 1]
-    lines: dict[str, dict[Any, float]] = {}
-    for row in measured:
-        label = " ".join(_label(name, row.config) for name in differing) or row.case
-        lines.setdefault(label, {})[row.config[plot.x]] = plot.y.value(row) or 0.0
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    xs = sorted({row.config[plot.x] for row in measured})
-    if plot.kind == "line":
-        for label, points in lines.items():
-            axes.plot(sorted(points), [points[x] for x in sorted(points)], "o-", label=label)
-        if "x" in plot.log:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(xs, map(show, xs))
-            axes.minorticks_off()
-    else:
-        width = 0.8 / max(1, len(lines))
-        for i, (label, points) in enumerate(lines.items()):
-            axes.bar([xs.index(x) - 0.4 + width * (i + 0.5) for x in points], list(points.values()), width, label=label)
-        axes.set_xticks(range(len(xs)), map(show, xs))
-    if "y" in plot.log:
-        axes.set_yscale("log")
-    axes.set_xlabel(plot.x.replace("_", " "))
-    axes.set_ylabel(plot.y.name)
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(lines) > 1:
-        axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def _label(name: str, config: Mapping[str, Any]) -> str:
-    value = config.get(name)
-    return (name if value else f"no {name}") if isinstance(value, bool) else show(value)
+    case = rows[0].case
+    if case in _TABLES:
+        return _TABLES[case](rows)
+    if case not in VIEWS:
+        raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
+    return table(VIEWS[case].derive(latest(rows)), VIEWS[case])

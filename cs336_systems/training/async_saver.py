@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hardware import use_device_in_thread
 from ..parallel import comm
 from ..parallel.failure import CollectiveError
 from .checkpoint import checkpoint_name, prune_checkpoints, save_checkpoint
@@ -48,13 +49,13 @@ class AsyncSaver:
         self.wait()
         own = _own_part(tensors)
         copies = {name: self._copy(name, tensor) for name, tensor in own.items()}
-        copied = None
-        if any(_local(tensor).is_cuda for tensor in own.values()):
-            copied = torch.cuda.Event()
-            copied.record()
+        gpu = _gpu_of(own)
+        copied = torch.cuda.Event(blocking=True) if gpu is not None else None  # blocking: its waiter sleeps
+        if copied is not None:
+            copied.record(torch.cuda.current_stream(gpu))
         self._thread = threading.Thread(
             target=self._write,
-            args=(folder, copies, keep_last, copy.deepcopy(manifest), copied),
+            args=(folder, copies, keep_last, copy.deepcopy(manifest), copied, gpu),
             name="checkpoint",
             daemon=True,  # where another rank is gone, the end of the process must not wait for it
         )
@@ -71,7 +72,7 @@ class AsyncSaver:
             raise error
 
     def close(self) -> None:
-        """`wait`, and give the memory of the copies back."""
+        """`wait`, and let go of the copies; memory that was pinned PyTorch keeps for what is pinned next."""
         try:
             self.wait()
         finally:
@@ -108,9 +109,11 @@ class AsyncSaver:
         keep_last: int | None,
         manifest: dict[str, Any],
         copied: torch.cuda.Event | None,
+        gpu: torch.device | None,
     ) -> None:
         try:
-            if copied is not None:
+            if copied is not None and gpu is not None:
+                use_device_in_thread(gpu)
                 copied.synchronize()
             save_checkpoint(folder, tensors, **manifest, group=self._group)
             on_first_rank(lambda: prune_checkpoints(folder, keep_last), "pruning", self._group)
@@ -136,6 +139,11 @@ def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Row
         if owner == comm.rank():
             mine.add(name)
     return {name: tensor for name, tensor in tensors.items() if name in mine}
+
+
+def _gpu_of(tensors: Mapping[str, Tensor | Rows]) -> torch.device | None:
+    """The GPU on which tensors are, a rank's one, or None."""
+    return next((_local(tensor).device for tensor in tensors.values() if _local(tensor).is_cuda), None)
 
 
 def _local(tensor: Tensor | Rows) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..parallel import comm
+
 
 class RecordedStep:
     """`compute(inputs, targets)`, which leaves gradients in `.grad`, replayed from its third call on.
@@ -35,7 +37,8 @@ class RecordedStep:
         assert self._graph is not None
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
-        self._graph.replay()
+        with comm.watched("replay of the recorded step"):  # the transfers in it have no names
+            self._graph.replay()
         return self._output
 
     def _record(self, inputs: Tensor, targets: Tensor) -> None:

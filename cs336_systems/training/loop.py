@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cs336_basics.data import count_starts, gather_sequences, sequence_starts
-from cs336_basics.model import TransformerLM
+from cs336_basics.model import LayerCache, TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW, get_cosine_lr
 
 from ..accounting import training_flops
-from ..config import OptimizerConfig, RunConfig
-from ..hardware import device_peak_flops
+from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..hardware import device_peak_flops, use_device_in_thread
 from ..parallel import STRATEGIES, Options, comm, failure
 from ..parallel.strategy import Strategy
 from .graph import RecordedStep
@@ -85,7 +85,7 @@ class BatchLoader:
     def __init__(self, tokens: Tokens, context_length: int, seed: int, device: torch.device) -> None:
         self._tokens, self._context_length, self._seed, self._device = tokens, context_length, seed, device
         self._num_starts = count_starts(tokens, context_length)
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._pool = ThreadPoolExecutor(1, "batches", initializer=use_device_in_thread, initargs=(device,))
         self._next: tuple[tuple[int, int], Future[tuple[Tensor, Tensor]]] | None = None
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
@@ -144,14 +144,29 @@ def compile_model(model: TransformerLM) -> None:
     model.ln_final.compile()
 
 
-def checkpoint_activations(model: TransformerLM, every: int) -> None:
-    """Make every so-manieth block forget what it computed and compute it again in the backward pass (Chen et al. 2016).
+def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
+    """Make blocks forget what they computed and compute it again in the backward pass (Chen et al. 2016).
 
-    What stays in memory of such a block is its input.
+    What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are
+    checkpointed from outside of their blocks: sharded weights of a whole group are gathered to compute it again.
     """
-    for layer in list(model.layers)[::every]:
-        # No random numbers in a block: their state need not be saved.
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if config.checkpointed is None:
+        return
+    policy, number = config.checkpointed
+    # No random numbers in a block: their state need not be saved.
+    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if policy == "every":
+        for layer in list(model.layers)[::number]:
+            layer.forward = functools.partial(again, layer.forward)
+        return
+    through_blocks = model.through_blocks
+
+    def in_groups(x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
+        for first in range(0, len(model.layers), number):
+            x = again(through_blocks, x, cache, first, first + number)
+        return x
+
+    model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
 
 
 def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: int) -> npt.NDArray[np.int64]:
@@ -197,8 +212,7 @@ class Trainer:
         config.check_world_size(comm.world_size())
         if config.train.compile:
             compile_model(model)
-        if config.train.checkpointed_every is not None:
-            checkpoint_activations(model, config.train.checkpointed_every)
+        checkpoint_activations(model, config.train)
         self.strategy = wrap_model(config, model)
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer)
         if (config.optimizer.warmup_steps or 0) > config.train.max_steps:

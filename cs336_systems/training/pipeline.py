@@ -62,7 +62,7 @@ def train(config: RunConfig) -> RunResult:
 def _train(config: RunConfig, device: torch.device) -> RunResult:
     """The whole run on this rank's device. All ranks call it together; what it writes, rank 0 writes."""
     comm.check_same(_flat(config), "configurations")
-    _check(config, device)
+    on_every_rank(lambda: _check(config, device), "check of the configuration")
     run_dir = Path(on_first_rank(lambda: config.run_dir or default_run_dir(config)))
     config = dataclasses.replace(config, run_dir=str(run_dir))
     with contextlib.ExitStack() as stack:

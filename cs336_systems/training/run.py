@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
 from cs336_basics.generate import generate
@@ -211,10 +211,9 @@ class Run:
         train, shape = self.config.train, self.config.model.shape
         sample = None
         if interrupted is None and self.data.tokenizer is not None:
-            with self._whole_model() as model:
-                if model is not None:
-                    sample = sample_text(model, self.data.tokenizer, self.config.sample)
-                    (self.run_dir / SAMPLE).write_text(sample)
+            sample = self._sample(self.data.tokenizer)
+            if sample is not None:
+                (self.run_dir / SAMPLE).write_text(sample)
         starts = self.trainer.validation_starts(len(self.data.valid))
         measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss is of
         loss_curve = self.run_dir / LOSS_CURVE
@@ -253,22 +252,29 @@ class Run:
             env=self.env,
         )
 
-    @contextlib.contextmanager
-    def _whole_model(self) -> Iterator[TransformerLM | None]:
-        """The model as one process has it, on rank 0; None on the others, which help to put it together."""
-        trainer = self.trainer
-        if not trainer.strategy.sharded:
-            yield trainer.model if comm.rank() == 0 else None
-            return
-        state = trainer.strategy.full_state_dict()
+    def _sample(self, tokenizer: Tokenizer) -> str | None:
+        """What the trained model makes of the prompt, on rank 0; None on the others, which help to put it together."""
+        trainer, sampling = self.trainer, self.config.sample
+        state = trainer.strategy.full_state_dict(to_rank=0) if trainer.strategy.sharded else None
         if comm.rank() != 0:
-            yield None
-            return
-        with trainer.device:
-            attention = get_attention(self.config.model.attention)
-            model = TransformerLM(**asdict(self.config.model.shape), attention=attention)
+            return None
+        if state is None:
+            return sample_text(trainer.model, tokenizer, sampling)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            model = self._whole_model(state, trainer.device, self.config.model.attention)
+            return sample_text(model, tokenizer, sampling)
+        logger.info("sample: drawn on the CPU, %s has no room for the whole model", trainer.device)
+        return sample_text(self._whole_model(state, torch.device("cpu"), "auto"), tokenizer, sampling)
+
+    def _whole_model(self, state: dict[str, Tensor], device: torch.device, attention: str) -> TransformerLM:
+        """A model of one process with these weights."""
+        with torch.device("meta"):  # there are weights: none are to be drawn, and none to take room beside them
+            model = TransformerLM(**asdict(self.config.model.shape), attention=get_attention(attention))
         model.load_state_dict(state, assign=True)
-        yield model
+        for name, buffer in self.trainer.model.named_buffers():  # tables, which are no part of a state dict
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, buffer)
+        return model.to(device)
 
 
 def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig) -> str:

@@ -82,9 +82,12 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 class _Writer(dcp.HuggingFaceStorageWriter):
     """Writes what falls to this rank, in files of bounded size, and remembers their names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, from_gpu: bool) -> None:
         super().__init__(str(folder), save_distributed=True)
         self.files: list[str] = []
+        if not from_gpu:
+            # Nothing to copy ahead: that would wait every 10 MB for what training has queued on the GPU since.
+            self.per_thread_copy_ahead = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
         # Here, not at the start: only now is it known which of the tensors that all ranks have this one is to write.
@@ -116,7 +119,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any
     written by one of them, a DTensor or Rows by each its part. Where a rank fails, all raise what it says;
     CollectiveError where one is gone.
     """
-    writer = _Writer(folder)
+    parts = [tensor.local if isinstance(tensor, Rows) else tensor for tensor in tensors.values()]
+    writer = _Writer(folder, from_gpu=any(part.is_cuda for part in parts))
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     alone = comm.world_size() == 1
     with _plain_errors(alone):

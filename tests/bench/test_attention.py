@@ -1,30 +1,71 @@
-"""The case `attention`: rows of kernels that run, of those that cannot, and of what runs out of memory."""
+"""Kernels in turns, in the case `kernels`: rows of those that run, that cannot, that run out of memory."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems.bench import attention as bench
-from cs336_systems.bench.attention import AttentionBench, measure, parse_shapes
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench import runner
+from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.cases.kernels import CASE, SHAPES, KernelsBench, parse_shape
+from cs336_systems.bench.sweep import Case, configurations, groups
 from cs336_systems.bench.timing import time_ms
 from cs336_systems.cli import main
 from cs336_systems.kernels.attention.contract import visible_pairs
 from cs336_systems.report.views import rows_table
 
-QUICK = dict(shapes=((1, 2, 32, 16),), dtype="fp32", device="cpu", rounds=2, rep_ms=0.5, warmup_ms=0.0)
+QUICK: dict[str, Any] = dict(shape=(1, 2, 32, 16), dtype="fp32", device="cpu", rounds=2, rep_ms=0.5, warmup_ms=0.0)
+WORKS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
+
+
+def measure(*kernels: str, **more: Any) -> list[Row]:
+    return list(CASE.measure([KernelsBench(kernel=kernel, **QUICK | more) for kernel in kernels]))
 
 
 def test_a_row_says_what_ran_and_its_rates_follow_from_its_times() -> None:
-    (row,) = measure(AttentionBench(kernels=("naive",), **QUICK))
-    assert (row.case, row.variant, row.status, row.error) == ("attention", "naive", "ok", None)
+    (row,) = measure("naive")
+    assert (row.case, row.variant, row.status, row.error) == ("kernels", "naive", "ok", None)
     assert (row.config["shape"], row.config["dtype"], row.config["is_causal"]) == ([1, 2, 32, 16], "fp32", True)
-    for name, products in (("forward", 2), ("backward", 5), ("forward_backward", 7), ("forward_sum_backward", 7)):
+    for name, products in WORKS.items():
         times = row.metrics[f"{name}_ms"]
         assert 0 < times["p20"] <= times["p50"] <= times["p80"]
         flops = products * 2 * 16 * visible_pairs(32, 32, True) * 2  # two heads
         assert row.metrics[f"{name}_tflops"] == pytest.approx(flops / times["p50"] / 1e9)
+
+
+def test_kernels_take_turns_and_all_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+    rounds = iter([[1.0], [1.0], [3.0], [3.0]])  # of two kernels, two rounds
+    now: list[list[float]] = []
+
+    def get(name: str) -> Any:
+        turns.append(name)
+        return real(name)
+
+    def fake_time_ms(work: Any, device: Any, warmup_ms: float, rep_ms: float, gradients_of: Any) -> list[float]:
+        nonlocal now
+        now = now or [next(rounds)] * len(WORKS)
+        work()
+        return now.pop()
+
+    real = bench.get_attention
+    monkeypatch.setattr(bench, "get_attention", get)
+    monkeypatch.setattr(bench, "time_ms", fake_time_ms)
+    rows = measure("naive", "sdpa")
+    assert [name for name, before in zip(turns, ["", *turns], strict=False) if name != before] == ["naive", "sdpa"] * 3
+    for row in rows:  # the first turn is that of what is compiled
+        assert {name: row.metrics[f"{name}_ms"]["p50"] for name in WORKS} == dict.fromkeys(WORKS, 2.0)
+
+
+def test_a_kernel_that_computes_in_another_type_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "get_attention", lambda name: lambda q, k, v, is_causal: (q + k + v).double())
+    monkeypatch.setattr(bench._Subject, "time_all", lambda self: None)
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *_, **__: None)
+    (row,) = measure("naive")
+    assert (row.status, row.error) == ("error", "dtype 'fp32' was asked for and 'torch.float64' ran")
 
 
 def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,9 +77,9 @@ def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pyt
 
     real = bench.get_attention
     monkeypatch.setattr(bench, "get_attention", get)
-    rows = list(measure(AttentionBench(kernels=("vectorized_torch", "sdpa_cudnn", "sdpa"), **QUICK)))
+    rows = measure("vectorized_torch", "sdpa_cudnn", "sdpa")
     assert [row.status for row in rows] == ["oom", "error", "ok"]
-    assert rows[0].error == "Tried to allocate 8.00 GiB"
+    assert (rows[0].error, rows[0].metrics) == ("Tried to allocate 8.00 GiB", {"requested_bytes": 8 << 30})
     assert rows[1].error is not None
     assert rows[1].error.startswith("ValueError: q is on cpu")
     table = rows_table(rows)
@@ -47,9 +88,8 @@ def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("too_large, status", [((1 << 30, 1 << 20, 1, 1), "oom"), ((1 << 30,) * 4, "error")])
-def test_a_shape_that_cannot_be_made_is_rows_and_the_others_go_on(too_large: tuple[int, ...], status: str) -> None:
-    shapes = (too_large, *QUICK["shapes"])  # type: ignore[misc]
-    rows = list(measure(AttentionBench(kernels=("naive", "sdpa"), **(QUICK | dict(shapes=shapes)))))  # type: ignore[arg-type]
+def test_a_shape_that_cannot_be_made_is_rows(too_large: tuple[int, ...], status: str) -> None:
+    rows = [*measure("naive", "sdpa", shape=too_large), *measure("naive", "sdpa")]
     assert [row.status for row in rows] == [status, status, "ok", "ok"]
     assert [row.variant for row in rows] == ["naive", "sdpa"] * 2
     assert rows[0].error
@@ -59,7 +99,7 @@ def test_a_shape_that_cannot_be_made_is_rows_and_the_others_go_on(too_large: tup
 
 def test_a_cpu_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "get_attention", lambda name: lambda *_: torch.empty(1 << 50))
-    (row,) = measure(AttentionBench(kernels=("naive",), **QUICK))
+    (row,) = measure("naive")
     assert row.status == "oom"
 
 
@@ -69,67 +109,42 @@ def test_a_compiled_kernel_with_buffers_to_donate_is_timed(monkeypatch: pytest.M
 
     compiled = torch.compile(wasteful, backend="aot_eager")
     monkeypatch.setattr(bench, "get_attention", lambda name: compiled)
-    (row,) = measure(AttentionBench(kernels=("naive",), **QUICK))
+    (row,) = measure("naive")
     assert (row.status, row.error) == ("ok", None)
 
 
-def test_settings_have_tables_of_their_own() -> None:
-    def row(gpu: str | None, **config: object) -> Row:
-        return Row(case="attention", variant="a", config={"shape": [1], **config}, status="oom", env={"gpu": gpu})
-
-    rows = [
-        row("NVIDIA H200", dtype="bf16", is_causal=True, device="cuda"),
-        row("NVIDIA H200", dtype="bf16", is_causal=False, device="cuda"),
-        row("NVIDIA H200", dtype="fp32", is_causal=True, device="cpu"),
-        row("NVIDIA L4", dtype="bf16", is_causal=True, device="cuda"),
-        row("NVIDIA H200", dtype="bf16", is_causal=True, device="cuda"),
-    ]
-    titles = [line.split(", medians")[0] for line in rows_table(rows).splitlines() if "medians" in line]
-    assert titles == [
-        "bf16, causal, NVIDIA H200",
-        "bf16, not causal, NVIDIA H200",
-        "fp32, causal, CPU",
-        "bf16, causal, NVIDIA L4",
-    ]
-
-
-def test_the_table_has_a_line_a_kernel_and_the_newest_row_of_a_shape() -> None:
-    def row(kernel: str, shape: list[int], ms: float) -> Row:
-        times = {f"{n}_ms": {"p50": ms} for n in ("forward", "backward", "forward_backward", "forward_sum_backward")}
-        metrics = {**times, "forward_backward_tflops": 7.0, "first_call_s": 1.5, "extra_memory_bytes": 2**21}
-        return Row(case="attention", variant=kernel, config={"shape": shape}, metrics=metrics, env={})
-
-    table = rows_table([row("a", [1, 1, 8, 8], 9.0), row("a", [1, 1, 8, 8], 2.0), row("b", [1, 1, 16, 8], 3.0)])
-    assert "| B x H x N x D | 1x1x8x8 | 1x1x16x8 |" in table
-    assert "| a | 2 / 2 / 2 (7) | - |" in table
-    assert "| b | - | 3 / 3 / 3 (7) |" in table
-    assert "| a | 2 / 2.0 / 1.5 | - |" in table
+def test_all_kernels_of_a_shape_are_one_group_at_the_published_shapes() -> None:
+    found = groups(CASE, configurations(CASE))
+    assert [group[0].shape for group in found] == list(SHAPES)
+    assert all([config.kernel for config in group] == list(bench.KERNELS) for group in found)
+    assert {"naive", "flash_triton", "sdpa", "flex"} <= set(bench.KERNELS)
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(kernels=("flash",)), "kernels has 'flash'"),
+        (dict(kernel="flash"), "kernel is 'flash': it must be one of naive, "),
         (dict(dtype="int8"), "dtype is 'int8'"),
-        (dict(shapes=((1, 2, 0, 4),)), "shapes has"),
-        (dict(shapes=((1, 2, 3, 2**31),)), "shapes has"),
+        (dict(shape=(1, 2, 0, 4)), "shape is"),
+        (dict(shape=(1, 2, 3)), "shape is"),
+        (dict(shape=(1, 2, 3, 2**31)), "shape is"),
         (dict(device="tpu"), "device is 'tpu'"),
         (dict(rounds=0), "rounds is 0"),
         (dict(rep_ms=float("inf")), "rep_ms is inf"),
         (dict(rep_ms=-1.0), "rep_ms is -1.0"),
     ],
 )
-def test_a_wrong_field_is_named(wrong: dict[str, object], message: str) -> None:
+def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        AttentionBench(**wrong)  # type: ignore[arg-type]
+        KernelsBench(**wrong)
 
 
 @pytest.mark.parametrize(
     "text", ["1x2x3", "1x2x3x0", "axbxcxd", "", "1x2x-3x4", "1x2x3x4x5", "1x1x1x2147483648", "1x1x1x" + 5000 * "9"]
 )
 def test_a_shape_that_is_none_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^shapes has '.*BxHxNxD"):
-        parse_shapes([text])
+    with pytest.raises(ValueError, match=r"^shape is '.*BxHxNxD"):
+        parse_shape(text)
 
 
 def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
@@ -145,24 +160,38 @@ def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
     assert all(grad is None for grad in calls)
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_case(case: Case, configs: Sequence[Any], path: Path, **_: Any) -> Iterator[Row]:
+        for group in groups(case, configs):
+            for row in case.measure(group):
+                append_row(path, row)
+                yield row
+
+    monkeypatch.setattr(runner, "run_case", run_case)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_the_command_measures_appends_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "rows.jsonl"
-    arguments = ["bench", "attention", "--quick", "--kernels", "naive", "sdpa", "--device", "cpu", "--out", str(out)]
     for expected in (4, 8):
         with pytest.raises(SystemExit) as stop:
-            main(arguments)
+            main(["bench", "kernels", "--quick", "--kernels", "naive", "sdpa", "--out", str(tmp_path)])
         assert stop.value.code == 0
-        assert len(out.read_text().splitlines()) == expected
+        assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == expected
     assert "| sdpa |" in capsys.readouterr().out
+    assert {"kernels.md", "kernels.csv", "kernels-tflops.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_options_win_over_quick(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    arguments = ["--kernels", "naive", "--device", "cpu", "--out", str(out), "--dtype", "bf16", "--rounds", "2"]
+    arguments = ["--kernel", "naive", "--device", "cpu", "--out", str(tmp_path), "--dtype", "bf16", "--rounds", "2"]
+    shapes = ["--shapes", "1x2x8x4", "2X1x4x8"]
     with pytest.raises(SystemExit) as stop:
-        main(["bench", "attention", "--quick", *arguments, "--rep_ms", "0.5", "--is_causal", "false"])
+        main(["bench", "kernels", "--quick", *arguments, "--rep_ms", "0.5", "--is_causal", "false", *shapes])
     assert stop.value.code == 0
-    for row in read_rows(out):
+    rows = read_rows(tmp_path / "kernels.jsonl")
+    assert [row.config["shape"] for row in rows] == [[1, 2, 8, 4], [2, 1, 4, 8]]
+    for row in rows:
         config = {name: row.config[name] for name in ("dtype", "rounds", "rep_ms", "warmup_ms", "is_causal")}
         assert config == {"dtype": "bf16", "rounds": 2, "rep_ms": 0.5, "warmup_ms": 0.0, "is_causal": False}
 
@@ -171,14 +200,13 @@ def test_options_win_over_quick(tmp_path: Path) -> None:
     "wrong, message",
     [
         (["--dtype", "int8"], "dtype is 'int8'"),
+        (["--kernels", "flash9"], "kernel is 'flash9'"),
         (["--rounds", "0"], "rounds is 0"),
         (["--rep_ms", "-1"], "rep_ms is -1"),
         (["--device", "tpu"], "device is 'tpu'"),
-        (["--shapes", "1x1x1x4294967296"], "shapes has '1x1x1x4294967296'"),
-        (["--out", ""], "out is ''"),
-        (["--out", "TMP"], "out is 'TMP'"),
-        (["--out", "TMP/file/rows.jsonl"], "out is 'TMP/file/rows.jsonl'"),
-        (["--out", "/proc/rows.jsonl"], "out is '/proc/rows.jsonl'"),
+        (["--shapes", "1x1x1x4294967296"], "shape is '1x1x1x4294967296'"),
+        (["--out", "TMP/file"], "out is 'TMP/file/kernels.jsonl'"),
+        (["--out", "/proc"], "out is '/proc/kernels.jsonl'"),
     ],
 )
 def test_the_command_refuses_before_it_measures(
@@ -189,16 +217,10 @@ def test_the_command_refuses_before_it_measures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(bench, "measure", None)
+    monkeypatch.setattr(runner, "run_case", None)
     with pytest.raises(SystemExit) as stop:
-        main(["bench", "attention", "--quick", *(word.replace("TMP", str(tmp_path)) for word in wrong)])
+        main(["bench", "kernels", "--quick", *(word.replace("TMP", str(tmp_path)) for word in wrong)])
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"cs336: {message.replace('TMP', str(tmp_path))}")
     assert said.count("\n") == 1
-
-
-def test_list_names_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "list"])
-    assert capsys.readouterr().out.startswith("attention ")

@@ -175,11 +175,11 @@ def test_a_row_file_that_is_none_is_named(tmp_path: Path) -> None:
     [
         (dict(case="train-step", config={}), r"'train-step', variant 'v' has no metrics that its table shows"),
         (dict(case="train-step", config={}, metrics={"mfu": "high"}), r"metrics\.mfu 'high': it must be a number"),
-        (dict(case="attention", config={}), r"'attention', variant 'v' has no config\.shape"),
-        (dict(case="attention", config={"shape": 3}), r"config\.shape 3"),
-        (dict(case="attention", config={"shape": [1, 1, 8, 8]}), r"has no metrics\.forward_ms\.p50"),
+        (dict(case="kernels", config={}), r"'kernels', variant 'v' has no config\.shape"),
+        (dict(case="kernels", config={"shape": 3}), r"config\.shape 3"),
+        (dict(case="kernels", config={"shape": [1, 1, 8, 8]}), r"has no metrics\.forward_ms\.p50"),
         (
-            dict(case="attention", config={"shape": [1, 1, 8, 8]}, metrics={"forward_ms": {"p50": "fast"}}),
+            dict(case="kernels", config={"shape": [1, 1, 8, 8]}, metrics={"forward_ms": {"p50": "fast"}}),
             r"metrics\.forward_ms\.p50 'fast': it must be a number",
         ),
     ],

@@ -47,7 +47,7 @@ def test_one_row_alone_has_its_variant() -> None:
 
 
 def test_csv_has_every_field_and_unrounded_numbers() -> None:
-    lines = list(csv.DictReader(io.StringIO(csv_text(ROWS))))
+    lines = list(csv.DictReader(io.StringIO(csv_text(ROWS, VIEWS["model"]))))
     assert [line["step_ms.p50"] for line in lines] == ["10.0", "21.0", "100.0", ""]
     assert [line["status"] for line in lines] == ["ok", "ok", "ok", "oom"]
     assert lines[2]["peak_memory_bytes"] == str(3 << 30)
@@ -69,4 +69,4 @@ def test_a_case_without_a_table_is_named() -> None:
 def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
     for view in VIEWS.values():
         for plot in view.plots:
-            assert {plot.x, *plot.lines} <= set(view.keys)
+            assert {plot.x, *plot.lines, *plot.panels, *plot.files} <= set(view.keys)

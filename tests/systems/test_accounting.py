@@ -8,18 +8,27 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_basics.model import TransformerLM
+from cs336_basics.model import TransformerLM, scaled_dot_product_attention
 from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
 from cs336_systems.accounting import (
+    activation_bytes,
     attention_product_flops,
+    best_group,
+    block_bytes,
+    checkpointed_activation_bytes,
     forward_flops,
+    gradient_bytes,
+    head_bytes,
     least_training_bytes,
     matmul_parameters,
+    naive_attention_bytes,
     num_parameters,
     softmax_flops,
     training_flops,
+    weight_copy_bytes,
 )
+from cs336_systems.bench.live_bytes import LiveBytes
 from cs336_systems.model_config import MODEL_SIZES, ModelConfig
 
 
@@ -157,3 +166,117 @@ def test_the_products_of_dense_attention_are_what_attention_adds(shape: ModelSha
 def test_softmax_operations_worked_out_by_hand() -> None:
     # 2 layers x 3 sequences x 4 heads x 10 x 10 scores x 5 operations.
     assert softmax_flops(shape_of(50, 10, 8, 20, 2, 4), 3, 10) == 12_000
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("batch, n_q, n_k, d", [(3, 64, 64, 8), (2, 128, 64, 16), (2, 64, 128, 16), (1, 256, 256, 4)])
+def test_plain_attention_holds_what_is_counted(batch: int, n_q: int, n_k: int, d: int, is_causal: bool) -> None:
+    counted = naive_attention_bytes(batch, n_q, n_k, d, is_causal)
+    q = torch.randn(batch, n_q, d, requires_grad=True)
+    k, v = (torch.randn(batch, n_k, d, requires_grad=True) for _ in range(2))
+    do = torch.randn(batch, n_q, d)
+    saved: dict[int, int] = {}
+    kept = []  # or the next tensor could have the place of one that is gone
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        scaled_dot_product_attention(q, k, v, is_causal)
+    assert sum(saved.values()) == counted["saved_for_backward"]
+    scores = 4 * batch * n_q * n_k
+    assert (counted["scores"], counted["softmax"]) == (scores, scores)
+    assert (counted["masked_scores"], counted["masks"]) == ((scores, 2 * n_q * n_k) if is_causal else (0, 0))
+    with LiveBytes() as live:
+        o = scaled_dot_product_attention(q, k, v, is_causal)
+        assert live.peak == counted["forward_peak"] + o.nbytes
+        live.peak = live.now
+        o.backward(do)
+        assert live.peak == counted["backward_peak"] + o.nbytes
+
+
+# Activations. Hooks find the same in real blocks: tests/bench/test_residuals.py and test_checkpointing.py.
+
+
+BLOCK = shape_of(vocab=10, context=8, d_model=4, d_ff=6, num_layers=5, num_heads=2)
+TOKENS, STREAM = 2 * 3, 2 * 3 * 4  # a batch of 2 sequences of 3 tokens, and numbers in the residual stream
+
+
+def test_activations_of_a_block_worked_out_by_hand() -> None:
+    norm = 4 * TOKENS + 4 * STREAM  # one over the root for each token, and what it makes of x
+    factors = 4 * (TOKENS * 6)  # w1 x, its silu, w3 x, their product
+    assert activation_bytes(BLOCK, 2, 3) == {
+        "ln1": norm,
+        "qkv_proj": 4 * STREAM,
+        "attention": 4 * 3 * STREAM + 3 * 3 + 4 * (2 * 2 * 3 * 3),
+        "output_proj": 4 * STREAM,
+        "ln2": 4 * STREAM + norm,
+        "ffn": 4 * STREAM + 4 * factors,
+    }
+    low = activation_bytes(BLOCK, 2, 3, "bf16", "flash_triton")
+    assert low["attention"] == 2 * 4 * STREAM + 4 * TOKENS * 2  # q, k, v, o; two heads' logsumexp
+    assert low["qkv_proj"] == 3 * 2 * STREAM
+    assert low["ffn"] == 2 * 2 * STREAM + 2 * factors
+    assert (weight_copy_bytes(BLOCK, "fp32"), weight_copy_bytes(BLOCK, "fp16")) == (0, 2 * (4 * 16 + 3 * 24))
+
+
+def test_scores_grow_with_the_square_of_the_length_and_only_where_they_are_held() -> None:
+    naive = [activation_bytes(BLOCK, 1, n, "fp32", "naive")["attention"] for n in (100, 200, 400)]
+    flash = [activation_bytes(BLOCK, 1, n, "fp32", "flash_triton")["attention"] for n in (100, 200, 400)]
+    assert flash[2] == 2 * flash[1] == 4 * flash[0]
+    assert naive[2] - 2 * naive[1] == 4 * (naive[1] - 2 * naive[0]) > 0
+
+
+def test_an_unknown_kernel_is_named() -> None:
+    with pytest.raises(ValueError, match="attention is 'flex'"):
+        activation_bytes(BLOCK, 2, 3, "fp32", "flex")
+
+
+@pytest.mark.parametrize(
+    "checkpointed, inputs, blocks",
+    [
+        (None, 0, 5),  # of what is kept when forward is over: inputs of checkpointed blocks, and whole blocks
+        (("every", 1), 5, 0),
+        (("every", 2), 3, 2),
+        (("every", 9), 1, 4),
+        (("groups", 2), 3, 0),
+        (("groups", 5), 1, 0),
+        (("groups", 9), 1, 0),
+    ],
+)
+def test_what_is_kept_after_forward(checkpointed: tuple[str, int] | None, inputs: int, blocks: int) -> None:
+    how = (BLOCK, 2, 3, "bf16", "naive")
+    held, peak = checkpointed_activation_bytes(*how, checkpointed)
+    assert held == inputs * 4 * STREAM + blocks * block_bytes(*how) + head_bytes(*how[:4])
+    assert peak >= held
+
+
+@pytest.mark.parametrize(
+    "number, inputs, blocks",
+    # Where the peak is: five blocks in groups of two, with all inputs but the last one, the second group whole.
+    [(1, 5, 1), (2, 2, 2), (3, 1, 3), (4, 1, 4), (5, 1, 5)],
+)
+def test_the_peak_has_one_group_whole_beside_the_inputs_up_to_it(number: int, inputs: int, blocks: int) -> None:
+    shape = dataclasses.replace(BLOCK, vocab_size=1)
+    how = (shape, 2, 300, "fp32", "naive")
+    entry = 4 * 2 * 300 * 4
+    _, peak = checkpointed_activation_bytes(*how, ("groups", number))
+    assert peak == (inputs - 1) * entry + blocks * block_bytes(*how) + gradient_bytes(*how)
+
+
+@pytest.mark.parametrize("num_layers", [64, 1000, 10_000])
+def test_the_best_group_is_the_one_of_least_memory(num_layers: int) -> None:
+    shape = dataclasses.replace(BLOCK, num_layers=num_layers, vocab_size=1)
+    peaks = {k: checkpointed_activation_bytes(shape, 2, 8, checkpointed=("groups", k))[1] for k in range(1, 65)}
+    best = best_group(shape, 2, 8)
+    least = min(peaks, key=lambda k: peaks[k])
+    assert peaks[round(best)] <= 1.05 * peaks[least]
+    assert least == pytest.approx(best, rel=0.2, abs=1)
+
+
+def test_under_autocast_copies_of_all_weights_are_a_floor_of_the_peak() -> None:
+    shape = shape_of(vocab=10, context=8, d_model=64, d_ff=128, num_layers=50, num_heads=2)
+    held, peak = checkpointed_activation_bytes(shape, 1, 8, "bf16", "sdpa", ("groups", 2))
+    assert peak == held + 50 * weight_copy_bytes(shape, "bf16") + 2 * 8 * 10  # and the logits before they are float32

@@ -246,6 +246,14 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
     assert DataConfig(source="random").data_dir == "data/random"
 
 
+@pytest.mark.parametrize(
+    "policy, checkpointed",
+    [("none", None), ("block", ("every", 1)), ("every_12", ("every", 12)), ("groups_3", ("groups", 3))],
+)
+def test_a_policy_of_checkpointing_is_a_kind_and_a_number(policy: str, checkpointed: tuple[str, int] | None) -> None:
+    assert TrainConfig(activation_checkpointing=policy).checkpointed == checkpointed
+
+
 def test_an_infinite_limit_of_the_gradient_is_none() -> None:
     assert TrainConfig(max_grad_norm=INF).max_grad_norm is None
 

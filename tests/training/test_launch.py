@@ -44,12 +44,18 @@ def accident(self, *arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hangs":
             time.sleep(1000)
+        if fault == "is told to stop":
+            os.kill(os.getpid(), signal.SIGTERM)
     return step(self, *arguments)
 Trainer.train_step = accident
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
     time.sleep(3)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
 if fault == "differs" and rank == 1:
     sys.argv += ["--train.max_steps", "11"]
+if fault == "all mistype" or fault == "one mistypes" and rank == 1:
+    sys.argv += ["--train.max_stepz", "11"]
+if fault == "all find no checkpoint":
+    sys.argv += ["--resume", "nowhere/step_00000001"]
 """
 LAUNCHED = FAULTY + "from cs336_systems.training.worker import main; main()"
 BY_TORCHRUN = FAULTY + "from cs336_systems.cli import main; main()"
@@ -135,14 +141,17 @@ def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp
     assert samples[0] == samples[1]
 
 
+STANDALONE = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+
+
 def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", timeout: float = 120) -> Any:
     file = Path(f"{config.run_dir}.config.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(config.to_dict()))
     program = file.with_suffix(".py")
     program.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command += ["--local-addr=localhost", *options, str(program), fault, "train", "--config", str(file)]
+    command = [sys.executable, "-m", "torch.distributed.run", *STANDALONE]
+    command += [*options, str(program), fault, "train", "--config", str(file)]
     return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=file.parent, timeout=timeout)
 
 
@@ -181,6 +190,17 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
     assert_same_losses(config, alone)
 
 
+@pytest.mark.multigpu
+def test_when_a_rank_hangs_before_its_recorded_step_the_other_names_it(tmp_path: Path) -> None:
+    train = dict(device="cuda", cuda_graph=True)
+    config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0), train=train)
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=150)
+    assert failed.returncode == 1
+    assert "rank 0: replay of the recorded step at step 7 was not done after 4 s: another rank is" in failed.stderr
+
+
 def resumed(config: RunConfig) -> RunConfig:
     import dataclasses
 
@@ -204,6 +224,25 @@ def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: P
     assert not Path(str(config.run_dir)).exists()
 
 
+MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
+    "all mistype": r"unknown field train.max_stepz: did you mean train.max_steps\?",
+    "one mistypes": r"unknown field train.max_stepz: did you mean train.max_steps\?",
+    "all find no checkpoint": r".*nowhere/step_00000001.*",
+    "raises": r"the dog ate my gradients",
+}
+
+
+@pytest.mark.parametrize("fault", MISTAKES)
+def test_what_is_wrong_is_said_by_one_of_torchruns_processes(fault: str, tmp_path: Path) -> None:
+    failed = torchrun(config_for(tmp_path), BY_TORCHRUN, "--nproc-per-node=2", fault=fault)
+    assert failed.returncode != 0
+    said = re.findall(rf"^rank (\d): {MISTAKES[fault]}$", failed.stderr, re.MULTILINE)
+    assert len(said) == 1, failed.stderr
+    if fault in ("one mistypes", "raises"):
+        assert said == ["1"]
+    assert re.search(rf"^ *traceback : {MISTAKES[fault]}$", failed.stderr, re.MULTILINE), "not in torchrun's summary"
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
 def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
     number: signal.Signals, code: int, alone: RunConfig, tmp_path: Path
@@ -215,9 +254,26 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     last = loss_rows(config)[-1]["step"]
-    assert f"stopped by {number.name} at step {last}" in out
+    (again,) = re.findall(rf"stopped by {number.name} at step {last}; to go on: cs336 (train .*)", out)
+    assert RunConfig.from_dict(json.loads(Path(again.split()[2]).read_text())).parallel.devices == 2
     assert f"step_{last:08d}" in checkpoint_names(config)
     assert not processes_of(str(tmp_path))
+
+
+def test_who_started_torchrun_is_told_to_start_it_again(alone: RunConfig, tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    stopped = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="is told to stop")
+    assert stopped.returncode != 0
+    (line,) = [line for line in stopped.stdout.splitlines() if "to go on" in line]
+    hint = r"start torchrun as before with -m cs336_systems (train --config \S+ --resume auto)"
+    found = re.fullmatch(f"stopped by SIGTERM at step 7; to go on: {hint}", line)
+    assert found is not None, line
+    again = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node=2", "-m", "cs336_systems"]
+    done = subprocess.run(
+        [*again, *found[1].split()], capture_output=True, text=True, env=_environment(), cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same_losses(config, alone)
 
 
 def test_when_the_command_is_killed_its_processes_end(tmp_path: Path) -> None:

@@ -529,20 +529,51 @@ def blocks_computed(trainer: Trainer) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("kind, again", [("none", 0), ("block", 5), ("every_1", 5), ("every_2", 3), ("every_9", 1)])
+@pytest.mark.parametrize(
+    "kind, again",
+    [
+        ("none", 0),
+        ("block", 5),
+        ("every_1", 5),
+        ("every_2", 3),
+        ("every_9", 1),
+        ("groups_1", 5),
+        ("groups_2", 5),
+        ("groups_9", 5),
+    ],
+)
 def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
-    weights = []
+    weights, losses = [], []
     for activation_checkpointing in ("none", kind):
         train = dict(activation_checkpointing=activation_checkpointing)
         with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
             computed = blocks_computed(trainer)
-            trainer.train_step()
+            losses.append(trainer.train_step()["loss"])
             weights.append(weights_of(trainer))
     assert computed == 5 + again
+    assert losses[0] == losses[1]
     assert_same_tensors(*weights)
 
 
-@pytest.mark.parametrize("kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_"])
+@pytest.mark.parametrize(
+    "kind, kept", [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1)]
+)
+def test_of_a_group_of_checkpointed_blocks_the_input_alone_is_kept(kind: str, kept: int, tmp_path: Any) -> None:
+    """Of 4 tensors as large as a block's input that a block saves: with the norms' inputs, what they make of them."""
+    train = dict(activation_checkpointing=kind)
+    tokens = torch.zeros(3, 16, dtype=torch.long)
+    saved: dict[int, Tensor] = {}
+    with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
+        x = trainer.model.token_embeddings(tokens)
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
+        with hooks:
+            trainer.model.through_blocks(x)
+    assert len([t for t in saved.values() if t.shape == x.shape]) == kept
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_", "groups_0", "groups", "group_2"]
+)
 def test_what_is_no_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"train\.activation_checkpointing is .* none, block or every_K"):
+    with pytest.raises(ValueError, match=r"train\.activation_checkpointing is .* none, block, every_K or groups_K"):
         TrainConfig(activation_checkpointing=kind)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.parallel import comm
+from cs336_systems.training import run as run_module
 from tests.distributed import run_ranks
 from tests.training.helpers import make_config, random_tokens, tiny_trainer
 
@@ -84,6 +85,9 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
         ("fsdp", dict(compile=True)),
         ("fsdp", dict(activation_checkpointing="block")),
         ("bucketed", dict(activation_checkpointing="every_2")),
+        ("fsdp", dict(activation_checkpointing="groups_2")),
+        pytest.param("fsdp", dict(activation_checkpointing="groups_2", compile=True), marks=pytest.mark.slow),
+        ("bucketed", dict(activation_checkpointing="groups_3")),
     ],
     ids=str,
 )
@@ -100,6 +104,48 @@ def test_weights_are_those_of_one_process_on_gpus(strategy: str, shard_optimizer
     results = run_ranks(train_some, 2, config, STEPS, "cuda", device="cuda")
     assert_ranks_equal(results)
     assert_same(results[0], train_some(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-4)
+
+
+# The sample at the end
+
+
+def draw_sample(strategy: str, full_devices: int) -> tuple[Any, int]:
+    """Logits of the model that a run samples from, where so many tries meet with a device that has no room for it, and
+    how many whole tensors this rank has gathered for it."""
+    tries, gathered = 0, 0
+
+    def logits_of(model: Any, tokenizer: Any, sampling: Any) -> Tensor:
+        nonlocal tries
+        tries += 1
+        if tries <= full_devices:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(torch.arange(16)[None]).detach()
+
+    run_module.sample_text = logits_of  # type: ignore[assignment]
+    with tiny_trainer(config_of(strategy)) as trainer:
+        trainer.train_step()
+        gather = trainer.strategy.full_state_dict
+
+        def counting(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            nonlocal gathered
+            state = gather(*args, **kwargs)
+            gathered = len(state)
+            return state
+
+        trainer.strategy.full_state_dict = counting  # type: ignore[method-assign]
+        run = run_module.Run.__new__(run_module.Run)
+        run.config, run.trainer = trainer.config, trainer
+        return run._sample(None), gathered  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("full_devices", [0, 1])
+@pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
+def test_the_first_rank_alone_has_the_whole_model_to_sample_from(strategy: str, full_devices: int) -> None:
+    ((expected, _),) = run_ranks(draw_sample, 1, "none", 0)
+    (logits, gathered), other = run_ranks(draw_sample, 2, strategy, full_devices)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    assert gathered > 0
+    assert other == (None, 0)
 
 
 # What ranks agree on
@@ -180,6 +226,23 @@ def fail_to_prepare(root: str) -> str:
 
 def test_what_is_wrong_with_the_data_of_one_rank_all_are_told(tmp_path: Path) -> None:
     assert run_ranks(fail_to_prepare, 2, str(tmp_path)) == ["valid.npy is not on this machine"] * 2
+
+
+def be_refused(root: str) -> str:
+    """What is said where every rank's own device is too small."""
+    from cs336_systems.training import pipeline
+
+    def check(config: RunConfig, device: torch.device) -> None:
+        raise ValueError(f"cuda:{comm.rank()} has 1 GiB")
+
+    pipeline._check = check
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        pipeline._train(make_config(Path(root)), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_what_is_wrong_with_the_device_of_each_rank_is_said_of_the_first(tmp_path: Path) -> None:
+    assert run_ranks(be_refused, 2, str(tmp_path)) == ["cuda:0 has 1 GiB"] * 2
 
 
 def validation_sequences(batch_size: int) -> list[int]:

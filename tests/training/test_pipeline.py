@@ -205,6 +205,33 @@ def test_five_and_five_resumed_steps_are_ten_bit_for_bit_on_a_gpu(
     check_that_five_and_five_are_ten(config, run_in_a_new_process)
 
 
+@pytest.mark.parametrize(
+    "train",
+    [
+        dict(device="cpu"),
+        pytest.param(dict(device="cuda", precision="bf16", deterministic=True), marks=pytest.mark.gpu),
+        pytest.param(dict(device="cuda", precision="bf16", deterministic=True, cuda_graph=True), marks=pytest.mark.gpu),
+    ],
+    ids=["cpu", "gpu", "recorded"],
+)
+def test_five_and_five_steps_are_ten_where_they_are_saved_in_the_background(
+    tmp_path: Path, train: dict[str, Any]
+) -> None:
+    background = dict(checkpointing_interval=1, async_save=True)  # a save under way in every step, also when recorded
+    optimizer = dict(implementation="torch_fused")
+    config = make_config(tmp_path, optimizer=optimizer, train=train, checkpoint=background)
+    run_in_a_new_process(config)
+    uninterrupted = end_of(config)
+    for step in range(6, 11):
+        shutil.rmtree(checkpoint_path(config, step))
+    run_in_a_new_process(resumed(config))
+    assert_same_end(end_of(config), uninterrupted)
+
+    foreground = make_config(tmp_path, "foreground", optimizer=optimizer, train=train, checkpoint=EVERY_FIVE)
+    run_in_a_new_process(foreground)
+    assert_same_end(end_of(foreground), uninterrupted)
+
+
 def test_the_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
     config = make_config(tmp_path, train=dict(precision="fp16"), checkpoint=EVERY_FIVE)
     check_that_five_and_five_are_ten(config, run_in_process)

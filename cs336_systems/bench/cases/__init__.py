@@ -6,7 +6,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # names are told without PyTorch
     from ..sweep import Case
 
-NAMES = ("model", "warmup", "train-step", "ddp")
+NAMES = (
+    "model",
+    "warmup",
+    "train-step",
+    "precision-accumulation",
+    "autocast-dtypes",
+    "attention",
+    "flash",
+    "kernels",
+    "leaderboard-2025",
+    "attention-sweep",
+    "residuals",
+    "checkpointing",
+    "ddp",
+)
 
 
 def get_case(name: str) -> "Case":

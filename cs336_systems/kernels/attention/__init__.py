@@ -49,7 +49,7 @@ ATTENTION = _Kernels()
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`; auto is PyTorch's own choice.
 
-    On an H200 it takes cuDNN, which the rows in results/h200/attention.jsonl show ahead of flash_triton, and on a CPU
+    On an H200 it takes cuDNN, which the rows in results/h200/kernels.jsonl show ahead of flash_triton, and on a CPU
     there is nothing faster here.
 
     Raises ValueError naming `model.attention` where no kernel has the name, or what the kernel needs is not installed.

@@ -1,0 +1,133 @@
+"""The case `attention`: attention as it is written, without heads, eager and compiled: its time and its memory.
+
+The handout's pytorch_attention and torch_compile: batch 8, 100 forward and 100 backward passes in float32. The handout
+leaves the mask open; it is causal here, as a language model's attention is, unless `is_causal` says otherwise.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from ...accounting import naive_attention_bytes
+from ...fields import check_types, require
+from ...hardware import use_device
+from ...kernels.attention import get_attention
+from ...kernels.attention.contract import attention_flops
+from ...training.metrics import summarise
+from ..attention import DTYPES, WORKS, check_kernel, check_sizes, resolve_device
+from ..case import Row
+from ..outcome import each
+from ..sweep import Case, swept
+from ..timing import Stopwatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBench:
+    """Attention at a length and a head size."""
+
+    kernel: str = swept("naive", also="kernels")
+    """Attention kernel by its registered name."""
+    batch_size: int = swept(8, quick=2)
+    """Sequences a batch, of one head each."""
+    head_size: int = swept(16, 32, 64, 128, quick=(8, 16))
+    """Numbers a query, a key or a value has."""
+    length: int = swept(
+        256, 1024, 4096, 8192, 16384, sweep=(256, 1024, 4096, 8192, 16384, 32768, 65536), quick=(16, 32)
+    )
+    """Queries and keys; those of --sweep are more than a GPU of 140 GB holds."""
+    compile: bool = swept(False, True, quick=False)
+    """torch.compile."""
+    is_causal: bool = swept(True, sweep=(True, False))
+    """Whether query i sees only the keys up to i."""
+    dtype: Literal["bf16", "fp16", "fp32"] = swept("fp32")
+    """Type of q, k and v."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
+    warmup: int = swept(10, quick=1)
+    """Passes before the measured ones."""
+    repeats: int = swept(100, quick=3)
+    """Measured forward passes, and backward passes."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        check_kernel(self.kernel)
+        check_sizes(self, "batch_size", "length", "head_size")
+        for name, least in (("warmup", 0), ("repeats", 1)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+        object.__setattr__(self, "device", resolve_device(self.device))
+
+
+def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration as it ran, and its metrics."""
+    device = use_device(config.device)
+    attention: Any = get_attention(config.kernel)
+    if config.compile:
+        torch._dynamo.reset()  # or the next size would be compiled for all sizes
+        attention = torch.compile(attention, dynamic=False)
+    times, shape, in_use = _time_passes(attention, config, Stopwatch(device))
+    metrics: dict[str, Any] = {}
+    for name, laps in times.items():
+        flops = attention_flops(shape, shape[-2], config.is_causal, WORKS[name])
+        metrics[f"{name}_ms"] = summarise(laps)
+        metrics[f"{name}_tflops"] = flops / metrics[f"{name}_ms"]["p50"] / 1e9
+    if device.type == "cuda":
+        metrics["memory_before_backward_bytes"] = in_use
+        metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    ran = dict(zip(("batch_size", "length", "head_size"), shape, strict=True))
+    ran |= {"compile": hasattr(attention, "_torchdynamo_orig_callable"), "repeats": len(times["forward"])}
+    return {**ran, "device": str(device)}, metrics | {"timer": Stopwatch.METHOD}
+
+
+def _time_passes(
+    attention: Any, config: AttentionBench, watch: Stopwatch
+) -> tuple[dict[str, list[float]], torch.Size, int]:
+    """The times of forward and backward passes in ms, the output's shape, and a GPU's bytes in use between the two."""
+    torch.manual_seed(0)
+    shape, dtype = (config.batch_size, config.length, config.head_size), DTYPES[config.dtype]
+    q, k, v = (torch.randn(shape, device=config.device, dtype=dtype, requires_grad=True) for _ in range(3))
+    do = torch.randn(shape, device=config.device, dtype=dtype)
+    times: dict[str, list[float]] = {"forward": [], "backward": []}
+    in_use, o = 0, q
+    for i in range(config.warmup + config.repeats):
+        del o  # and with it what its forward pass has saved
+        q.grad = k.grad = v.grad = None
+        watch.lap_ms()
+        o = attention(q, k, v, config.is_causal)
+        forward_ms = watch.lap_ms()
+        if o.is_cuda:
+            in_use = torch.cuda.memory_allocated(o.device)
+        watch.lap_ms()
+        o.backward(do)
+        backward_ms = watch.lap_ms()
+        if i >= config.warmup:
+            times["forward"].append(forward_ms)
+            times["backward"].append(backward_ms)
+    return times, o.shape, in_use
+
+
+def variant(config: AttentionBench) -> str:
+    """The kernel, and how it runs."""
+    return f"{config.kernel} {'compiled' if config.compile else 'eager'}"
+
+
+def measure(configs: Sequence[AttentionBench]) -> Iterable[Row]:
+    """Rows, each with the memory that eager attention needs by count: also where it was not there."""
+    for row in each("attention", variant, measure_one)(configs):
+        if row.config["kernel"] == "naive":
+            sizes = {name: row.config[name] for name in ("head_size", "is_causal")}
+            length = row.config["length"]
+            counted = naive_attention_bytes(row.config["batch_size"], length, length, **sizes)
+            row = replace(row, metrics={**row.metrics, "counted_bytes": counted})
+        yield row
+
+
+CASE = Case(
+    name="attention",
+    about="Plain attention, eager and compiled: 100 forward and 100 backward passes, and the memory between them.",
+    module=__name__,
+    config=AttentionBench,
+    variant=variant,
+    measure=measure,
+)

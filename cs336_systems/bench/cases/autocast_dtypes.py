@@ -1,0 +1,106 @@
+"""The case `autocast-dtypes`: which type autocast gives to what in a small model, read while it computes.
+
+Weights, and with them gradients, stay float32; autocast casts what goes into matrix products. What is sensitive it
+computes in float32: on a GPU layer norm and the loss. An own RMSNorm is to autocast a row of element-wise operations,
+which keep the type they are given, so it casts by itself and returns the type of its input. A CPU has other lists than
+a GPU, so a row says on which of them it was read.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cs336_basics.model import RMSNorm
+
+from ...fields import check_types
+from ...hardware import check_precision, select_device, use_device
+from ...training.loop import AUTOCAST_DTYPES
+from ..outcome import each
+from ..sweep import Case, swept
+
+_NORMS: dict[str, Callable[[int], nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": RMSNorm}
+_BATCH, _IN, _OUT = 8, 20, 5
+
+
+class ToyModel(nn.Module):
+    """The handout's: two linear layers without biases, ReLU and a norm between them."""
+
+    def __init__(self, in_features: int, out_features: int, norm: str = "layer_norm") -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_features, 10, bias=False)
+        self.ln = _NORMS[norm](10)
+        self.fc2 = nn.Linear(10, out_features, bias=False)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.ln(self.relu(self.fc1(x))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastDtypesBench:
+    """A precision and a norm."""
+
+    norm: Literal["layer_norm", "rms_norm"] = swept("layer_norm", "rms_norm")
+    """Normalisation of the model: PyTorch's LayerNorm, or the RMSNorm of cs336_basics."""
+    precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", "fp16", "bf16")
+    """Autocast type; fp32 is without autocast."""
+    device: str = swept("auto")
+    """auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        try:
+            object.__setattr__(self, "device", str(select_device(self.device)))
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("train.")) from error
+
+
+def measure(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration as it ran, and the type of everything in a forward and a backward pass."""
+    device = use_device(config.device)
+    check_precision(device, config.precision)
+    torch.manual_seed(0)
+    model = ToyModel(_IN, _OUT, config.norm).to(device)
+    x, targets = torch.randn(_BATCH, _IN, device=device), torch.zeros(_BATCH, dtype=torch.long, device=device)
+    seen: dict[str, str] = {}
+
+    def read_parameters(module: nn.Module, inputs: Any) -> None:
+        seen["parameters"] = _names(*module.parameters())
+
+    def read_output(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, inputs, output: seen.update({name: _names(output)})
+
+    model.register_forward_pre_hook(read_parameters)
+    for name, module in (("fc1_output", model.fc1), ("norm_output", model.ln), ("logits", model)):
+        module.register_forward_hook(read_output(name))
+    dtype = AUTOCAST_DTYPES.get(config.precision)
+    with torch.autocast(device.type, dtype) if dtype else nullcontext():
+        loss = nn.functional.cross_entropy(model(x), targets)
+    loss.backward()
+    seen["loss"] = _names(loss)
+    seen["gradients"] = _names(*(p.grad for p in model.parameters() if p.grad is not None))
+    return {"device": str(device)}, {"dtypes": seen}
+
+
+def _names(*tensors: Tensor) -> str:
+    """The types of some tensors: "float32", or several."""
+    return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+
+
+def variant(config: AutocastDtypesBench) -> str:
+    """Precision and norm: "bf16 layer_norm"."""
+    return f"{config.precision} {config.norm}"
+
+
+CASE = Case(
+    name="autocast-dtypes",
+    about="The types of weights, activations, loss and gradients under autocast.",
+    module=__name__,
+    config=AutocastDtypesBench,
+    variant=variant,
+    measure=each("autocast-dtypes", variant, measure),
+)

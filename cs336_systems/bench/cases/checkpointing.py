@@ -1,0 +1,161 @@
+"""The case `checkpointing`: peak memory and time of a step by how many blocks are checkpointed together.
+
+What a group of K blocks keeps is its input; in the backward pass one group at a time is whole again. Small groups keep
+many inputs, large ones much of a group, and all cost one more forward pass. Were a block as small as its input, the
+least would be at the square root of the number of blocks; it is an order of magnitude larger, so groups are small.
+Beside the measured memory stands what `accounting.checkpointed_activation_bytes` counts. Of eager blocks under autocast
+a floor is left that no checkpointing lowers: copies of all weights, which autocast keeps until forward is over.
+Compiled blocks cast inside.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from cs336_basics.shape import ModelShape
+
+from ...accounting import best_group, checkpointed_activation_bytes
+from ...fields import require_at_least
+from ...training.metrics import summarise
+from ..live_bytes import LiveBytes
+from ..outcome import each
+from ..sweep import Case, swept
+from ..timing import Stopwatch
+from ..workload import Workbench, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointingBench(Workload):
+    """A workload, and how often it is done."""
+
+    size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
+    """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
+    num_layers: int | None = swept(None, quick=8)
+    """Number of blocks (default: the size's)."""
+    context_length: int = swept(1024, sweep=(256, 512, 1024, 2048), quick=16)
+    """Tokens a sequence."""
+    batch_size: int = swept(4, quick=2)
+    """Sequences a batch."""
+    mode: Literal["forward_backward", "train_step"] = swept("forward_backward")
+    """train_step: with the optimizer's step, in the time; memory is that of forward and backward."""
+    precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
+    """Autocast type; weights are float32."""
+    compile: bool = swept(False, sweep=(False, True))
+    """torch.compile, block by block."""
+    attention: str = swept("flash_triton", sweep=("naive", "flash_triton"), quick="flash_torch")
+    """Attention kernel by its registered name."""
+    activation_checkpointing: str = swept(
+        "none", "block", "every_2", "every_4", *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
+        quick=("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
+    )  # fmt: skip
+    """none; block, which is a group of one; every_K: every K-th block; groups_K: K blocks together."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu, cuda or cuda:N."""
+    warmup: int = swept(3, quick=1)
+    """Steps before the measured ones."""
+    steps: int = swept(10, quick=2)
+    """Measured steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("warmup", 0), ("steps", 1), ("num_layers", 1)):
+            require_at_least(self, "", least, name)
+        object.__setattr__(self, "num_layers", self.shape.num_layers)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The resolved architecture."""
+        shape = super().shape
+        return dataclasses.replace(shape, num_layers=self.num_layers or shape.num_layers)
+
+
+def measure(config: CheckpointingBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration as it ran, and its metrics: time of a step, memory of a forward and a backward pass."""
+    bench = Workbench(config)
+    for _ in range(config.warmup):
+        bench.step()
+    watch = Stopwatch(bench.device)
+    steps_ms = []
+    for _ in range(config.steps):
+        bench.step()
+        steps_ms.append(watch.lap_ms())
+    metrics: dict[str, Any] = {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
+    if bench.device.type == "cuda":
+        metrics |= _gpu_memory(bench)
+    elif not config.compile:
+        metrics |= _cpu_memory(bench)
+    return bench.read_back() | _policy(config), metrics | _counted(config)
+
+
+def _policy(config: CheckpointingBench) -> dict[str, Any]:
+    """What is checkpointed as a row and a plot have it: a policy and a number, that of no checkpointing None."""
+    checkpointed = config.train_config.checkpointed
+    if checkpointed is None:
+        return {"policy": "none", "K": None}
+    return {"policy": "groups" if checkpointed[1] == 1 else checkpointed[0], "K": checkpointed[1]}
+
+
+def _prepare_gradients(bench: Workbench) -> None:
+    """So that gradients, zero for now, are no part of what a pass allocates."""
+    bench.backward(bench.forward())
+    bench.model.zero_grad(set_to_none=False)
+
+
+def _gpu_memory(bench: Workbench) -> dict[str, int]:
+    """Bytes beyond weights and gradients that are allocated after forward, and at most until backward is over."""
+    _prepare_gradients(bench)
+    torch.cuda.reset_peak_memory_stats(bench.device)
+    before = torch.cuda.memory_allocated(bench.device)
+    loss = bench.forward()
+    held = torch.cuda.memory_allocated(bench.device) - before
+    bench.backward(loss)
+    peak = torch.cuda.max_memory_allocated(bench.device)
+    return {"held_bytes": held, "peak_bytes": peak - before, "peak_memory_bytes": peak}
+
+
+def _cpu_memory(bench: Workbench) -> dict[str, int]:
+    """The same of tensors in main memory; the allocator's own peak, which counts all, is not known there."""
+    _prepare_gradients(bench)
+    with LiveBytes() as live:
+        loss = bench.forward()
+        held = live.now
+        bench.backward(loss)
+    return {"held_bytes": held, "peak_bytes": live.peak}
+
+
+def _counted(config: CheckpointingBench) -> dict[str, Any]:
+    """What is counted for eager blocks; {} for compiled ones and for a kernel that is not known."""
+    if config.compile:
+        return {}
+    how = (config.shape, config.batch_size, config.context_length, config.precision, config.attention)
+    try:
+        held, peak = checkpointed_activation_bytes(*how, config.train_config.checkpointed)
+    except ValueError:
+        return {}
+    return {"predicted_held_bytes": held, "predicted_bytes": peak, "best_group": best_group(*how)}
+
+
+def _wanted(config: CheckpointingBench) -> bool:
+    """No groups of more blocks than there are: they are as one of all."""
+    checkpointed = config.train_config.checkpointed
+    return checkpointed is None or checkpointed[1] <= config.shape.num_layers
+
+
+def variant(config: CheckpointingBench) -> str:
+    """What is checkpointed, and how the model computes: "groups_4 bf16 flash_triton"."""
+    compiled = "compiled " if config.compile else ""
+    return f"{config.activation_checkpointing} {config.precision} {compiled}{config.attention}"
+
+
+CASE = Case(
+    name="checkpointing",
+    about="Peak memory and time of a step by which blocks are checkpointed, and how many together.",
+    module=__name__,
+    config=CheckpointingBench,
+    variant=variant,
+    measure=each("checkpointing", variant, measure),
+    isolated=True,
+    wanted=_wanted,
+)

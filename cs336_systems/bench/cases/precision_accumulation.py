@@ -1,0 +1,72 @@
+"""The case `precision-accumulation`: the same numbers added up in different types.
+
+Two errors meet here, and the rows tell them apart. What is added is rounded once: the float16 nearest to 0.01 is
+0.0100021, so a thousand of them are 10.0021 however well they are added. And each sum is rounded: float16 has steps of
+1/128 from 8 on, and every addition of 0.01 goes to the nearest step. The first is why casting float16 to float32 before
+adding repairs nothing, the second why accumulators are float32.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ...fields import check_types, require, require_at_least
+from ..outcome import each
+from ..sweep import Case, swept
+
+# Type of the values, type they are cast to before they are added (None: they are not), type of the sum.
+ACCUMULATIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = {
+    "fp32 into fp32": (torch.float32, None, torch.float32),
+    "fp16 into fp16": (torch.float16, None, torch.float16),
+    "fp16 into fp32": (torch.float16, None, torch.float32),
+    "fp16 cast to fp32 into fp32": (torch.float16, torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionAccumulationBench:
+    """What is added up how often, in which types."""
+
+    accumulation: Literal["fp32 into fp32", "fp16 into fp16", "fp16 into fp32", "fp16 cast to fp32 into fp32"] = swept(
+        *ACCUMULATIONS
+    )
+    """Types of the values, of what they are cast to, and of the sum."""
+    value: float = swept(0.01)
+    """What is added."""
+    count: int = swept(1000)
+    """How often."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        require(math.isfinite(self.value), "value", self.value, "finite")
+        require_at_least(self, "", 1, "count")
+
+
+def measure(config: PrecisionAccumulationBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration, and the sum beside the exact product, as the handout's loops compute it."""
+    value_dtype, cast_dtype, sum_dtype = ACCUMULATIONS[config.accumulation]
+    total = torch.tensor(0, dtype=sum_dtype)
+    value = torch.tensor(config.value, dtype=value_dtype)
+    for _ in range(config.count):
+        total += value if cast_dtype is None else value.to(cast_dtype)
+    exact = config.value * config.count
+    found = total.item()
+    dtype = str(total.dtype).removeprefix("torch.")
+    return {"device": str(total.device)}, {"sum": found, "exact": exact, "error": found - exact, "dtype": dtype}
+
+
+def variant(config: PrecisionAccumulationBench) -> str:
+    """The types: "fp16 into fp32"."""
+    return config.accumulation
+
+
+CASE = Case(
+    name="precision-accumulation",
+    about="The same numbers added up in different types.",
+    module=__name__,
+    config=PrecisionAccumulationBench,
+    variant=variant,
+    measure=each("precision-accumulation", variant, measure),
+)

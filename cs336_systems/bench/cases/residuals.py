@@ -1,0 +1,162 @@
+"""The case `residuals`: what one TransformerBlock saves for its backward pass, by the part that saves it.
+
+Beside it stands what `accounting.activation_bytes` counts for the eager block. Compiled code saves what the partitioner
+chooses: it computes cheap things again in the backward pass rather than keep them.
+"""
+
+import dataclasses
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cs336_basics.model import RotaryEmbedding, TransformerBlock
+
+from ...accounting import activation_bytes, weight_copy_bytes
+from ...hardware import check_precision, use_device
+from ...kernels.attention import get_attention
+from ...training.loop import AUTOCAST_DTYPES
+from ..outcome import each
+from ..saved_tensors import Saved, SavedTensors
+from ..sweep import Case, swept
+from ..workload import Workload
+
+_LISTED = 32  # kinds of tensors that a row lists, the largest ones
+_PARTS = {"attn.q_proj": "qkv_proj", "attn.k_proj": "qkv_proj", "attn.v_proj": "qkv_proj", "attn.rope": "rope",
+          "attn": "attention", "attn.output_proj": "output_proj", "": "compiled"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualsBench:
+    """A block, its input, and how it computes."""
+
+    size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
+    """Named size of the model whose block it is."""
+    context_length: int = swept(512, sweep=(256, 512, 1024, 2048), quick=16)
+    """Tokens a sequence."""
+    batch_size: int = swept(4, quick=2)
+    """Sequences a batch."""
+    precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", "bf16")
+    """Autocast type; weights are float32."""
+    compile: bool = swept(False, True, quick=False)
+    """torch.compile."""
+    attention: str = swept("naive", "flash_triton", quick=("naive", "flash_torch"))
+    """Attention kernel by its registered name."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", self.workload.device)
+
+    @property
+    def workload(self) -> Workload:
+        """The model whose block it is. Raises ValueError naming a field that is wrong."""
+        return Workload(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+
+class BlockBench:
+    """The block of a configuration and its input, the same for the same configuration."""
+
+    def __init__(self, config: ResidualsBench) -> None:
+        self.config, self.device = config, use_device(config.device)
+        check_precision(self.device, config.precision)
+        shape = config.workload.shape
+        torch.manual_seed(0)
+        with self.device:
+            rope = RotaryEmbedding(config.context_length, shape.d_model // shape.num_heads, shape.rope_theta)
+            attention = get_attention(config.attention)
+            self.block = TransformerBlock(shape.d_model, shape.num_heads, shape.d_ff, rope, attention)
+            self.x = torch.randn(config.batch_size, config.context_length, shape.d_model, requires_grad=True)
+        if config.compile:
+            self.block.forward = torch.compile(self.block.forward)  # type: ignore[method-assign]
+        self.forward().sum().backward()  # compiles, tunes, and allocates what libraries keep
+
+    def forward(self) -> Tensor:
+        """The block's output, with its graph."""
+        with self._autocast():
+            return self.block(self.x)
+
+    def saved(self) -> SavedTensors:
+        """What the forward pass saves."""
+        with SavedTensors(self.block, [self.x], named=not self.config.compile) as saved:
+            self.forward()
+        return saved
+
+    def gpu_memory(self) -> dict[str, int]:
+        """Bytes that are allocated after a forward pass, and at most in it, beyond those before; {} on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        output = self.forward()
+        held = torch.cuda.memory_allocated(self.device) - before
+        del output
+        return {"held_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated(self.device) - before}
+
+    def _autocast(self) -> AbstractContextManager:
+        dtype = AUTOCAST_DTYPES.get(self.config.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+
+def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration as it ran, and what it saves, in bytes: measured, and for the eager block counted."""
+    bench = BlockBench(config)
+    memory = bench.gpu_memory()
+    saved = bench.saved()
+    activations = [tensor for tensor in saved.found if tensor.kind == "activation"]
+    metrics: dict[str, Any] = {
+        "saved_bytes": saved.bytes("activation"),
+        "input_bytes": saved.bytes("input"),
+        "weight_copy_bytes": saved.bytes("weight copy"),
+        "parts": saved.by(_part),
+        "tensors": _listing(activations, config.attention)[:_LISTED],
+        "num_tensors": len(activations),
+    }
+    shape = (bench.block.ln1.weight.shape[0], bench.block.ffn.w1.weight.shape[0], bench.block.attn.num_heads)
+    ran = dict(zip(("d_model", "d_ff", "num_heads"), shape, strict=True)) | {"device": str(bench.device)}
+    return ran, metrics | memory | _counted(config)
+
+
+def _counted(config: ResidualsBench) -> dict[str, Any]:
+    """What is counted for an eager block; {} for a compiled one and for a kernel that is not known."""
+    shape, precision = config.workload.shape, config.precision
+    try:
+        parts = activation_bytes(shape, config.batch_size, config.context_length, precision, config.attention)
+    except ValueError:
+        return {}
+    counted = {"counted_parts": parts, "counted_bytes": sum(parts.values())}
+    return counted | {"counted_weight_copy_bytes": weight_copy_bytes(shape, precision)}
+
+
+def _part(tensor: Saved) -> str:
+    return _PARTS.get(tensor.module, tensor.module.split(".")[0])
+
+
+def _listing(tensors: list[Saved], attention: str) -> list[dict[str, Any]]:
+    """Tensors as a row has them, those that are alike together, the largest first; bytes are those of one."""
+    lines = []
+    for tensor, count in Counter(tensors).items():
+        operation = tensor.operation or (attention if tensor.module else "compiled")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        what = {"what": f"{tensor.module} {operation}".strip(), "shape": list(tensor.shape), "dtype": dtype}
+        lines.append({**what, "count": count, "bytes": tensor.bytes})
+    return sorted(lines, key=lambda line: -line["count"] * line["bytes"])
+
+
+def variant(config: ResidualsBench) -> str:
+    """How the block computes: "bf16 compiled naive"."""
+    return f"{config.precision} {'compiled ' if config.compile else ''}{config.attention}"
+
+
+CASE = Case(
+    name="residuals",
+    about="What a Transformer block saves for its backward pass, by the part that saves it.",
+    module=__name__,
+    config=ResidualsBench,
+    variant=variant,
+    measure=each("residuals", variant, measure),
+    isolated=True,
+)

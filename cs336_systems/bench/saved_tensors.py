@@ -1,0 +1,113 @@
+"""What autograd keeps for the backward pass: every storage once, under the name of the operation that saved it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A storage that backward needs."""
+
+    kind: str
+    """activation, input, weight (parameters and buffers), or weight copy: a parameter in another type."""
+    module: str
+    """Name of the module inside which it was saved; "" for the outermost."""
+    operation: str
+    """The function of PyTorch that saved it; "" for an autograd.Function and for compiled code."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    """Of the whole storage, which a view keeps."""
+
+
+class SavedTensors:
+    """While active, records what is saved for the backward pass of a module. `inputs` are what it is called with.
+
+    named: also in which of the module's own modules, by which operation; compiled code would be compiled anew for that.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], named: bool = True) -> None:
+        self.found: list[Saved] = []
+        self._module, self._named = module, named
+        self._parameters = dict(module.named_parameters())
+        self._kinds = {_place(t): "weight" for t in (*self._parameters.values(), *module.buffers())}
+        self._kinds |= {_place(t): "input" for t in inputs}
+        self._places: set[int] = set()
+        self._kept: list[Tensor] = []  # as long as they live, no other storage has their address
+        self._inside: list[str] = [""]
+        self._operations = _Operations()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "SavedTensors":
+        if self._named:
+            for name, child in self._module.named_modules():
+                self._stack.callback(child.register_forward_pre_hook(self._entering(name)).remove)
+                self._stack.callback(child.register_forward_hook(self._leaving).remove)
+            self._stack.enter_context(self._operations)
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        self._kept.clear()
+
+    def bytes(self, kind: str) -> int:
+        """All of a kind."""
+        return sum(saved.bytes for saved in self.found if saved.kind == kind)
+
+    def by(self, key: Callable[[Saved], str]) -> dict[str, int]:
+        """Bytes of activations by something that they have in common."""
+        counted: Counter[str] = Counter()
+        for saved in self.found:
+            if saved.kind == "activation":
+                counted[key(saved)] += saved.bytes
+        return dict(counted)
+
+    def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, inputs: self._inside.append(name)
+
+    def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._inside.pop()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        place = _place(tensor)
+        if place not in self._places and tensor.numel():
+            kind = self._kinds.get(place) or ("weight copy" if self._is_weight_copy(tensor) else "activation")
+            self._places.add(place)
+            size = tensor.untyped_storage().nbytes()
+            shape, operation = tuple(tensor.shape), self._operations.now
+            self.found.append(Saved(kind, self._inside[-1], operation, shape, tensor.dtype, size))
+        return tensor
+
+    def _is_weight_copy(self, tensor: Tensor) -> bool:
+        """Told by its values: from where a tensor was cast, autograd does not say here."""
+        candidates = [p for p in self._parameters.values() if p.numel() == tensor.numel() and p.dtype != tensor.dtype]
+        turned = [tensor, tensor.mT] if tensor.ndim == 2 else [tensor]
+        return any(p.shape == t.shape and torch.equal(p.detach().to(t.dtype), t) for p in candidates for t in turned)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Operations(TorchFunctionMode):
+    """While active, knows the name of PyTorch's function that is being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.now = self.now, getattr(func, "__name__", str(func))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.now = before

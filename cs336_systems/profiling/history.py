@@ -1,0 +1,199 @@
+"""What was alive when: the allocations of a snapshot, each with its lifetime and its category."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .phases import ACTIVATIONS, CATEGORIES, OTHER, TEMPORARIES, Phases
+from .snapshot import Event, Frame, Snapshot
+
+MARKER = "mark_boundary"  # the function of recording.py whose allocations are boundaries
+LIFETIMES = ("alive all along", "alive before, freed", "allocated, kept", "allocated, freed")
+
+
+@dataclass(slots=True)
+class Allocation:
+    """A piece of memory, from when it was given until it could be used again.
+
+    It is alive at moments `start` to `end` - 1; moment 0 is before the first event of the trace, moment i after the
+    i-th. Times are None where it was alive before the recording, or still after it.
+    """
+
+    address: int
+    size: int
+    start: int
+    end: int
+    start_us: int | None
+    end_us: int | None
+    frames: tuple[Frame, ...]
+    stream: int = 0
+    category: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """All allocations of a recording, in the order of their starts, and the phases that its moments fall into."""
+
+    allocations: list[Allocation]
+    times_us: list[int]
+    """Time of each moment from the first boundary on, in us; on the clock of the host, which runs ahead of a GPU."""
+    phases: tuple[str, ...]
+    boundaries: tuple[int, ...]
+    """Moment at which each phase begins, and that at which the last one ends."""
+    categories: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def phase_at(self, moment: int) -> str:
+        """The phase of a moment; the nearest for one outside all of them."""
+        return self.phases[max(i for i, start in enumerate(self.boundaries[:-1]) if start <= moment or i == 0)]
+
+
+def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
+    """Follow the trace. With phases, categories are those of the tensors; without, they come from lifetimes alone."""
+    walk = _Walk(snapshot)
+    warnings = [*snapshot.warnings, *walk.warnings]
+    last = len(snapshot.events)
+    if phases is None:
+        if last % 10_000 == 0:
+            warnings.append(f"the trace has exactly {last:,} entries: it may have been full, and its beginning lost")
+        names: tuple[str, ...] = ("recorded",)
+        boundaries: tuple[int, ...] = (0, last)
+        _categorize_by_lifetime(walk.allocations, last)
+    else:
+        names = phases.names[: len(phases.boundaries_us)]
+        boundaries, lost = _boundaries(snapshot, phases, walk.markers)
+        if lost or (phases.max_entries is not None and last >= phases.max_entries):
+            warnings.append(
+                f"the trace was full after {last:,} entries and its beginning is lost: what was allocated there counts "
+                "as alive before, and earlier phases are cut"
+            )
+        if missing := _categorize(walk.allocations, phases, boundaries):
+            warnings.append(f"{missing:,} tensors are not where the snapshot has memory in use")
+    times = list(accumulate((e.time_us for e in snapshot.events), max, initial=snapshot.events[0].time_us))
+    origin = times[boundaries[0]]
+    return History(
+        sorted(walk.allocations, key=lambda a: (a.start, a.address)),
+        [time - origin for time in times],
+        names,
+        boundaries,
+        LIFETIMES if phases is None else CATEGORIES,
+        tuple(warnings),
+    )
+
+
+class _Walk:
+    """Forward through the trace: which memory was given when, and when it could be used again."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.allocations: list[Allocation] = []
+        self.markers: list[int] = []
+        self.warnings: list[str] = []
+        self._alive: dict[int, Allocation] = {}
+        self._requested: dict[int, tuple[int, int]] = {}  # frees that have not been completed
+        self._twice = self._never_freed = 0
+        self._last = len(snapshot.events)
+        for moment, event in enumerate(snapshot.events, start=1):
+            if event.action == "alloc":
+                self._alloc(moment, event)
+            elif event.action in ("free_requested", "free_completed"):
+                self._free(moment, event)
+        self._finish(snapshot)
+
+    def _alloc(self, moment: int, event: Event) -> None:
+        if event.address in self._alive:
+            self._close_unseen(event.address, moment, event.time_us)
+        new = Allocation(
+            event.address, event.size, moment, self._last + 1, event.time_us, None, event.frames, event.stream
+        )
+        self._alive[event.address] = new
+        if any(frame.function == MARKER for frame in event.frames):
+            self.markers.append(moment)  # tracked, so that its free is its own, but not memory of the step
+        else:
+            self.allocations.append(new)
+
+    def _free(self, moment: int, event: Event) -> None:
+        if event.address not in self._alive:  # it was alive before the recording
+            before = Allocation(event.address, event.size, 0, self._last + 1, None, None, (), event.stream)
+            self._alive[event.address] = before
+            self.allocations.append(before)
+        if event.action == "free_requested":
+            self._requested[event.address] = moment, event.time_us
+        else:
+            self._close(event.address, moment, event.time_us)
+
+    def _close(self, address: int, moment: int, time_us: int) -> None:
+        allocation = self._alive.pop(address)
+        allocation.end, allocation.end_us = moment, time_us
+        self._requested.pop(address, None)
+
+    def _close_unseen(self, address: int, moment: int, time_us: int) -> None:
+        """End what the trace shows no completed free of: at its request, or at the last moment it can have lived."""
+        if address in self._requested:
+            self._close(address, *self._requested[address])
+        else:
+            self._twice += 1
+            self._close(address, moment, time_us)
+
+    def _finish(self, snapshot: Snapshot) -> None:
+        """Match what is alive at the end with the blocks that are in use then."""
+        blocks = {block.address: block for block in snapshot.blocks}
+        for address in [a for a in self._alive if a not in blocks]:
+            if address in self._requested:
+                self._close(address, *self._requested[address])
+            else:
+                self._never_freed += 1
+        for address, block in blocks.items():
+            if address not in self._alive:
+                self.allocations.append(
+                    Allocation(address, block.size, 0, self._last + 1, None, None, block.frames, block.stream)
+                )
+        if self._twice or self._never_freed:
+            self.warnings.append(
+                f"the trace is not whole: {self._twice:,} addresses are given twice without a free between, "
+                f"{self._never_freed:,} are in use in the end by the trace but not by the segments"
+            )
+
+
+def _boundaries(snapshot: Snapshot, phases: Phases, markers: list[int]) -> tuple[tuple[int, ...], bool]:
+    """The moments of the boundaries, and whether the trace has lost some of their markers."""
+    expected = len(phases.boundaries_us)
+    if markers:
+        found = [0] * (expected - len(markers)) + markers[-expected:]
+    else:  # a trace by other means, in which only the clock shows them
+        times = [event.time_us for event in snapshot.events]
+        found = [bisect_left(times, time) for time in phases.boundaries_us]
+    if expected == len(phases.names):  # the last phase did not end
+        found.append(len(snapshot.events))
+    return tuple(found), 0 < len(markers) < expected
+
+
+def _categorize_by_lifetime(allocations: list[Allocation], last: int) -> None:
+    for a in allocations:
+        a.category = LIFETIMES[2 * (a.start > 0) + (a.end <= last)]
+
+
+def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple[int, ...]) -> int:
+    """Set categories by the tensors, else by lifetime; the number of tensors that no memory was found for."""
+    at_address: dict[int, list[Allocation]] = defaultdict(list)
+    for a in allocations:
+        at_address[a.address].append(a)
+    missing = 0
+    for held in phases.held:
+        moment = boundaries[held.boundary]
+        owners = [a for a in at_address[held.address] if a.start <= moment < a.end]
+        missing += not owners
+        for a in owners[:1]:
+            if not a.category:
+                a.category, a.name = held.category, held.name
+    backward = phases.names.index("backward") if "backward" in phases.names else None
+    begins = None if backward is None or backward >= len(phases.boundaries_us) else boundaries[backward]
+    for a in allocations:
+        if a.category:
+            continue
+        if a.start == 0:
+            a.category = OTHER
+        else:
+            a.category = ACTIVATIONS if begins is not None and a.start <= begins < a.end else TEMPORARIES
+    return missing

@@ -1,0 +1,100 @@
+"""What fills memory over a step, from the recording to the row: the case `profile-memory`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_basics.shape import ModelShape
+
+from ..accounting import num_parameters
+from ..bench.case import Row, append_row, check_row_file
+from ..bench.workload import Workload
+from .history import history_of
+from .page import write_page
+from .phases import PHASES_FILE, SNAPSHOT_FILE, Phases, read_phases
+from .plot import plot_timeline
+from .recording import record
+from .snapshot import read_snapshot
+from .timeline import facts
+from .wording import note_of, title_of
+
+CASE = "profile-memory"
+ROWS_FILE, PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "rows.jsonl", "timeline.png", "timeline.html", "summary.md"
+QUICK = dict(size="quick", context_length=64, batch_size=2)
+
+
+def profile(config: Workload, folder: Path, warmup: int = 2, detail: int = 5000, min_bytes: int = 0) -> Row:
+    """Record a step of a workload into a folder and draw it there; the row, which is appended to the folder's rows.
+
+    A model that does not even fit without a step gives a row with status oom and no picture.
+    """
+    _check_folder(folder)
+    try:
+        record(config, warmup, folder)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        row = Row(case=CASE, variant=config.mode, config=dataclasses.asdict(config), status="oom", error=reason)
+        append_row(folder / ROWS_FILE, row)
+        return row
+    return draw(folder / SNAPSHOT_FILE, folder, detail, min_bytes)
+
+
+def draw(snapshot: Path, folder: Path, detail: int = 5000, min_bytes: int = 0) -> Row:
+    """Draw a snapshot into a folder, and append its row there. Nothing but the file, and the phases beside it, counts.
+
+    Phases are read from `phases.json` beside a `snapshot.pickle`. Without them, categories come from lifetimes alone.
+    In the page, the `detail` largest allocations of at least `min_bytes` are drawn one by one at first. Raises
+    FileNotFoundError, or ValueError naming the file, for what is no snapshot.
+    """
+    beside = snapshot.parent / PHASES_FILE
+    phases = read_phases(beside) if snapshot.name == SNAPSHOT_FILE and beside.exists() else None
+    history = history_of(read_snapshot(snapshot), phases)
+    row = _row(snapshot, phases, facts(history))
+    _check_folder(folder)
+    plot_timeline(history, folder / PICTURE_FILE, title_of(row))
+    write_page(history, folder / PAGE_FILE, title_of(row), note_of(row), detail, min_bytes)
+    append_row(folder / ROWS_FILE, row)
+    return row
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError where the rows, and so all else, cannot be written."""
+    try:
+        check_row_file(folder / ROWS_FILE)
+    except ValueError as error:
+        raise ValueError(f"out is {str(folder)!r}: it must be a folder that can be written") from error
+
+
+def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
+    if phases is None:
+        metrics = {**found, "categories_from": "lifetimes", "counts": "unknown", "allocator": {}, "counted": {}}
+        return Row(case=CASE, variant=snapshot.name, config={"snapshot": snapshot.name}, metrics=metrics, env={})
+    metrics = {**found, "categories_from": "tensors", "counts": phases.counts, "allocator": phases.allocator}
+    return Row(
+        case=CASE,
+        variant=str(phases.config.get("mode", "step")),
+        config=phases.config,
+        status="ok" if phases.error is None else "oom",
+        metrics={**metrics, "counted": counted(phases.config)},
+        env=phases.env,
+        error=phases.error,
+    )
+
+
+def counted(config: dict[str, Any]) -> dict[str, int]:
+    """What a workload's shapes say, in bytes: one residual-stream activation, and the parameters; both float32.
+
+    batch x context x d_model x 4, and 4 a parameter. Empty where the configuration has not all of it.
+    """
+    names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads", "batch_size")
+    sizes = {name: value for name in names if type(value := config.get(name)) is int}
+    if len(sizes) < len(names):
+        return {}
+    batch_size = sizes.pop("batch_size")
+    shape = ModelShape(**sizes, rope_theta=10_000.0)  # which has no parameters
+    return {
+        "residual_stream_bytes": 4 * batch_size * shape.context_length * shape.d_model,
+        "parameter_bytes": 4 * num_parameters(shape),
+    }

@@ -1,0 +1,65 @@
+"""The page of a memory history: one HTML file to zoom into, which needs nothing but a browser."""
+
+import functools
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from .history import History
+from .plot import COLORS
+from .timeline import code_lines, facts
+from .wording import size_text
+
+_FILES = Path(__file__).parent / "page"
+
+
+def write_page(history: History, path: Path, title: str, note: str, detail: int, min_bytes: int) -> None:
+    """Write the page. At first the `detail` largest allocations of at least `min_bytes` are drawn one by one."""
+    page = (_FILES / "page.html").read_text()
+    content = {
+        "TITLE": html.escape(title),
+        "NOTE": html.escape(note),
+        "STYLE": (_FILES / "page.css").read_text(),
+        "SCRIPT": "".join((_FILES / name).read_text() for name in ("stack.js", "axes.js", "page.js")),
+        "DATA": embedded_json(page_data(history, detail, min_bytes)),
+    }
+    before, *pieces = page.split("{{")
+    parts = [before]
+    for piece in pieces:  # one pass: what is put in is never searched for places to put more in
+        name, _, after = piece.partition("}}")
+        parts += [content[name], after]
+    path.write_text("".join(parts), encoding="utf-8")
+
+
+def embedded_json(value: Any) -> str:
+    """JSON that may stand inside a script element, whatever its text says: nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"))  # ASCII
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def page_data(history: History, detail: int, min_bytes: int) -> dict[str, Any]:
+    """What the page draws: columns of numbers, a text a kind of allocation, all that is shown as plain text."""
+    category = {name: i for i, name in enumerate(history.categories)}
+    texts: dict[str, int] = {}
+    labels = []
+    lines = functools.lru_cache(maxsize=None)(code_lines)
+    for a in history.allocations:
+        text = "\n".join(filter(None, (a.name, *lines(a.frames))))
+        labels.append(texts.setdefault(text, len(texts)))
+    found = facts(history)
+    return {
+        "categories": [{"name": name, "color": COLORS[name]} for name in history.categories],
+        "phases": history.phases,
+        "boundaries": history.boundaries,
+        "times_us": history.times_us,
+        "sizes": [a.size for a in history.allocations],
+        "starts": [a.start for a in history.allocations],
+        "ends": [a.end for a in history.allocations],
+        "kinds": [category[a.category] for a in history.allocations],
+        "labels": labels,
+        "texts": list(texts),
+        "detail": min(detail, sum(a.size >= min_bytes for a in history.allocations)),
+        "peak": f"peak {size_text(found['peak_bytes'])} in {found['peak_phase']} at {found['peak_ms']:.1f} ms",
+        "warnings": history.warnings,
+    }

@@ -1,0 +1,175 @@
+"""Memory snapshots as `torch.cuda.memory._dump_snapshot` writes them, read into plain, checked data.
+
+A snapshot has `segments`, what the allocator holds at the end, and for each device a trace of what it did before.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .unpickling import load_plain
+
+_MOST_ENTRIES = 5_000_000
+_MOST_FRAMES = 256
+_STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
+
+
+class Frame(NamedTuple):
+    """A line of code in a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An entry of the trace; `frames` from the innermost outward."""
+
+    action: str
+    address: int
+    size: int
+    time_us: int
+    stream: int
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Memory in use when the snapshot was taken; `size` is what was asked for, in bytes."""
+
+    address: int
+    size: int
+    stream: int
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one device's allocator did, in order, and what was in use in the end."""
+
+    events: list[Event]
+    blocks: list[Block]
+    device: int
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot of one device: the busiest, where there are several.
+
+    Raises FileNotFoundError, or ValueError naming the file, for what is no snapshot. Nothing in the file is executed.
+    """
+    try:
+        return _Reader().snapshot(load_plain(path))
+    except _WrongError as error:
+        raise ValueError(f"snapshot {path}: {error}") from error
+
+
+class _WrongError(ValueError):
+    """What is wrong inside a snapshot."""
+
+
+class _Reader:
+    """Checks and converts; stacks that are shared in the file are converted once."""
+
+    def __init__(self) -> None:
+        self.entries = 0
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+        self._frames: dict[int, Frame] = {}
+
+    def snapshot(self, content: Any) -> Snapshot:
+        if type(content) is not dict:
+            raise _WrongError(f"it holds {_shown(content)}, not a dict with segments and device_traces")
+        segments = [_dict(s, "a segment") for s in self._counted(_get(content, "segments", list, "the snapshot"))]
+        traces = self._counted(_get(content, "device_traces", list, "the snapshot"))
+        for i, trace in enumerate(traces):
+            if type(trace) is not list:
+                raise _WrongError(f"device_traces[{i}] is {_shown(trace)}: it must be a list")
+        busy = [i for i, trace in enumerate(traces) if trace]
+        if not busy:
+            raise _WrongError("its traces are empty: it must be taken with _record_memory_history on")
+        device = max(busy, key=lambda i: len(traces[i]))
+        warnings = []
+        if len(busy) > 1:
+            warnings.append(f"{len(busy)} devices have traces; this is device {device}, the busiest")
+        events = [self._event(entry) for entry in self._counted(traces[device])]
+        blocks = [b for s in segments if s.get("device", 0) == device for b in self._active_blocks(s)]
+        return Snapshot(events, blocks, device, warnings)
+
+    def _counted(self, entries: list[Any]) -> list[Any]:
+        """The entries, while they are not too many: a small file can hold the same list a million times."""
+        self.entries += len(entries)
+        if self.entries > _MOST_ENTRIES:
+            raise _WrongError(f"it has more than {_MOST_ENTRIES:,} entries")
+        return entries
+
+    def _event(self, entry: Any) -> Event:
+        where = "a trace entry"
+        entry = _dict(entry, where)
+        action = _get(entry, "action", str, where)
+        if action == "oom":
+            return Event(action, 0, 0, _number(entry, "time_us", where), 0, ())
+        frames = self._stack(entry.get("frames", [])) if action == "alloc" else ()
+        address, size, time_us = (_number(entry, name, where) for name in ("addr", "size", "time_us"))
+        return Event(action[:40], address, size, time_us, _number(entry, "stream", where, 0), frames)
+
+    def _active_blocks(self, segment: dict[str, Any]) -> Iterable[Block]:
+        """Those in use. Older snapshots give a block no address: blocks lie one behind the other."""
+        address = _number(segment, "address", "a segment")
+        stream = _number(segment, "stream", "a segment", 0)
+        for block in self._counted(_get(segment, "blocks", list, "a segment")):
+            block = _dict(block, "a block")
+            size = _number(block, "size", "a block")
+            address = _number(block, "address", "a block", address)
+            if _get(block, "state", str, "a block") in _STATES:
+                asked = _number(block, "requested_size", "a block", size)
+                yield Block(address, asked, stream, self._stack(block.get("frames", [])))
+            address += size
+
+    def _stack(self, frames: Any) -> tuple[Frame, ...]:
+        if type(frames) is not list:
+            raise _WrongError(f"frames is {_shown(frames)}: it must be a list")
+        if id(frames) not in self._stacks:
+            self._stacks[id(frames)] = tuple(self._frame(frame) for frame in frames[:_MOST_FRAMES])
+        return self._stacks[id(frames)]
+
+    def _frame(self, frame: Any) -> Frame:
+        if id(frame) not in self._frames:
+            content = _dict(frame, "a frame")
+            file, name = (_get(content, key, str, "a frame")[:500] for key in ("filename", "name"))
+            line = _get(content, "line", int, "a frame")
+            self._frames[id(frame)] = Frame(file, line if 0 <= line < 1 << 40 else 0, name)
+        return self._frames[id(frame)]
+
+
+def _dict(value: Any, what: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _WrongError(f"{what} is {_shown(value)}: it must be a dict")
+    return value
+
+
+def _get(content: dict[str, Any], name: str, kind: type, where: str) -> Any:
+    if name not in content:
+        raise _WrongError(f"{where} has no {name}")
+    if type(content[name]) is not kind:
+        raise _WrongError(f"{name} of {where} is {_shown(content[name])}: it must be a {kind.__name__}")
+    return content[name]
+
+
+def _number(content: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
+    if name not in content and default is not None:
+        return default
+    value = _get(content, name, int, where)
+    if not 0 <= value < 1 << 64:  # addresses of a GPU may use the upper half
+        raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be at least 0 and below 2^64")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value in few characters; a container by its type, for it may be nested without end."""
+    if type(value) is int:
+        return str(value) if abs(value) < 1 << 80 else "an integer of many digits"
+    if type(value) is str:
+        return repr(value[:40])
+    return repr(value) if isinstance(value, float | bool | None) else f"a {type(value).__name__}"

@@ -1,0 +1,105 @@
+"""Active memory over time and its peak, as numbers: what the picture, the page and the row show."""
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from .history import Allocation, History
+from .snapshot import Frame
+
+PROJECT = ("cs336_basics", "cs336_systems")
+_RECORDING = "cs336_systems/profiling/"
+_AUTOGRAD = re.compile(r"\b(\w+Backward\d*|AccumulateGrad)::apply\(")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Bytes in use at each moment, by category (categories x moments) and all together."""
+
+    by_category: np.ndarray
+    total: np.ndarray
+
+    @property
+    def peak(self) -> int:
+        """The first moment at which most is in use."""
+        return int(self.total.argmax())
+
+
+def levels(history: History) -> Levels:
+    """Sum the allocations alive at each moment."""
+    change = np.zeros((len(history.categories), len(history.times_us) + 1), dtype=np.int64)
+    row = {category: i for i, category in enumerate(history.categories)}
+    for a in history.allocations:
+        change[row[a.category], a.start] += a.size
+        change[row[a.category], a.end] -= a.size
+    by_category = change[:, :-1].cumsum(axis=1)
+    return Levels(by_category, by_category.sum(axis=0))
+
+
+def facts(history: History, largest: int = 10) -> dict[str, Any]:
+    """The peak, when and of what; the peak of each phase; the largest allocations, with the code that made them."""
+    active = levels(history)
+    peak = active.peak
+    spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
+    return {
+        "peak_bytes": int(active.total[peak]),
+        "peak_phase": history.phase_at(peak),
+        "peak_ms": history.times_us[peak] / 1e3,
+        "at_peak_bytes": {c: int(active.by_category[i, peak]) for i, c in enumerate(history.categories)},
+        "phase_peak_bytes": {name: int(active.total[a : b + 1].max()) for name, a, b in spans},
+        "allocations": len(history.allocations),
+        "allocated_bytes": sum(a.size for a in history.allocations if a.start > 0),
+        "largest": [describe(a, history) for a in sorted(history.allocations, key=lambda a: -a.size)[:largest]],
+        "warnings": list(history.warnings),
+    }
+
+
+def describe(a: Allocation, history: History) -> dict[str, Any]:
+    """An allocation in words: what it was, and the innermost lines of code that asked for it."""
+    return {
+        "bytes": a.size,
+        "phase": "before" if a.start == 0 else history.phase_at(a.start),
+        "category": a.category,
+        "name": a.name,
+        "code": code_lines(a.frames, most=2),
+    }
+
+
+def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
+    """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
+
+    The backward pass on a GPU runs in a thread without Python: there it is the operation that autograd went back
+    through, such as "autograd: MulBackward0", where the stack has PyTorch's C++ frames. Empty where nothing is known.
+    """
+    own: list[str] = []
+    others: list[str] = []
+    operations: list[str] = []
+    for frame in frames:
+        path = project_path(frame.file)
+        if path.startswith(_RECORDING):  # what lies further out is only how the recording was called
+            break
+        if path:
+            own.append(f"{path}:{frame.line} {frame.function}")
+        elif frame.file.endswith(".py") and not _is_library(frame.file):
+            others.append(f"{frame.file}:{frame.line} {frame.function}")
+        elif found := _AUTOGRAD.search(frame.function):
+            operations.append(f"autograd: {found[1]}")
+    return (own or others or operations)[:most]
+
+
+@functools.lru_cache(maxsize=10_000)  # a page asks for it once a frame, and files are few
+def project_path(file: str) -> str:
+    """A file's path from the project's package on; empty for other code."""
+    parts = PurePath(file.replace("\\", "/")).parts
+    starts = [i for i, part in enumerate(parts) if part in PROJECT]
+    return "/".join(parts[starts[-1] :]) if starts and file.endswith(".py") else ""
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_library(file: str) -> bool:
+    parts = PurePath(file.replace("\\", "/")).parts
+    return bool({"torch", "site-packages", *PROJECT} & set(parts)) or any(p.startswith("python3") for p in parts[:-1])

@@ -1,0 +1,207 @@
+"""What is shown of the attention cases `attention`, `flash`, `kernels` and `leaderboard-2025`."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..bench.case import Row
+from .tables import markdown_table, row_fields
+from .view import Column, Plot, View
+
+PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
+
+
+def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *references: Any) -> list[Row]:
+    """Rows with, as metric `name`, how many times as fast each is as the fastest of its references, by p50 of `metric`.
+
+    References are the rows whose `field` has one of those values and whose other fields and machine are the same.
+    """
+    best: dict[str, float] = {}
+    for row in rows:
+        if row.status == "ok" and row.config.get(field) in references:
+            key = _others(row, field)
+            best[key] = min(best.get(key, math.inf), row.metrics[metric]["p50"])
+
+    def ratio(row: Row) -> dict[str, float]:
+        reference = best.get(_others(row, field))
+        return {} if row.status != "ok" or reference is None else {name: reference / row.metrics[metric]["p50"]}
+
+    return [replace(row, metrics={**row.metrics, **ratio(row)}) for row in rows]
+
+
+def _others(row: Row, field: str) -> str:
+    others = sorted((name, str(value)) for name, value in row.config.items() if name != field)
+    return f"{others} {row.env.get('gpu')}"
+
+
+def _against_plain_and_peers(rows: Sequence[Row]) -> list[Row]:
+    for phase in ("forward", "backward", "forward_backward"):
+        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", "kernel", "naive")
+    return with_speedups(rows, "forward_backward_ms", "over_best_peer", "kernel", *PEERS)
+
+
+def _against_eager(rows: Sequence[Row]) -> list[Row]:
+    for phase in ("forward", "backward"):
+        rows = with_speedups(rows, f"{phase}_ms", f"{phase}_speedup", "compile", False)
+    return list(rows)
+
+
+def _with_kernel(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the kernel among their fields, which older ones have as their variant alone."""
+    return [replace(row, config={"kernel": row.variant, **row.config}) for row in rows]
+
+
+_FORWARD, _BACKWARD = (Column(f"{phase} (ms)", f"{phase}_ms.p50", ".4g") for phase in ("forward", "backward"))
+_BOTH = Column("both (ms)", "forward_backward_ms.p50", ".4g")
+_BOTH_TFLOPS = Column("both (TFLOP/s)", "forward_backward_tflops", ".1f")
+_TFLOPS = (*(Column(f"{phase} (TFLOP/s)", f"{phase}_tflops", ".1f") for phase in ("forward", "backward")), _BOTH_TFLOPS)
+_BEFORE_BACKWARD = Column("in use before backward (GiB)", "memory_before_backward_bytes", ".3f", 2**30)
+
+
+_SUM = Column("forward + backward (ms)", _BOTH.where)
+_SUM_TFLOPS = Column("forward + backward (TFLOP/s)", _BOTH_TFLOPS.where)
+
+
+def _over_length(name: str, y: Column, log: str = "xy") -> Plot:
+    return Plot(name=name, y=y, x="length", lines=("kernel",), log=log, panels=("head_size",), files=("dtype",))
+
+
+ATTENTION_VIEWS: dict[str, View] = {
+    "attention": View(
+        keys=("kernel", "dtype", "is_causal", "batch_size", "head_size", "length", "compile"),
+        columns=(
+            _FORWARD,
+            _BACKWARD,
+            Column("forward (x eager)", "forward_speedup"),
+            Column("backward (x eager)", "backward_speedup"),
+            _BEFORE_BACKWARD,
+            Column("peak (GiB)", "peak_memory_bytes", ".3f", 2**30),
+            Column("counted: a matrix of scores (GiB)", "counted_bytes.scores", ".3f", 2**30),
+            Column("saved for backward (GiB)", "counted_bytes.saved_for_backward", ".3f", 2**30),
+            Column("needed in backward (GiB)", "counted_bytes.backward_peak", ".3f", 2**30),
+        ),
+        plots=tuple(
+            Plot(name=name, y=y, x="length", lines=("compile", "is_causal", "dtype"), log="xy", panels=("head_size",))
+            for name, y in (("forward", _FORWARD), ("backward", _BACKWARD), ("memory", _BEFORE_BACKWARD))
+        ),
+        derive=_against_eager,
+    ),
+    "flash": View(
+        keys=("dtype", "is_causal", "batch_size", "head_size", "length", "kernel"),
+        columns=(
+            _FORWARD,
+            _BACKWARD,
+            _BOTH,
+            *_TFLOPS,
+            *(
+                Column(f"{phase} (x naive)", f"{name}_speedup")
+                for phase, name in (("forward", "forward"), ("backward", "backward"), ("both", "forward_backward"))
+            ),
+            Column("both (x best peer)", "over_best_peer"),
+        ),
+        plots=(
+            _over_length("forward", _FORWARD),
+            _over_length("backward", _BACKWARD),
+            _over_length("both", _SUM),
+            _over_length("tflops", _SUM_TFLOPS, log="x"),
+        ),
+        derive=_against_plain_and_peers,
+    ),
+    "kernels": View(
+        keys=("dtype", "is_causal", "shape", "kernel"),
+        columns=(
+            _FORWARD,
+            _BACKWARD,
+            _BOTH,
+            Column("sum().backward() (ms)", "forward_sum_backward_ms.p50", ".4g"),
+            *_TFLOPS,
+            Column("memory beyond inputs and results (MiB)", "extra_memory_bytes", ",.1f", 2**20),
+            Column("first call (s)", "first_call_s", ".1f"),
+        ),
+        plots=(Plot(name="tflops", y=_SUM_TFLOPS, x="shape", lines=("kernel",), kind="bar", files=("dtype",)),),
+        derive=_with_kernel,
+    ),
+    "leaderboard-2025": View(
+        keys=("num_heads", "length", "head_size", "dtype", "rep_ms", "warmup_ms", "kernel", "compile"),
+        columns=(
+            Column("mean (ms), as the handout prints it", "forward_sum_backward_ms.mean", ".3f"),
+            *(Column(f"{name} (ms)", f"forward_sum_backward_ms.{name}", ".3f") for name in ("p20", "p50", "p80")),
+            Column("std (ms)", "forward_sum_backward_ms.std", ".3f"),
+            Column("calls", "calls", ","),
+            Column("TFLOP/s", "forward_sum_backward_tflops", ".1f"),
+            Column("peak (GiB)", "peak_memory_bytes", ".2f", 2**30),
+        ),
+    ),
+}
+"""By case; `kernels` has a table of its own besides."""
+
+
+def attention_table(rows: Sequence[Row]) -> str:
+    """Two tables for each type, mask and device, in their order of appearance."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_setting(row), []).append(row)
+    return "\n\n".join(_tables(setting, group) for setting, group in groups.items())
+
+
+def _setting(row: Row) -> str:
+    """What the times of a row are times of, besides kernel and shape: "bf16, causal, NVIDIA H200, "."""
+    config, device = row.config, row.config.get("device")
+    is_causal = config.get("is_causal")
+    mask = None if is_causal is None else "causal" if is_causal else "not causal"
+    on = "CPU" if device == "cpu" else row.env.get("gpu") or device
+    return "".join(f"{part}, " for part in (config.get("dtype"), mask, on) if part is not None)
+
+
+def _tables(setting: str, rows: Sequence[Row]) -> str:
+    """Medians, a line a kernel and a column a shape; then the handout's call, memory and start-up in the same way."""
+    cells = {(row.variant, _shape(row)): row for row in rows}  # the last, where there are several
+    kernels = list(dict.fromkeys(kernel for kernel, _ in cells))
+    shapes = list(dict.fromkeys(shape for _, shape in cells))
+
+    def times(row: Row) -> str:
+        if row.status != "ok":
+            return {"oom": "out of memory", "error": "not served"}[row.status]
+        fields = row_fields(row)
+        three = (fields.number(f"metrics.{n}_ms.p50", ".3g") for n in ("forward", "backward", "forward_backward"))
+        return f"{' / '.join(three)} ({fields.number('metrics.forward_backward_tflops', '.3g')})"
+
+    def details(row: Row) -> str:
+        if row.status != "ok":
+            return "-"
+        fields = row_fields(row)
+        on_gpu = "extra_memory_bytes" in row.metrics
+        return " / ".join(
+            (
+                fields.number("metrics.forward_sum_backward_ms.p50", ".3g"),
+                fields.number("metrics.extra_memory_bytes", ",.1f", 2**20) if on_gpu else "n/a",
+                fields.number("metrics.first_call_s", ".1f"),
+            )
+        )
+
+    def table(cell: Callable[[Row], str]) -> str:
+        def show(kernel: str, shape: str) -> str:
+            row = cells.get((kernel, shape))
+            return "-" if row is None else cell(row)
+
+        lines = [(kernel, *(show(kernel, shape) for shape in shapes)) for kernel in kernels]
+        return markdown_table(["B x H x N x D", *shapes], lines)
+
+    return "\n\n".join(
+        (
+            f"{setting}medians of forward / backward / both in ms (TFLOP/s of both):",
+            table(times),
+            f"{setting}`attention(q, k, v).sum().backward()` in ms / memory beyond q, k, v, o and their gradients in "
+            "MiB / the first call of all, with what it compiles, in s:",
+            table(details),
+        )
+    )
+
+
+def _shape(row: Row) -> str:
+    fields = row_fields(row)
+    shape = fields.get("config.shape")
+    if not isinstance(shape, list | tuple):
+        raise ValueError(f"{fields.where} has config.shape {shape!r}: it must be a list of numbers")
+    return "x".join(map(str, shape))

@@ -1,0 +1,151 @@
+"""Plots of rows, as PNG. A kernel has the same colour and marker in all of them."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..bench.case import Row
+from .view import Column, Plot, common_facts, label, show
+
+KERNEL_COLORS = {
+    "naive": "#000000",
+    "vectorized_torch": "#8a8a8a",
+    "flash_torch": "#8c564b",
+    "flash_triton": "#d62728",
+    "flash_cuda": "#ff9f1c",
+    "sdpa": "#1f4ea8",
+    "sdpa_flash": "#17a6c4",
+    "sdpa_cudnn": "#9467bd",
+    "sdpa_math": "#b5b822",
+    "flex": "#2ca02c",
+    "fa4": "#e377c2",
+}
+"""Plain attention grey, this project's kernels warm, those of others cool."""
+KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhHpd*8", strict=False))
+
+
+def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
+    """Draw rows into a PNG, or one for each value of the fields in `plot.files`; the files.
+
+    Rows without the number are left out. keys: fields that stand above the picture where they are the same in all rows.
+    """
+    measured = [row for row in rows if plot.y.value(row) is not None]
+    parts = _parts(measured, plot.files)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = []
+    for part in parts or [[]]:
+        ends = [show(part[0].config.get(name)) for name in plot.files] if len(parts) > 1 else []
+        file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
+        figure_of(plot, part, keys).savefig(file, dpi=150)
+        files.append(file)
+    return files
+
+
+def _parts(rows: Sequence[Row], fields: Sequence[str]) -> list[list[Row]]:
+    """Rows by their values of some fields, those in rising order where they have one."""
+    parts: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        parts.setdefault(tuple(row.config.get(name) for name in fields), []).append(row)
+    return [parts[key] for key in _in_order(parts)]
+
+
+def _in_order(values: Any) -> list[Any]:
+    """Numbers, or tuples of them, in rising order; others as they come."""
+    values = list(dict.fromkeys(values))
+    parts = itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
+    return sorted(values) if all(isinstance(part, int | float) for part in parts) else values
+
+
+def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
+    """The picture of rows, a panel for each value of the fields in `plot.panels`."""
+    from matplotlib.figure import Figure
+
+    panels = _parts(rows, [name for name in plot.panels if _differ(rows, name)]) or [[]]
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(8, 4.5) if len(panels) == 1 else (9, 1.2 + 3.2 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    differing = [name for name in plot.lines if _differ(rows, name)]
+    colors: dict[str, str] = {}
+    for axes, part in zip(grid, panels, strict=False):
+        _fill(axes, plot, part, differing, colors, _in_order(x for row in rows if (x := _x(plot, row)) is not None))
+        if len(panels) > 1:
+            axes.tick_params("x", labelsize=7.5)
+            names = [name for name in plot.panels if _differ(rows, name)]
+            axes.set_title(", ".join(f"{n.replace('_', ' ')} {show(part[0].config.get(n))}" for n in names), fontsize=9)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[::columns]:
+        axes.set_ylabel(plot.y.name)
+    for axes in grid[-columns:]:
+        axes.set_xlabel(plot.x.replace("_", " "))
+    known = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if len(known) > 1:
+        place = {"loc": "outside lower center", "ncols": 5} if len(panels) > 1 else {"loc": "outside right upper"}
+        figure.legend([*known.values()], [*known], frameon=False, fontsize=8, **place)
+    if rows and keys:
+        put_title(figure, common_facts(rows, keys)[0].replace("_", " "))
+    return figure
+
+
+def put_title(figure: Any, text: str) -> None:
+    """A line above a picture, from its left edge on."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=8, wrap=True)
+
+
+def _differ(rows: Sequence[Row], name: str) -> bool:
+    return len({str(row.config.get(name)) for row in rows}) > 1
+
+
+def _x(plot: Plot, row: Row) -> Any:
+    value = row.config.get(plot.x)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _lines(plot: Plot, rows: Sequence[Row], column: Column, differing: Sequence[str]) -> dict[str, dict[Any, float]]:
+    """A column over the field of the plot, by the name of its line."""
+    lines: dict[str, dict[Any, float]] = {}
+    for row in rows:
+        name = " ".join(label(field, row.config) for field in differing) or row.case
+        if (value := column.value(row)) is not None:
+            lines.setdefault(name, {})[_x(plot, row)] = value
+    return lines
+
+
+def _draw_line(axes: Any, points: dict[Any, float], xs: Sequence[Any], **style: Any) -> None:
+    if None in points:  # it does not depend on the field
+        axes.axhline(points[None], lw=1.4, **{name: value for name, value in style.items() if name != "marker"})
+    elif points:
+        found = [x for x in xs if x in points]
+        axes.plot(found, [points[x] for x in found], ms=4, lw=1.4, **style)
+
+
+def _fill(
+    axes: Any, plot: Plot, rows: Sequence[Row], differing: Sequence[str], colors: dict[str, str], xs: Sequence[Any]
+) -> None:
+    """Draw rows into axes, a line or a group of bars for each value of the differing fields."""
+    lines = _lines(plot, rows, plot.y, differing)
+    beside = {} if plot.beside is None else _lines(plot, rows, plot.beside, differing)
+    width = 0.8 / max(1, len(lines))
+    for i, (name, points) in enumerate(lines.items()):
+        color = colors.setdefault(name, KERNEL_COLORS.get(name) or f"C{len(colors)}")
+        if plot.kind == "line":
+            _draw_line(axes, points, xs, color=color, label=name, marker=KERNEL_MARKERS.get(name, "o"))
+            _draw_line(axes, beside.get(name, {}), xs, color=color, label=f"{name}, predicted", linestyle="--")
+        else:
+            places = [xs.index(x) - 0.4 + width * (i + 0.5) for x in points]
+            axes.bar(places, list(points.values()), width, color=color, label=name)
+    if plot.kind == "bar":
+        axes.set_xticks(range(len(xs)), map(show, xs))
+    elif "x" in plot.log:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, map(show, xs))
+        axes.minorticks_off()
+    if plot.kind == "bar" and sum(len(show(x)) for x in xs) > 40:
+        axes.tick_params("x", rotation=45)
+    if "y" in plot.log:
+        axes.set_yscale("log")
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

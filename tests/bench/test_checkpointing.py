@@ -1,0 +1,175 @@
+"""The case `checkpointing`: memory is what the count says, and groups trade it as they should."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.bench.case import Row
+from cs336_systems.bench.cases.checkpointing import CASE, CheckpointingBench, _counted, measure
+from cs336_systems.bench.live_bytes import LiveBytes
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.report.plots import figure_of
+from cs336_systems.report.view import Column, Plot
+from cs336_systems.report.views import rows_table, write_views
+
+QUICK = dict(size="quick", num_layers=8, batch_size=2, context_length=16, precision="fp32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share among cores, and the cores are shared among tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def measured(policy: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    how = dict(attention="naive", warmup=0, steps=1, activation_checkpointing=policy)
+    return measure(CheckpointingBench(**{**QUICK, **how, **fields}))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(precision="bf16", context_length=64, vocab_size=50)], ids=str)
+@pytest.mark.parametrize("policy", ["none", "block", "every_3", "groups_3", "groups_8"])
+def test_memory_is_what_is_counted(policy: str, fields: dict[str, Any]) -> None:
+    _, metrics = measured(policy, **fields)
+    assert metrics["held_bytes"] == metrics["predicted_held_bytes"] + 4  # the loss
+    assert metrics["peak_bytes"] == pytest.approx(metrics["predicted_bytes"], rel=0.05)
+
+
+def test_groups_keep_inputs_for_blocks() -> None:
+    """Differences of what is kept, in inputs, by hand: 8 blocks keep 8 of them, in groups of 2, 3 and 8: 4, 3 and 1."""
+    kept = {k: measured(f"groups_{k}")[1]["held_bytes"] for k in (1, 2, 3, 8)}
+    entry = 2 * 16 * 32 * 4
+    assert kept[1] - kept[2] == 4 * entry
+    assert kept[2] - kept[3] == entry
+    assert kept[3] - kept[8] == 2 * entry
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["none", "groups_3"])
+def test_on_a_gpu_the_allocator_holds_what_is_counted(policy: str, precision: str) -> None:
+    how = dict(size="small", context_length=256, attention="flash_triton", precision=precision, device="cuda", warmup=1)
+    _, metrics = measured(policy, **how)
+    assert metrics["held_bytes"] == pytest.approx(metrics["predicted_held_bytes"], rel=0.02)
+    assert metrics["peak_bytes"] >= metrics["held_bytes"]
+
+
+def test_live_bytes_by_hand() -> None:
+    before = torch.ones(100)
+    with LiveBytes() as live:
+        x = before + 1
+        assert live.now == 400
+        view = x.view(10, 10)
+        del x
+        view.add_(1)
+        before.add_(1)
+        assert live.now == 400  # a view keeps it; in place nothing is added
+        other = torch.zeros(50, dtype=torch.bfloat16)
+        assert live.now == 500
+        del view
+        assert (live.now, live.peak) == (100, 500)
+    del other
+    assert (live.now, live.peak) == (0, 500)
+
+
+def test_live_bytes_of_a_backward_pass_by_hand() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    x.grad = torch.zeros(1000)
+    with LiveBytes() as live:
+        y = x.exp().sum()
+        assert live.now == 4000 + 4  # exp saves its result
+        y.backward()
+        # The product of what exp saved and the gradient, an expanded number, beside that number and the loss.
+        assert live.peak == 4000 + 4 + 4 + 4000
+        del y
+    assert live.now == 0
+
+
+# Rows
+
+
+def test_a_row_says_policy_and_number() -> None:
+    ran, _ = measured("groups_3")
+    assert (ran["policy"], ran["K"], ran["num_layers"]) == ("groups", 3, 8)
+    ran, _ = measured("block", num_layers=None)
+    assert (ran["policy"], ran["K"], ran["num_layers"]) == ("groups", 1, 2)
+    ran, metrics = measured("none")
+    assert (ran["policy"], ran["K"]) == ("none", None)
+    assert metrics["step_ms"]["p50"] > 0
+
+
+def test_nothing_is_predicted_of_what_is_not_counted() -> None:
+    for fields in (dict(compile=True, attention="naive"), dict(attention="vectorized_torch")):
+        assert _counted(CheckpointingBench(**{**QUICK, **fields})) == {}
+
+
+def test_no_groups_are_measured_that_are_larger_than_the_model() -> None:
+    found = configurations(CASE, {"num_layers": (4,), "attention": ("naive",), "device": ("cpu",)})
+    assert [c.activation_checkpointing for c in found] == [
+        "none",
+        "block",
+        "every_2",
+        "every_4",
+        "groups_2",
+        "groups_3",
+        "groups_4",
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(activation_checkpointing="groups"), "activation_checkpointing is 'groups'"),
+        (dict(mode="forward"), "mode is 'forward'"),
+        (dict(num_layers=0), ".*num_layers is 0"),
+        (dict(steps=0), ".*steps is 0"),
+    ],
+)
+def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CheckpointingBench(**{**QUICK, "attention": "naive", **wrong})
+
+
+# Tables and plots
+
+
+def test_the_quick_form_has_a_table_and_plots(tmp_path: Path) -> None:
+    rows = list(CASE.measure(configurations(CASE, quick=True)))
+    assert [row.status for row in rows] == ["ok"] * 7
+    table = rows_table(rows)
+    assert "num_layers 8" in table
+    assert [line.split(" | ")[:2] for line in table.splitlines() if line.startswith(("| none", "| gr", "| ev"))] == [
+        ["| none", "-"],
+        ["| groups", "1"],
+        ["| every", "2"],
+        ["| groups", "2"],
+        ["| groups", "3"],
+        ["| groups", "4"],
+        ["| groups", "8"],
+    ]
+    names = {path.name for path in write_views(rows, tmp_path)}
+    assert {"checkpointing.md", "checkpointing.csv", "checkpointing-peak.png", "checkpointing-step.png"} == names
+    assert (tmp_path / "checkpointing-peak.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prediction_is_a_second_line_and_no_number_a_level_one() -> None:
+    plot = Plot(name="p", y=Column("y", "y"), x="K", lines=("policy",), beside=Column("z", "z"))
+    values = {("none", None): (9.0, None), ("g", 1): (4.0, 5.0), ("g", 8): (6.0, 7.0), ("g", 2): (3.0, 4.0)}
+    rows = [
+        Row(case="checkpointing", variant="v", config={"policy": policy, "K": k}, metrics={"y": y, "z": z}, env={})
+        for (policy, k), (y, z) in values.items()
+    ]
+    axes = figure_of(plot, rows, ()).axes[0]
+    found = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert found["g"] == ([1, 2, 8], [4.0, 3.0, 6.0])
+    assert found["g, predicted"] == ([1, 2, 8], [5.0, 4.0, 7.0])
+    assert found["none"][1] == [9.0, 9.0]
+    assert "none, predicted" not in found

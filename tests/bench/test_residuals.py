@@ -1,0 +1,160 @@
+"""The case `residuals`: what hooks find is what is counted, to the byte, and every storage is found once."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.accounting import activation_bytes, weight_copy_bytes
+from cs336_systems.bench.cases import residuals
+from cs336_systems.bench.cases.residuals import CASE, ResidualsBench, measure
+from cs336_systems.bench.saved_tensors import Saved, SavedTensors
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.report.views import rows_table
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small to share among cores, and the cores are shared among tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def quick(**fields: Any) -> ResidualsBench:
+    (config,) = configurations(CASE, {"precision": ("fp32",), "attention": ("naive",)}, quick=True)
+    return ResidualsBench(**{**config.__dict__, **fields})
+
+
+def metrics_of(config: ResidualsBench) -> dict[str, Any]:
+    return measure(config)[1]
+
+
+# What is counted
+
+
+@pytest.mark.parametrize("batch_size, context_length", [(1, 16), (3, 24)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("attention", ["naive", "flash_torch", "sdpa"])
+def test_hooks_find_what_is_counted(attention: str, precision: str, batch_size: int, context_length: int) -> None:
+    how = dict(attention=attention, precision=precision, batch_size=batch_size, context_length=context_length)
+    config = quick(**how)
+    metrics, shape = metrics_of(config), config.workload.shape
+    assert metrics["parts"] == activation_bytes(shape, batch_size, context_length, precision, attention)
+    assert metrics["saved_bytes"] == sum(metrics["parts"].values()) == metrics["counted_bytes"]
+    assert metrics["weight_copy_bytes"] == weight_copy_bytes(shape, precision)
+    assert metrics["input_bytes"] == 4 * batch_size * context_length * shape.d_model
+    assert sum(t["count"] * t["bytes"] for t in metrics["tensors"]) == metrics["saved_bytes"]
+
+
+def test_tensors_have_the_names_of_what_saved_them() -> None:
+    tensors = {(t["what"], tuple(t["shape"]), t["count"]) for t in metrics_of(quick())["tensors"]}
+    assert ("attn softmax", (2, 2, 16, 16), 1) in tensors
+    assert ("ln1 rsqrt", (2, 16, 1), 1) in tensors
+    assert ("ffn silu", (2, 16, 64), 1) in tensors
+    assert ("ffn.w2 linear", (32, 64), 1) in tensors
+    flash = metrics_of(quick(attention="flash_torch"))["tensors"]
+    assert [t["count"] for t in flash if t["what"] == "attn flash_torch"] == [4, 1]  # q, k, v and o; the logsumexp
+
+
+def test_compiled_code_saves_less_and_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The partitioner of inductor, without its code generation.
+    compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(residuals.torch, "compile", compile)
+    metrics = metrics_of(quick(compile=True))
+    assert set(metrics["parts"]) == {"compiled"}
+    assert 0 < metrics["saved_bytes"] < metrics["counted_bytes"]
+    assert {t["what"] for t in metrics["tensors"]} == {"compiled"}
+
+
+# What hooks find
+
+
+def saved_by(module: nn.Module, *inputs: Tensor, autocast: bool = False) -> list[Saved]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), SavedTensors(module, inputs) as saved:
+        module(*inputs)
+    return saved.found
+
+
+def test_a_storage_is_found_once_with_its_first_user() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.ones(4, 3, requires_grad=True)
+    first, weight, middle = sorted(
+        [saved for saved in saved_by(model, x) if saved.module != "2" or saved.kind == "activation"],
+        key=lambda saved: ("input", "weight", "activation").index(saved.kind),
+    )[:3]
+    assert first == Saved("input", "0", "linear", (4, 3), torch.float32, 4 * 3 * 4)
+    assert (weight.kind, weight.bytes) == ("weight", 5 * 3 * 4)
+    # tanh saves its output, which the next layer reads
+    assert middle == Saved("activation", "1", "tanh", (4, 5), torch.float32, 4 * 5 * 4)
+
+
+class Sliced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        return y[0].exp() * y[1, :2].sum() * y[1]
+
+
+def test_a_view_keeps_its_whole_storage() -> None:
+    found = saved_by(Sliced(), torch.ones(2, 8, requires_grad=True))
+    assert [saved.bytes for saved in found if saved.bytes == 2 * 8 * 4] == [64]
+
+
+@pytest.mark.parametrize("rows", [4, 5])  # 5: input and weight have the same shape
+def test_copies_of_weights_are_told_from_activations(rows: int) -> None:
+    found = saved_by(nn.Linear(5, 5, bias=False), torch.randn(rows, 5, requires_grad=True), autocast=True)
+    assert sorted((saved.kind, saved.bytes) for saved in found) == [
+        ("activation", rows * 5 * 2),
+        ("weight copy", 5 * 5 * 2),
+    ]
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    config = quick()
+    bench = residuals.BlockBench(config)
+    bench.saved()
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in bench.block.modules()]
+    assert not any(hooks)
+
+
+# What is shown and refused
+
+
+def test_the_quick_form_has_a_table_and_the_tensors_of_each_row() -> None:
+    rows = list(CASE.measure(configurations(CASE, quick=True)))
+    assert [row.status for row in rows] == ["ok"] * 4
+    table = rows_table(rows)
+    assert "| saved (MiB) | counted (MiB) | ln1 | qkv proj |" in table
+    assert table.count("saved tensors:") == 4
+    assert "| attn softmax | 2x2x16x16 | float32 | 1 | 0.003906 |" in table
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(size="huge"), "size is 'huge'"),
+        (dict(attention="flash"), "attention is 'flash'"),
+        (dict(context_length=0), "context_length is 0"),
+        (dict(device="tpu"), "device is 'tpu'"),
+    ],
+)
+def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        quick(**wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["naive", "flash_triton"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_what_is_saved_is_what_stays_allocated(precision: str, attention: str) -> None:
+    how = dict(size="small", context_length=256, precision=precision, attention=attention, device="cuda")
+    metrics = metrics_of(quick(**how))
+    assert metrics["saved_bytes"] == metrics["counted_bytes"]
+    output = metrics["input_bytes"]
+    assert metrics["held_bytes"] == pytest.approx(
+        metrics["saved_bytes"] + metrics["weight_copy_bytes"] + output, rel=0.01
+    )

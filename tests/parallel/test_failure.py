@@ -1,0 +1,199 @@
+"""What is wrong is said, and said once, however the ranks that find it come to it; and what hangs is noticed."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.parallel import comm, failure
+from cs336_systems.training.graph import RecordedStep
+
+Start = Callable[..., None]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Be a rank that torchrun has started, whose agents keep this store."""
+
+    def be(store: dist.TCPStore, rank: int, restarts: int = 0) -> None:
+        environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "localhost"}
+        environ |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        for name, value in (environ | {"TORCHELASTIC_RESTART_COUNT": restarts}).items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+    return be
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def say(message: str) -> None:
+    failure.leave_failure(ValueError(message))
+
+
+def test_the_first_rank_to_find_it_says_it_for_all(
+    start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (2, 0, 3, 1):
+        start(store, rank)
+        say("train.lr is -1")
+    assert capsys.readouterr().err == "rank 2: train.lr is -1\n"
+
+
+def test_what_each_rank_finds_alone_each_says(
+    start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(3):
+        start(store, rank)
+        say(f"cuda:{rank} has 1 GiB")
+    assert capsys.readouterr().err == "".join(f"rank {rank}: cuda:{rank} has 1 GiB\n" for rank in range(3))
+
+
+def test_after_a_restart_it_is_said_again(
+    start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for restarts in range(2):
+        start(store, 1, restarts)
+        say("the disk is full")
+    assert capsys.readouterr().err == "rank 1: the disk is full\n" * 2
+
+
+def test_where_the_agents_are_gone_every_rank_says_it(
+    start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(store, 0)
+    del store
+    monkeypatch.setattr(failure, "agents_store", gone)
+    say("no store")
+    say("no store")
+    assert capsys.readouterr().err == "rank 0: no store\n" * 2
+
+
+def gone(timeout_s: float) -> dist.Store:
+    raise dist.DistNetworkError("connection refused")
+
+
+def test_where_the_first_rank_is_ended_before_it_speaks_another_one_does(
+    start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*values: object, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    start(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.print", ended)
+        with pytest.raises(KeyboardInterrupt):
+            failure._say_once("train.lr is -1")
+    start(store, 0)
+    begun = time.monotonic()
+    failure._say_once("train.lr is -1", patience_s=0.5)
+    assert time.monotonic() - begun >= 0.5
+    assert capsys.readouterr().err == "rank 0: train.lr is -1\n"
+
+
+def test_without_agents_it_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", failure.OWN_LAUNCH):
+        monkeypatch.delenv(name, raising=False)
+    say("alone")
+    assert capsys.readouterr().err == "rank 0: alone\n"
+
+
+# What the GPU is given to do, and does not end
+
+LIMIT_S = 0.2
+
+
+class Event:
+    """In the place of a CUDA event: it has passed when the test says so, and before it is recorded, as CUDA has it."""
+
+    passed, recorded = False, False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return Event.passed or not self.recorded
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """For what a watchdog of LIMIT_S would have ended this process, one of two ranks, at step 7."""
+    messages: list[str] = []
+    monkeypatch.setattr(failure, "fail", messages.append)
+    monkeypatch.setattr(failure, "_step", 7)
+    monkeypatch.setattr(comm, "world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "passed", False)
+    watchdog = failure.Watchdog(LIMIT_S, torch.device("cpu"))
+    monkeypatch.setattr(comm, "_watchdog", watchdog)
+    yield messages
+    watchdog.stop()
+
+
+def wait_for(told: list[str]) -> str:
+    deadline = time.monotonic() + 20
+    while not told:
+        assert time.monotonic() < deadline, "the watchdog says nothing"
+        time.sleep(0.01)
+    return told[0]
+
+
+MESSAGE = f"rank 0: replay at step 7 was not done after {LIMIT_S} s: another rank is gone or hangs"
+
+
+def test_what_is_queued_and_never_done_is_told(told: list[str]) -> None:
+    with comm.watched("replay"):
+        pass
+    assert wait_for(told) == MESSAGE
+
+
+def test_what_hangs_while_it_is_queued_is_told(told: list[str]) -> None:
+    with comm.watched("replay"):
+        assert wait_for(told) == MESSAGE
+
+
+def test_what_is_done_is_forgotten(told: list[str]) -> None:
+    with comm.watched("replay"):
+        pass
+    Event.passed = True
+    time.sleep(3 * LIMIT_S)  # longer than the limit, which is what is tested
+    assert told == []
+    Event.passed = False
+    with comm.watched("the next one"):
+        pass
+    assert "the next one at step 7" in wait_for(told)
+
+
+def test_what_fails_while_it_is_queued_is_not_told_as_hanging(told: list[str]) -> None:
+    def fail() -> None:
+        with comm.watched("replay"):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    time.sleep(3 * LIMIT_S)  # as above
+    assert told == []
+
+
+def test_the_replay_of_a_recorded_step_is_watched(told: list[str]) -> None:
+    class Graph:
+        def replay(self) -> None:
+            assert "replay of the recorded step at step 7" in wait_for(told)
+
+    step: Any = RecordedStep(lambda inputs, targets: inputs, lambda: None)
+    step._graph, step._inputs, step._targets, step._output = Graph(), torch.zeros(1), torch.zeros(1), torch.ones(2)
+    assert torch.equal(step(torch.ones(1), torch.ones(1)), torch.ones(2))
+
+
+def test_one_process_alone_waits_for_nobody(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "world_size", lambda: 1)
+    with comm.watched("replay"):
+        pass
+    time.sleep(3 * LIMIT_S)  # as above
+    assert told == []

@@ -1,0 +1,107 @@
+"""The whole state of a model that is spread over ranks: what is in it, who has it, and how much of it others hold."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.parallel import STRATEGIES, Options, comm
+from tests.distributed import run_ranks
+from tests.parallel.models import build
+
+
+def gather_to(rank: int | None, name: str, model: str, device: str) -> tuple[dict[str, Tensor], set[str]]:
+    strategy = STRATEGIES[name](build(model).to(device), Options())
+    state = strategy.full_state_dict(to_rank=rank)
+    return {key: t.cpu() for key, t in state.items()}, {t.device.type for t in state.values()}
+
+
+def assert_gathered(results: list[Any], expected: dict[str, Tensor], rank: int | None, device: str) -> None:
+    for other, (state, devices) in enumerate(results):
+        if rank not in (None, other):
+            assert state == {}
+            continue
+        assert devices == {"cpu" if other == rank else device}
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("to_rank", [None, 0, 2])
+@pytest.mark.parametrize(
+    "name, model",
+    [("bucketed", "awkward"), ("fsdp", "awkward"), ("fsdp", "transformer"), ("torch_fsdp", "transformer")],
+)
+def test_one_rank_has_the_whole_state_or_all_have(name: str, model: str, to_rank: int | None) -> None:
+    results = run_ranks(gather_to, 3, to_rank, name, model, "cpu")
+    assert_gathered(results, build(model).state_dict(), to_rank, "cpu")
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("to_rank", [None, 0, 1])
+@pytest.mark.parametrize("name", ["bucketed", "fsdp", "torch_fsdp"])
+def test_one_rank_has_the_whole_state_in_main_memory(name: str, to_rank: int | None) -> None:
+    results = run_ranks(gather_to, 2, to_rank, name, "transformer", "cuda", device="cuda")
+    assert_gathered(results, build("transformer").state_dict(), to_rank, "cuda")
+
+
+def change_what_was_gathered(name: str) -> bool:
+    """Whether the model is as it was after its gathered state has been written to."""
+    module = build("transformer")
+    strategy = STRATEGIES[name](module, Options())
+    before = [p.detach().clone() for p in module.parameters()]
+    for tensor in strategy.full_state_dict(to_rank=0).values():
+        tensor.fill_(7)
+    return all(torch.equal(p.detach(), old) for p, old in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["bucketed", "fsdp"])
+def test_what_one_rank_has_gathered_is_a_copy(name: str) -> None:
+    assert run_ranks(change_what_was_gathered, 2, name) == [True, True]
+
+
+def tied_and_gathered() -> bool:
+    state = STRATEGIES["fsdp"](build("awkward"), Options()).full_state_dict(to_rank=0)
+    return not state or state["embedding.weight"] is state["head.weight"]
+
+
+def test_a_tied_weight_is_gathered_once() -> None:
+    assert run_ranks(tied_and_gathered, 2) == [True, True]
+
+
+def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
+    """Bytes of whole weights, beside what is returned, at most; of all weights, and of the largest unit."""
+    strategy = STRATEGIES["fsdp"](build("transformer"), Options())
+    start, rooms, sizes, most = comm.start_gather, [], [], 0
+
+    def watching(outputs: Any, inputs: Any, what: str) -> Any:
+        nonlocal most
+        sizes.append(sum(t.nbytes for t in outputs))
+        rooms.extend((weakref.ref(t.untyped_storage()), t.nbytes) for t in outputs)
+        most = max(most, sum(nbytes for storage, nbytes in rooms if storage() is not None))
+        return start(outputs, inputs, what)
+
+    comm.start_gather = watching
+    state = strategy.full_state_dict(to_rank=to_rank)
+    del state
+    return most, sum(sizes), max(sizes)
+
+
+def test_a_rank_that_gathers_for_another_has_one_unit_whole_at_a_time() -> None:
+    for most, _, largest in run_ranks(whole_at_a_time, 2, 0):
+        assert most == largest
+    for most, everything, _ in run_ranks(whole_at_a_time, 2, None):
+        assert most == everything
+
+
+def no_such_rank(rank: int) -> str:
+    strategy = STRATEGIES["fsdp"](build("transformer"), Options())
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        strategy.full_state_dict(to_rank=rank)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
+    assert run_ranks(no_such_rank, 2, rank) == [f"to_rank is {rank}: there are ranks 0 to 1"] * 2

@@ -1,0 +1,204 @@
+"""The page of a memory history: opened in a browser, pointed at, and without any way to the network."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs336_systems.profiling.history import history_of
+from cs336_systems.profiling.page import embedded_json, page_data, write_page
+from cs336_systems.profiling.snapshot import read_snapshot
+
+from .snapshots import Trace, frames, one_step, save
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-default-apps"),
+    *("--window-size=1200,900", "--virtual-time-budget=4000"),
+)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">&lt;&"
+
+
+def page(folder: Path, detail: int = 100, content: dict | None = None) -> Path:
+    made, phases = one_step()
+    history = history_of(read_snapshot(save(folder / "snapshot.pickle", content or made)), None if content else phases)
+    path = folder / "timeline.html"
+    write_page(history, path, "a title", "a note", detail, 0)
+    return path
+
+
+def browse(path: Path, folder: Path, script: str = "", *more: str) -> str:
+    """The page after it has been drawn and a script has run in it; or, with `more`, what the browser does instead."""
+    if script:
+        text = path.read_text()
+        frames = "window.requestAnimationFrame = (work) => setTimeout(work, 16);"  # without a screen there are none
+        test = f"<script>addEventListener('load', () => setTimeout(() => {{ {frames} {script} }}, 500))</script></body>"
+        path = folder / "with_test.html"
+        path.write_text(text.replace("</body>", test))
+    profile = folder / f"browser{time.time_ns()}"
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *(more or ("--dump-dom",)), path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def shown(dom: str, name: str) -> str:
+    found = re.search(rf'id="{name}"[^>]*>(.*?)</(?:div|p|ul|output|tbody)>', dom, re.S)
+    assert found, f"no {name} in the page"
+    return found[1]
+
+
+def pointing(x: float, y: float) -> str:
+    """A script that points at a part of the plot: x from the left, y from the bottom, both from 0 to 1."""
+    return f"""
+        const box = canvas.getBoundingClientRect();
+        canvas.dispatchEvent(new MouseEvent("mousemove", {{
+            clientX: box.left + MARGIN.left + {x} * plot.width,
+            clientY: box.top + MARGIN.top + (1 - {y}) * plot.height, bubbles: true }}));
+    """
+
+
+@needs_browser
+def test_the_page_draws_and_says_peak_categories_and_largest(tmp_path: Path) -> None:
+    dom = browse(page(tmp_path), tmp_path)
+    assert shown(dom, "summary") == "peak 5.22 KiB in backward at 0.1 ms"
+    legend = shown(dom, "legend")
+    for words in ("parameters: 1000 bytes", "optimizer state: 1.95 KiB", "activations: 700 bytes"):
+        assert words in legend
+    assert shown(dom, "drawn") == "9 of 9"
+    assert "exp_avg of w" in shown(dom, "largest").split("</tr>")[0]
+    assert "data-milliseconds" in dom
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "x, bytes_up, words",
+    [
+        # The scale ends 6 % above the peak of 5350, and time at the last of the events, 300 us after the first.
+        (0.05, 500, "1000 bytes, parameters\nfrom before the recording to after it\nw"),
+        (0.05, 2000, "1.95 KiB, optimizer state\nfrom before the recording to after it\nexp_avg of w"),
+        (0.135, 3200, "400 bytes, activations\nfrom 0.030 ms (forward) to 0.140 ms (backward)\n"
+         "cs336_basics/model.py:11 forward"),
+        (0.44, 3500, "1000 bytes, gradients\nfrom 0.110 ms (backward) to 0.260 ms (optimizer)\n"
+         "gradient of w\ncs336_basics/model.py:14 forward"),
+    ],
+)  # fmt: skip
+def test_pointing_at_memory_says_what_it_is(x: float, bytes_up: int, words: str, tmp_path: Path) -> None:
+    dom = browse(page(tmp_path), tmp_path, pointing(x, bytes_up / (5350 * 1.06)))
+    assert shown(dom, "tip") == words
+
+
+@needs_browser
+def test_pointing_beside_memory_says_nothing(tmp_path: Path) -> None:
+    assert shown(browse(page(tmp_path), tmp_path, pointing(0.05, 0.99)), "tip") == ""
+
+
+@needs_browser
+def test_the_slider_sums_the_smaller_ones(tmp_path: Path) -> None:
+    script = 'element("detail").value = 0; element("detail").dispatchEvent(new Event("input"));'
+    later = f"setTimeout(() => {{ {pointing(0.05, 0.05)} }}, 1000);"
+    dom = browse(page(tmp_path), tmp_path, script + later)
+    assert shown(dom, "drawn") == "0 of 9"
+    assert shown(dom, "tip").startswith("parameters: smaller allocations, summed")
+    assert shown(browse(page(tmp_path, detail=3), tmp_path), "drawn") == "3 of 9"
+
+
+@needs_browser
+def test_the_wheel_and_the_keys_zoom_and_move_within_what_there_is(tmp_path: Path) -> None:
+    script = """
+        const said = [];
+        const note = () => said.push([view.x0, view.x1].map((v) => v.toFixed(4)).join(" "));
+        const key = (k) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: k, bubbles: true }));
+        const all = view.x1 - view.x0, box = canvas.getBoundingClientRect();
+        note();
+        canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, clientX: box.left + MARGIN.left + plot.width / 2,
+            clientY: box.top + 100, bubbles: true, cancelable: true }));
+        said.push(view.x1 - view.x0 < all * 0.7 && view.x0 > 0 ? "closer" : "not closer");
+        for (let i = 0; i < 50; i++) key("ArrowLeft");
+        said.push(Math.abs(view.x0 - position(0)) < 1e-9 ? "at the left end" : `at ${view.x0}`);
+        key("0");
+        note();
+        said.push(said[0] === said[3] ? "all again" : "lost");
+        document.title = said.join(", ");
+    """
+    title = re.search(r"<title>(.*?)</title>", browse(page(tmp_path), tmp_path, script))
+    assert title
+    assert ", closer, at the left end, " in title[1]
+    assert title[1].endswith("all again")
+
+
+@needs_browser
+def test_what_a_snapshot_says_is_shown_and_never_run(tmp_path: Path) -> None:
+    trace = Trace().note("alloc", 1, 5000, frames=frames(1, HOSTILE, f"/src/cs336_basics/{HOSTILE}.py"))
+    content = trace.alloc(2, 10).snapshot((1, 5000), (2, 10))
+    path = page(tmp_path, content=content)
+    assert path.read_text().count("</script>") == 2
+    dom = browse(path, tmp_path, pointing(0.7, 0.3))
+    assert "<title>a title</title>" in dom
+    assert "onerror" in shown(dom, "tip")
+    assert "<img" not in shown(dom, "tip")
+
+
+@needs_browser
+def test_a_screenshot_shows_the_colours_of_the_categories(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    picture = tmp_path / "page.png"
+    browse(page(tmp_path), tmp_path, "", f"--screenshot={picture}")
+    pixels = (imread(picture)[..., :3] * 255).round().astype(int)
+    for color in ((0x4C, 0x78, 0xA8), (0x9E, 0xCA, 0xE9), (0xE4, 0x57, 0x56), (0x54, 0xA2, 0x4B), (0xF2, 0xA9, 0x3B)):
+        r, g, b = color
+        lighter = tuple(round(c + (255 - c) * 0.18) for c in color)  # every second allocation
+        area = sum(int((np.abs(pixels - wanted).max(axis=-1) <= 2).sum()) for wanted in ((r, g, b), lighter))
+        assert area > 2000, color
+
+
+@needs_browser
+def test_fifty_thousand_allocations_are_drawn_in_a_moment(tmp_path: Path) -> None:
+    trace = Trace()
+    for i in range(25_000):
+        trace.note("alloc", 512 * i, 512 + i % 7 * 4096, frames=[])
+    for i in range(25_000):
+        trace.note("free_completed", 512 * i, 512 + i % 7 * 4096)
+        trace.note("alloc", 512 * i, 512, frames=[])
+    content = trace.snapshot()
+    dom = browse(page(tmp_path, 5000, content), tmp_path)
+    drawn = re.search(r'data-milliseconds="([\d.]+)"', dom)
+    assert drawn
+    assert float(drawn[1]) < 2000  # a machine at work on other things takes several times as long as one at rest
+    assert shown(dom, "drawn").endswith("of 50,000")
+
+
+@needs_browser
+def test_the_browser_loads_nothing_beside_the_page(tmp_path: Path) -> None:
+    script = "document.title = performance.getEntriesByType('resource').length + ' resources';"
+    assert "<title>0 resources</title>" in browse(page(tmp_path), tmp_path, script)
+
+
+def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
+    text = page(tmp_path).read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?://|//[a-z]+\.|@import|url\(|\bfetch\(|XMLHttpRequest|<link|src=", text)
+    assert "{{" not in text.split('<script id="data"')[0]
+
+
+def test_embedded_json_comes_back_and_cannot_end_its_element() -> None:
+    value = {"text": HOSTILE + "<!--\u2028\u00e9{{DATA}}", "number": [1, 2.5, None]}
+    text = embedded_json(value)
+    assert json.loads(text) == value
+    assert not set("<>&\u2028") & set(text)
+
+
+def test_the_data_of_the_page_are_those_of_the_history(tmp_path: Path) -> None:
+    made, phases = one_step()
+    history = history_of(read_snapshot(save(tmp_path / "a.pickle", made)), phases)
+    data = page_data(history, detail=100, min_bytes=1000)
+    assert data["detail"] == 3  # as many as are that large
+    assert sorted(data["sizes"]) == [50, 300, 400, 600, 700, 900, 1000, 1000, 2000]
+    assert data["starts"] == sorted(data["starts"])
+    assert data["boundaries"] == (1, 9, 20, 28)

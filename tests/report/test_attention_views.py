@@ -1,0 +1,204 @@
+"""Tables and plots of attention, out of rows of a GPU that nobody has."""
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.attention import KERNELS
+from cs336_systems.bench.case import Row
+from cs336_systems.report import attention_sweep
+from cs336_systems.report.attention import with_speedups
+from cs336_systems.report.plots import KERNEL_COLORS, KERNEL_MARKERS
+from cs336_systems.report.views import VIEWS, rows_table, write_views
+
+ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}
+PNG = b"\x89PNG"
+
+
+def flash_row(kernel: str, dtype: str, head_size: int, length: int, ms: float | None) -> Row:
+    config = dict(kernel=kernel, dtype=dtype, is_causal=True, batch_size=1, head_size=head_size, length=length)
+    phases = ("forward", "backward", "forward_backward")
+    metrics: dict[str, Any] = {} if ms is None else {f"{phase}_ms": {"p50": ms} for phase in phases}
+    metrics |= {} if ms is None else {f"{phase}_tflops": 100.0 for phase in phases}
+    status: Any = "oom" if ms is None else "ok"
+    return Row(case="flash", variant=kernel, config=config, status=status, metrics=metrics, env=ENV)
+
+
+def test_speedups_are_over_the_same_shape_and_the_fastest_reference() -> None:
+    rows = [
+        flash_row("naive", "bf16", 64, 128, 8.0),
+        flash_row("sdpa", "bf16", 64, 128, 4.0),
+        flash_row("flex", "bf16", 64, 128, 2.0),
+        flash_row("flash_triton", "bf16", 64, 128, 1.0),
+        flash_row("naive", "bf16", 64, 256, None),
+        flash_row("flash_triton", "bf16", 64, 256, 3.0),
+        flash_row("sdpa", "fp32", 64, 256, 6.0),
+    ]
+    over = with_speedups(rows, "forward_ms", "x", "kernel", "sdpa", "flex")
+    assert [row.metrics.get("x") for row in over] == [0.25, 0.5, 1.0, 2.0, None, None, 1.0]
+    assert all("x" not in row.metrics for row in rows)
+    lines = rows_table(rows).splitlines()
+    assert lines[0] == "NVIDIA Made-up; is_causal yes; batch_size 1; head_size 64:"
+    assert lines[2] == (
+        "| dtype | length | kernel | forward (ms) | backward (ms) | both (ms) | forward (TFLOP/s) | backward (TFLOP/s) "
+        "| both (TFLOP/s) | forward (x naive) | backward (x naive) | both (x naive) | both (x best peer) |"
+    )
+    assert lines[7] == ("| bf16 | 128 | flash_triton | 1 | 1 | 1 | 100.0 | 100.0 | 100.0 | 8.00 | 8.00 | 8.00 | 2.00 |")
+    assert lines[8] == "| bf16 | 256 | naive | out of memory |" + " - |" * 9
+    assert lines[9].endswith("| 100.0 | - | - | - | - |")
+
+
+def test_flash_has_a_plot_a_type_with_axes_a_head_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    rows = [
+        flash_row(kernel, dtype, head_size, length, length / 100)
+        for kernel, dtype, head_size, length in itertools.product(
+            ("naive", "flash_triton"), ("bf16", "fp32"), (128, 16, 64), (1024, 128)
+        )
+        if (kernel, length) != ("naive", 1024)
+    ]
+    files = [path.name for path in write_views(rows, tmp_path)]
+    names = [
+        f"flash-{name}-{dtype}.png" for name in ("forward", "backward", "both", "tflops") for dtype in ("bf16", "fp32")
+    ]
+    assert files == ["flash.md", "flash.csv", *names]
+    panels = [axes for axes in figures[0].axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == ["head size 16", "head size 64", "head size 128"]
+    for axes in panels:
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert list(lines["flash_triton"].get_xdata()) == [128, 1024]
+        assert list(lines["flash_triton"].get_ydata()) == [1.28, 10.24]
+        assert list(lines["naive"].get_xdata()) == [128]
+        assert {name: line.get_color() for name, line in lines.items()} == {name: KERNEL_COLORS[name] for name in lines}
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert panels[0].get_ylabel() == "forward (ms)"
+    assert panels[-1].get_xlabel() == "length"
+
+
+def test_flash_without_a_number_is_no_reason_to_fail(tmp_path: Path) -> None:
+    files = write_views([flash_row("naive", "bf16", 64, 65536, None)], tmp_path)
+    assert [path.name for path in files[2:]] == [
+        f"flash-{name}.png" for name in ("forward", "backward", "both", "tflops")
+    ]
+
+
+def test_every_kernel_has_a_colour_and_a_marker_of_its_own() -> None:
+    assert set(KERNELS) <= set(KERNEL_COLORS)
+    assert len(set(KERNEL_COLORS.values())) == len(set(KERNEL_MARKERS.values())) == len(KERNEL_COLORS)
+
+
+def test_attention_out_of_memory_still_shows_what_was_counted() -> None:
+    def row(length: int, compile: bool, ms: float | None, status: Any = "ok") -> Row:
+        counted = {"scores": 3 << 30, "saved_for_backward": 4 << 30, "backward_peak": 9 << 30}
+        times = {} if ms is None else {"forward_ms": {"p50": ms}, "backward_ms": {"p50": 2 * ms}}
+        config = dict(kernel="naive", head_size=64, length=length, compile=compile)
+        metrics = {**times, "counted_bytes": counted}
+        return Row(case="attention", variant="v", config=config, status=status, metrics=metrics, env=ENV)
+
+    lines = rows_table([row(128, False, 3.0), row(128, True, 1.5), row(256, True, None, "oom")]).splitlines()[4:]
+    assert lines == [
+        "| 128 | no | 3 | 6 | 1.00 | 1.00 | 3.000 | 4.000 | 9.000 |",
+        "| 128 | yes | 1.5 | 3 | 2.00 | 2.00 | 3.000 | 4.000 | 9.000 |",
+        "| 256 | yes | out of memory | - | - | - | 3.000 | 4.000 | 9.000 |",
+    ]
+
+
+def sweep_row(kernel: str, tier: list[int], ms: float | None, dtype: str = "bf16") -> Row:
+    config = dict(kernel=kernel, dtype=dtype, is_causal=False, batch_size=4, num_heads=16, head_size=64, tier=tier)
+    metrics = {} if ms is None else {"forward_ms": {"p50": ms}, "forward_tflops": 1.0}
+    status: Any = "error" if ms is None else "ok"
+    return Row(case="attention-sweep", variant=kernel, config=config, status=status, metrics=metrics, env=ENV)
+
+
+SWEEP = [
+    sweep_row("naive", [256, 128], 9.0, "fp32"),
+    sweep_row("naive", [256, 128], 8.0),
+    sweep_row("sdpa", [256, 128], 2.0),
+    sweep_row("naive", [64, 64], 1.0),
+    sweep_row("sdpa", [64, 64], None),
+]
+
+
+def test_the_sweep_writes_its_five_files_and_no_others(tmp_path: Path) -> None:
+    files = write_views(SWEEP, tmp_path)
+    names = ["results.csv", "forward.png", "heatmap.png", "scaling.png", "report.md"]
+    assert [path.name for path in files] == [f"attention_sweep_{name}" for name in names]
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert all(path.read_bytes().startswith(PNG) for path in files if path.suffix == ".png")
+    with files[0].open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["tier"], line["forward_ms.p50"], line["forward_speedup"], line["status"]) for line in lines] == [
+        ("256:128", "9.0", "1.0", "ok"),
+        ("256:128", "8.0", "1.0", "ok"),
+        ("256:128", "2.0", "4.0", "ok"),
+        ("64:64", "1.0", "1.0", "ok"),
+        ("64:64", "", "", "error"),
+    ]
+    text = files[4].read_text()
+    assert "| 256:128 | sdpa | 2 | 4.00 |" in text
+    assert "| 64:64 | naive | 1 | 1.00 |" in text
+    assert "| bf16 | 64:64 | sdpa | failed |" in text
+    assert all(f"({name.name})" in text for name in files[1:4])
+
+
+def test_the_heat_map_says_time_and_speedup_and_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    attention_sweep.draw_heatmap(attention_sweep.derive(SWEEP[1:]), tmp_path / "a.png")
+    axes = figures[0].axes[0]
+    said = {text.get_position(): text.get_text() for text in axes.texts}
+    assert said == {(0, 0): "8 ms\n1.00x", (0, 1): "2 ms\n4.00x", (1, 0): "1 ms\n1.00x", (1, 1): "failed"}
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["256:128", "64:64"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["naive", "sdpa"]
+
+
+@pytest.mark.parametrize("rows", [SWEEP[:1], SWEEP[4:]], ids=["one rectangle", "nothing but a failure"])
+def test_the_sweep_draws_little_too(rows: list[Row], tmp_path: Path) -> None:
+    assert len(write_views(rows, tmp_path)) == 5
+
+
+def test_no_attention_view_has_a_column_twice() -> None:
+    for name in ("attention", "flash", "kernels", "leaderboard-2025", "attention-sweep"):
+        columns = [column.name for column in VIEWS[name].columns]
+        assert len(set(columns)) == len(columns)
+
+
+def test_settings_have_tables_of_their_own() -> None:
+    def row(gpu: str | None, **config: object) -> Row:
+        return Row(case="kernels", variant="a", config={"shape": [1], **config}, status="oom", env={"gpu": gpu})
+
+    rows = [
+        row("NVIDIA H200", dtype="bf16", is_causal=True, device="cuda"),
+        row("NVIDIA H200", dtype="bf16", is_causal=False, device="cuda"),
+        row("NVIDIA H200", dtype="fp32", is_causal=True, device="cpu"),
+        row("NVIDIA L4", dtype="bf16", is_causal=True, device="cuda"),
+        row("NVIDIA H200", dtype="bf16", is_causal=True, device="cuda"),
+    ]
+    titles = [line.split(", medians")[0] for line in rows_table(rows).splitlines() if "medians" in line]
+    assert titles == [
+        "bf16, causal, NVIDIA H200",
+        "bf16, not causal, NVIDIA H200",
+        "fp32, causal, CPU",
+        "bf16, causal, NVIDIA L4",
+    ]
+
+
+def test_the_table_has_a_line_a_kernel_and_the_newest_row_of_a_shape() -> None:
+    def row(kernel: str, shape: list[int], ms: float) -> Row:
+        times = {f"{n}_ms": {"p50": ms} for n in ("forward", "backward", "forward_backward", "forward_sum_backward")}
+        metrics = {**times, "forward_backward_tflops": 7.0, "first_call_s": 1.5, "extra_memory_bytes": 2**21}
+        return Row(case="kernels", variant=kernel, config={"shape": shape}, metrics=metrics, env={})
+
+    table = rows_table([row("a", [1, 1, 8, 8], 9.0), row("a", [1, 1, 8, 8], 2.0), row("b", [1, 1, 16, 8], 3.0)])
+    assert "| B x H x N x D | 1x1x8x8 | 1x1x16x8 |" in table
+    assert "| a | 2 / 2 / 2 (7) | - |" in table
+    assert "| b | - | 3 / 3 / 3 (7) |" in table
+    assert "| a | 2 / 2.0 / 1.5 | - |" in table
