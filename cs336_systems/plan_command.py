@@ -137,7 +137,9 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--gradient_bytes", type=float, default=None, help="s (default: 4 bytes a parameter).")
     parser.add_argument("--rows", type=str, default=None, help="Row file of all-reduces to fit o and w to.")
-    parser.add_argument("--bandwidth_gb_s", type=float, default=None, help="w (default: two H200 over NVLink).")
+    parser.add_argument(
+        "--bandwidth_gb_s", type=float, default=None, help="w (default: of H200 over NVLink, by what two reach)."
+    )
     parser.add_argument("--overhead_ms", type=float, default=None, help="o (default: the same).")
     parser.add_argument("--measured", type=str, default=None, help="Row file of the case ddp to draw beside it.")
     parser.add_argument("--plot", type=str, default=None, help="PNG to draw.")
@@ -169,7 +171,8 @@ def _transfer(options: Any, world_size: int) -> tuple[float, float]:
 
         overhead_s, bandwidth = fit_transfer(*transfer_points(_read([options.rows]), world_size))
     else:
-        overhead_s, bandwidth = CARDS["H200"].latency_s, CARDS["H200"].link
+        card, others = CARDS["H200"], world_size - 1  # a ring of more sends more, in more steps
+        overhead_s, bandwidth = card.latency_s * others, card.link * world_size / (2 * others)
     for name, unit in (("overhead_ms", 1e-3), ("bandwidth_gb_s", 1e9)):
         value, least = getattr(options, name), 0 if name == "overhead_ms" else 1e-6
         require(value is None or least <= value < 1e9, name, value, f"at least {least:g} and below 1e9")

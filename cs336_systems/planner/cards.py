@@ -85,7 +85,7 @@ def _card(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, 
 def _cards() -> dict[str, Card]:
     latency_s, link = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
     h200 = Card(name="H200", memory_gib=139, multiprocessors=132, matmul=790e12, matmul_fp32=50e12, bandwidth=4.3e12,
-                attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/attention.jsonl
+                attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/kernels.jsonl
                 latency_s=latency_s, link=link)  # fmt: skip
     # Links: NVLink's share of the datasheet as on the H200 (900 GB/s in both directions), PCIe 4 where there is none.
     others = [

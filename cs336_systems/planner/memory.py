@@ -16,7 +16,9 @@ from .allocator import MIB, allocated_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, Section, Term, show, total
 
-_WORKSPACE = 32 * MIB  # of cuBLAS on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp)
+# Of cuBLAS on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each of the two threads
+# that compute, autograd's and the one that calls it.
+_WORKSPACE = 2 * 32 * MIB
 LARGEST_BATCH = 1 << 20
 
 
@@ -215,5 +217,6 @@ def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
         working = (
             f"{memory_gib:g} GiB; {show(peak_bytes(replace(job, batch_size=batch)), 'bytes')}" if batch else "none fits"
         )
-        sections.append(Section("Largest batch", (Term("sequences a GPU", working, batch, ""),)))
+        note = "not counted: the CUDA context, and what the allocator holds and cannot use (fragmentation)"
+        sections.append(Section("Largest batch", (Term("sequences a GPU", working, batch, ""),), (note,)))
     return sections

@@ -109,10 +109,7 @@ def test_an_unknown_card_has_memory_but_no_time() -> None:
 
 def test_cards_by_the_name_of_the_device() -> None:
     row = model_row()
-    for gpu, name in (
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA B200", "B200"),
-    ):
+    names = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA GeForce RTX 4090": "RTX 4090", "NVIDIA B200": "B200"}
+    for gpu, name in names.items():
         row.env = {"gpu": gpu}
         assert card_of(row) is CARDS[name]

@@ -10,7 +10,7 @@ from cs336_systems.accounting import num_parameters
 from cs336_systems.model_config import ModelConfig
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.allocator import MIB, allocated_bytes
-from cs336_systems.planner.job import Job
+from cs336_systems.planner.job import FLASH, SCORES, Job
 from cs336_systems.planner.memory import largest_batch, memory_sections, moments, parameter_bytes, peak_bytes
 
 SHAPE = ModelShape(vocab_size=100, context_length=8, d_model=16, d_ff=32, num_layers=6, num_heads=2, rope_theta=10000.0)
@@ -175,3 +175,10 @@ def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
 def test_what_is_impossible_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         job(**given)
+
+
+def test_every_kernel_that_is_named_is_counted() -> None:
+    for name in (*SCORES, *FLASH):
+        assert sum(block_parts(job(attention=name)).values()) > sum(
+            block_parts(job(attention=name, batch_size=1)).values()
+        )
