@@ -114,11 +114,12 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
 
     The training loop holds the logits until the step ends, c T V. Eager cross-entropy converts them to float32 (4 T V,
     where they are not), which `gather` and `logsumexp` save; logsumexp's exponentials are 4 T V more. Its backward pass
-    has three of float32, grad * (x - result).exp(). Compiled, one kernel writes the gradient, c T V.
+    has three of float32, grad * (x - result).exp(). Compiled, one kernel writes the gradient, c T V, and a float32 copy
+    of it, 4 T V: what `gather` gives back is scattered into zeros, which are in memory.
     """
     c, numbers = job.number_bytes, job.tokens * job.shape.vocab_size
     wide = 0 if job.compile or c == 4 else 4
-    forward, backward = (0, c) if job.compile else (4, 12)
+    forward, backward = (0, 4 + c) if job.compile else (4, 12)
     after = Term("logits", f"{c} T V", c * numbers)
     return (
         Term("logits and loss", f"({c} + {wide + forward}) T V", (c + wide + forward) * numbers),

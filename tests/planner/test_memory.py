@@ -112,6 +112,21 @@ def test_gradients_in_buckets_stay() -> None:
     assert small - large == pytest.approx(0.189e9, rel=0.03)
 
 
+def test_small_things_by_hand() -> None:
+    # Sine and cosine of 8 positions and 4 pairs, 4 bytes each, and two token IDs of 8 bytes for each of 16 tokens.
+    held = {term.name: term.value for term in moments(job())["the loss"]}
+    assert held["rotary tables, tokens"] == 2 * 8 * 4 * 4 + 2 * 8 * 16
+
+
+def test_fsdp_has_two_whole_units_and_their_gradients() -> None:
+    # P = 4 x 1600^2 + 3 x 1600 x 6400 = 40,960,000, 2 bytes each. Forward: two units, and half of one that is sent.
+    at = moments(Job(shape=XL, strategy="fsdp", world_size=2))
+    forward, backward = at["the loss"][-1], at["backward of the last block"][-1]
+    assert forward.value == 2.5 * 81_920_000
+    assert backward.value == 5 * 81_920_000  # two units, two blocks' gradients, half of one sent and half of one come
+    assert moments(job())["the loss"][-1].value == 0
+
+
 def test_without_an_optimizer_there_is_no_state() -> None:
     assert "optimizer state" not in {term.name for term in moments(job(optimizer=False))["the loss"]}
 
@@ -140,7 +155,8 @@ def test_eager_cross_entropy_holds_float32_copies_of_the_logits() -> None:
     eager = {term.name: term.value for term in moments(job())["backward of the loss"]}
     assert eager["logits and loss"] == (2 + 4 + 12) * numbers
     compiled = {term.name: term.value for term in moments(job(compile=True))["backward of the loss"]}
-    assert compiled["logits and loss"] == 4 * numbers
+    # As torch.compile's output code shows: the bfloat16 logits, their gradient, and zeros of float32 to scatter into.
+    assert compiled["logits and loss"] == (2 + 2 + 4) * numbers
     full = {term.name: term.value for term in moments(job(precision="fp32"))["backward of the loss"]}
     assert full["logits and loss"] == (4 + 12) * numbers  # there is nothing to convert
 
