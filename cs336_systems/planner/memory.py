@@ -159,10 +159,11 @@ def moments(job: Job) -> dict[str, list[Term]]:
     logits = logits_terms(job)
     units, units_back = unit_terms(job)
     saved, again = saved_bytes(job)
-    kept, inputs, _ = kept_blocks(job)
+    kept, inputs, at_once = kept_blocks(job)
+    copies = 0 if job.is_sharded else at_once * weight_copy_bytes(job.shape, job.precision)
     entry = f" and {inputs} inputs of blocks" if inputs else ""
     activations = Term("activations", f"{kept} blocks{entry}", saved)
-    recomputed = Term("activations made again", job.activation_checkpointing, again)
+    recomputed = Term("made again", f"{job.activation_checkpointing}, with copies of weights", again + copies)
     one = Term("activations", "the first block's", sum(block_parts(job).values()))
     first = [activations, head_term(job)]
     in_buckets = job.strategy in IN_BUCKETS

@@ -112,6 +112,27 @@ def test_gradients_in_buckets_stay() -> None:
     assert small - large == pytest.approx(0.189e9, rel=0.03)
 
 
+def test_what_is_computed_again_has_its_copies_of_weights() -> None:
+    def again(**given: Any) -> float:
+        terms = moments(job(activation_checkpointing="groups_2", **given))["backward of the last block"]
+        return next(term.value for term in terms if term.name == "made again")
+
+    saved = saved_bytes(job(activation_checkpointing="groups_2"))[1]
+    assert again() == saved + 2 * 2 * (4 * 16 * 16 + 3 * 16 * 32)  # two blocks, two bytes a number
+    assert again(strategy="fsdp") == saved  # the weights themselves are in the type of computation
+
+
+def test_gradients_that_are_copied_for_the_way() -> None:
+    n = num_parameters(XL)
+    end = moments(Job(shape=XL, strategy="overlap", world_size=2, grad_dtype="bf16"))["the end of backward"]
+    assert end[-1].value == 2 * n
+    assert moments(Job(shape=XL, strategy="overlap", world_size=2))["the end of backward"][-1].value == 0
+    flat = Job(shape=XL, strategy="flat", world_size=2)
+    assert moments(flat)["gradients flattened"][-1].value == 4 * n
+    # Weights, moments, gradients and all of these once more: 20 bytes a parameter, which is the peak.
+    assert peak_bytes(flat) == pytest.approx(20 * n, rel=0.025)
+
+
 def test_small_things_by_hand() -> None:
     # Sine and cosine of 8 positions and 4 pairs, 4 bytes each, and two token IDs of 8 bytes for each of 16 tokens.
     held = {term.name: term.value for term in moments(job())["the loss"]}

@@ -133,6 +133,18 @@ def test_what_hiding_costs_and_copies_by_hand() -> None:
     assert flat["what hiding it costs"] == 0
 
 
+def test_the_sharded_optimizer_sends_weights() -> None:
+    # Each of 4 GPUs gets three quarters of the 4 N bytes.
+    sending = parts(strategy="overlap", world_size=4, shard_optimizer=True)["sending weights"]
+    assert sending == pytest.approx(4 * num_parameters(XL) * 0.75 / H200.link)
+
+
+def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:
+    # 2 N bytes are gathered in 50 units, half of each from the other; 3 x 50 calls of half an all-reduce's overhead.
+    exposed = parts(strategy="fsdp", world_size=2)["communication exposed"]
+    assert exposed == pytest.approx(2 * num_parameters(XL) / 2 / 50 / H200.link + 150 * H200.latency_s / 2)
+
+
 def test_what_is_longer_than_the_backward_pass_is_exposed() -> None:
     slow = get_card("H200", link=1e9)  # 8 s
     assert parts(slow, strategy="bucketed", world_size=2)["communication exposed"] > 7.5
