@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 """
 
 import os
+from collections.abc import Iterator
 
 # Read when PyTorch is loaded. Each of several test processes is to take one core, and none is to spin while it waits.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -31,3 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, reason in reasons.items():
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For models that are far too small to share among cores; and the cores are shared among tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

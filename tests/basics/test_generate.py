@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 from cs336_basics.generate import filter_logits, generate
 from cs336_basics.model import TransformerLM
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB = 13
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 0]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are tiny: a second thread only waits, very long where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small_lm(seed: int = 0, context_length: int = 24) -> TransformerLM:

@@ -1,6 +1,5 @@
 """The case `checkpointing`: memory is what the count says, and groups trade it as they should."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,9 @@ from cs336_systems.report.plots import figure_of
 from cs336_systems.report.view import Column, Plot
 from cs336_systems.report.views import rows_table, write_views
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUICK = dict(size="quick", num_layers=8, batch_size=2, context_length=16, precision="fp32", device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share among cores, and the cores are shared among tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def measured(policy: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:

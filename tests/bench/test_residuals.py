@@ -1,7 +1,6 @@
 """The case `residuals`: what hooks find is what is counted, to the byte, and every storage is found once."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from cs336_systems.bench.saved_tensors import Saved, SavedTensors
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.report.views import rows_table
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small to share among cores, and the cores are shared among tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def quick(**fields: Any) -> ResidualsBench:

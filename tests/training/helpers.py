@@ -50,15 +50,6 @@ _TRAIN = dict(max_steps=10, batch_size=4, device="cpu", validation_interval=4, v
 MEASURED_ALWAYS_ANEW = {"step_ms", "data_wait_ms", "tokens_per_s", "mfu", "memory_bytes"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are far too small to share among cores, and the cores are shared among tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # Runs
 
 

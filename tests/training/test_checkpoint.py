@@ -30,13 +30,14 @@ from .helpers import (
     TENSOR_DAMAGE,
     assert_same_tensors,
     change_manifest,
-    one_thread,  # noqa: F401
     read_independently,
     save_step,
     tensor_file,
     tensors_of,
     warnings_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})

@@ -39,11 +39,12 @@ from .helpers import (
     assert_same_tensors,
     error_of,
     largest_file,
-    one_thread,  # noqa: F401
     raw_bytes,
     read_independently,
     tensors_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 REST: dict[str, Any] = dict(
     sequences=4, identity={"a": 1}, trainer={"skipped_steps": 0, "scaler": {}}, config={"b": {}}, versions={}

@@ -35,7 +35,6 @@ from .helpers import (
     error_of,
     largest_file,
     make_config,
-    one_thread,  # noqa: F401
     read_independently,
     run_train,
     save_step,
@@ -44,6 +43,8 @@ from .helpers import (
     tensor_file,
     tensors_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NO_SPACE = OSError(28, "No space left on device")
 

@@ -30,10 +30,11 @@ from .helpers import (
     FaultyFileSystem,
     error_of,
     largest_file,
-    one_thread,  # noqa: F401
     save_step,
     tensors_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
 NO_SPACE = OSError(28, "No space left on device")

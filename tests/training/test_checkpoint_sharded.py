@@ -31,9 +31,10 @@ from .helpers import (
     assert_same_tensors,
     error_of,
     make_config,
-    one_thread,  # noqa: F401
     read_independently,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})

@@ -20,7 +20,9 @@ from cs336_systems.training.checkpoint import (
 )
 
 from ..distributed import run_ranks
-from .helpers import assert_same_tensors, one_thread  # noqa: F401
+from .helpers import assert_same_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})

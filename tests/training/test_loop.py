@@ -24,11 +24,12 @@ from .helpers import (
     VOCAB_SIZE,
     assert_same_tensors,
     make_config,
-    one_thread,  # noqa: F401
     random_tokens,
     tiny_trainer,
     warnings_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ["own", "torch", "torch_foreach", "torch_fused"]

@@ -27,7 +27,9 @@ from cs336_systems.training.metrics import (
     summarise,
 )
 
-from .helpers import checkpoint_path, make_config, one_thread, run_train  # noqa: F401
+from .helpers import checkpoint_path, make_config, run_train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROW = dict(
     step=10,

@@ -39,7 +39,6 @@ from .helpers import (
     has_rows,
     loss_rows,
     make_config,
-    one_thread,  # noqa: F401
     read_independently,
     run_train,
     running_train,
@@ -47,6 +46,8 @@ from .helpers import (
     wait_until,
     warnings_of,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY_FIVE = dict(checkpointing_interval=5)
 # The rest of them in test_checkpoint.py.
