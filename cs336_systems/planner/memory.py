@@ -47,7 +47,8 @@ def constant_terms(job: Job) -> list[Term]:
     terms = [Term("weights", f"4 N{_over(w)} = 4 x {n:,}{_over(w)}", weights)]
     if job.optimizer:
         state = 2 * parameter_bytes(s, 4, w) / (job.state_parts / w)
-        terms.append(Term("optimizer state", f"8 N{_over(job.state_parts)}", state))
+        over = _over(job.state_parts)
+        terms.append(Term("optimizer state", f"8 N{over} = 8 x {n:,}{over}", state))
     if job.strategy in IN_BUCKETS:
         terms.append(Term("gradients in buckets", f"4 N, in buckets of {job.bucket_size_mb:g} MiB", _buckets(job)))
     length, half = s.context_length, s.d_model // s.num_heads // 2
@@ -77,7 +78,8 @@ def gradient_term(job: Job) -> Term:
     if job.strategy in IN_BUCKETS:
         return Term("gradients", "in their buckets", 0)
     w = job.world_size if job.is_sharded else 1
-    return Term("gradients", f"4 N{_over(w)}", parameter_bytes(job.shape, 4, w))
+    working = f"4 N{_over(w)} = 4 x {num_parameters(job.shape):,}{_over(w)}"
+    return Term("gradients", working, parameter_bytes(job.shape, 4, w))
 
 
 def copy_terms(job: Job) -> tuple[Term, Term]:
@@ -94,9 +96,14 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
     rounding = parameter_bytes(s, 2) / (2 * num_parameters(s))
     a_block, head = weight_copy_bytes(s, job.precision) * rounding, 2 * s.vocab_size * s.d_model
     kept = kept_blocks(job)[0]
-    held = Term("weight copies", f"2 (4 d^2 + 3 d d_ff) x {kept} + 2 V d", kept * a_block + head)
     cached = kept if job.compile else s.num_layers
-    return Term("weight copies", f"2 (4 d^2 + 3 d d_ff) x {cached} + 2 V d", cached * a_block + head), held
+
+    def copies(blocks: int) -> Term:
+        numbers = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff
+        working = f"2 (4 d^2 + 3 d d_ff) L + 2 V d = 2 x {numbers:,} x {blocks} + {head:,}"
+        return Term("weight copies", working, blocks * a_block + head)
+
+    return copies(cached), copies(kept)
 
 
 def head_term(job: Job) -> Term:
@@ -120,11 +127,11 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
     c, numbers = job.number_bytes, job.tokens * job.shape.vocab_size
     wide = 0 if job.compile or c == 4 else 4
     forward, backward = (0, 4 + c) if job.compile else (4, 12)
-    after = Term("logits", f"{c} T V", c * numbers)
+    at_loss, in_backward = c + wide + forward, c + wide + backward
     return (
-        Term("logits and loss", f"({c} + {wide + forward}) T V", (c + wide + forward) * numbers),
-        Term("logits and loss", f"({c} + {wide + backward}) T V", (c + wide + backward) * numbers),
-        after,
+        Term("logits and loss", f"{at_loss} T V = {at_loss} x {numbers:,}", at_loss * numbers),
+        Term("logits and loss", f"{in_backward} T V = {in_backward} x {numbers:,}", in_backward * numbers),
+        Term("logits", f"{c} T V = {c} x {numbers:,}", c * numbers),
     )
 
 
@@ -149,7 +156,10 @@ def block_term(job: Job) -> Term:
     s, c = job.shape, job.number_bytes
     wide = 0 if c == 4 else c + 4
     inside = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel)
-    return Term("gradients in a block", f"4 T d + 2 c T d_ff + {wide} d d_ff", inside + wide * s.d_model * s.d_ff)
+    matrix = wide * s.d_model * s.d_ff
+    return Term(
+        "gradients in a block", f"4 T d + 2 c T d_ff + {wide} d d_ff = {inside:,} + {matrix:,}", inside + matrix
+    )
 
 
 def moments(job: Job) -> dict[str, list[Term]]:
@@ -162,9 +172,10 @@ def moments(job: Job) -> dict[str, list[Term]]:
     kept, inputs, at_once = kept_blocks(job)
     copies = 0 if job.is_sharded else at_once * weight_copy_bytes(job.shape, job.precision)
     entry = f" and {inputs} inputs of blocks" if inputs else ""
-    activations = Term("activations", f"{kept} blocks{entry}", saved)
+    whole = sum(block_parts(job).values())
+    activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
     recomputed = Term("made again", f"{job.activation_checkpointing}, with copies of weights", again + copies)
-    one = Term("activations", "the first block's", sum(block_parts(job).values()))
+    one = Term("activations", "the first block's", whole)
     first = [activations, head_term(job)]
     in_buckets = job.strategy in IN_BUCKETS
     head_grad = Term("gradient of the head", "4 V d", 0 if in_buckets else 4 * job.shape.vocab_size * job.shape.d_model)
