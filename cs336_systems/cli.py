@@ -249,6 +249,12 @@ def _profile(arguments: Sequence[str]) -> int:
     return profile(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from .plan_command import plan
+
+    return plan(arguments)
+
+
 _COMMANDS = {
     "train": (_train, "text in, trained language model out"),
     "generate": (_generate, "sample from a trained model"),
@@ -256,6 +262,7 @@ _COMMANDS = {
     "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
     "bench": (_bench, "measure the parts"),
     "profile": (_profile, "where time and memory go"),
+    "plan": (_plan, "what will be needed: memory, time, communication, by arithmetic"),
     "report": (_report, "tables and plots of runs and measurements"),
 }
 

@@ -35,14 +35,22 @@ ALLOWED = {
     "cs336_systems.model_config": {"cs336_basics", "cs336_systems.fields"},
     "cs336_systems.config": {"cs336_basics", "cs336_systems.fields", "cs336_systems.model_config"},
     "cs336_systems.accounting": {"cs336_basics"},
-    "cs336_systems.hardware": set(),
+    "cs336_systems.peaks": set(),
+    "cs336_systems.hardware": {"cs336_systems.peaks"},
+    "cs336_systems.planner": {*BASE, "cs336_systems.peaks"},
     "cs336_systems.kernels": BASE,
     "cs336_systems.parallel": BASE,
     "cs336_systems.training": TRAINING,
     "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields"},
     "cs336_systems.arguments": {"cs336_systems.fields"},
     "cs336_systems.profiling": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
-    "cs336_systems.report": {*TRAINING, "cs336_systems.training", "cs336_systems.bench", "cs336_systems.profiling"},
+    "cs336_systems.report": {
+        *TRAINING,
+        "cs336_systems.training",
+        "cs336_systems.bench",
+        "cs336_systems.profiling",
+        "cs336_systems.planner",
+    },
 }
 
 
@@ -177,6 +185,13 @@ def test_make_says_before_the_first_install_that_it_takes_a_while_and_nothing_la
 
 def test_importing_the_packages_does_no_work() -> None:
     code = "import cs336_basics, cs336_systems, cs336_systems.config, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+
+
+def test_the_planner_needs_no_pytorch() -> None:
+    files = (ROOT / "cs336_systems/planner").glob("[a-z]*.py")
+    modules = ", ".join(f"cs336_systems.planner.{path.stem}" for path in files)
+    code = f"import sys, cs336_systems.plan_command, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
 
 

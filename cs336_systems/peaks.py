@@ -1,0 +1,36 @@
+"""Peak matrix rates of GPUs by name, from the vendors' datasheets. Needs no PyTorch."""
+
+import re
+
+# Dense matrix rates in TFLOP/s from the vendors' datasheets, without sparsity; fp32 is that of the plain cores.
+# The first name found in the device's own name counts, so longer names stand before shorter ones.
+_PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("GB200", dict(bf16=2500, fp16=2500, tf32=1250, fp32=80)),
+    ("B200", dict(bf16=2250, fp16=2250, tf32=1100, fp32=75)),
+    ("H200 NVL", dict(bf16=835, fp16=835, tf32=417, fp32=60)),
+    ("H200", dict(bf16=989, fp16=989, tf32=494, fp32=67)),
+    ("H100 PCIe", dict(bf16=756, fp16=756, tf32=378, fp32=51)),
+    ("H100 NVL", dict(bf16=835, fp16=835, tf32=417, fp32=60)),
+    ("H100", dict(bf16=989, fp16=989, tf32=494, fp32=67)),
+    ("A100", dict(bf16=312, fp16=312, tf32=156, fp32=19.5)),
+    ("L40S", dict(bf16=362, fp16=362, tf32=183, fp32=91.6)),
+    ("L4", dict(bf16=121, fp16=121, tf32=60, fp32=30.3)),
+    ("A10G", dict(bf16=70, fp16=70, tf32=35, fp32=31)),
+    ("RTX 4090", dict(bf16=165, fp16=165, tf32=82.6, fp32=82.6)),
+    ("RTX 3090", dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6)),
+    ("T4", dict(fp16=65, fp32=8.1)),
+    ("V100", dict(fp16=125, fp32=15.7)),
+)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Datasheet peak of one GPU in FLOP/s for matrix products in a precision ("fp32", "tf32", "bf16" or "fp16").
+
+    None where the device or its rate in this precision is not known.
+    """
+    for name, rates in _PEAK_TFLOPS:
+        # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.
+        if re.search(rf"\b{re.escape(name)}\b(?! (?:Ti|D|Laptop|Max-Q|SUPER)\b)", device_name):
+            rate = rates.get(precision)
+            return None if rate is None else rate * 1e12
+    return None

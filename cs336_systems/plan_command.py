@@ -1,0 +1,240 @@
+"""`cs336 plan`: what a model, a step and its communication need, by arithmetic. Reads arguments, asks the planner."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .arguments import make_parser, parse
+from .fields import require
+from .model_config import ModelConfig
+from .planner.cards import CARDS, Card, fit_transfer, get_card
+from .planner.job import Job
+from .planner.working import Section, as_json, as_text
+
+_MODEL = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
+_STEP = ("batch_size", "precision", "attention", "activation_checkpointing", "compile", "cuda_graph")
+_SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
+_OPTIONS: dict[str, tuple[Any, str]] = {
+    "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
+    "context_length": (int, "Tokens a sequence (default: 512)."),
+    "d_model": (int, "Width of the residual stream, where no size is given."),
+    "d_ff": (int, "Width of the feed-forward layer."),
+    "num_layers": (int, "Blocks."),
+    "num_heads": (int, "Attention heads."),
+    "batch_size": (int, "Sequences a GPU (default: 4)."),
+    "precision": (str, "Autocast type: fp32, bf16 or fp16 (default: bf16)."),
+    "attention": (str, "naive, flash, or a kernel's registered name (default: flash)."),
+    "activation_checkpointing": (str, "none, block, every_K or groups_K (default: none)."),
+    "compile": (bool, "torch.compile, block by block."),
+    "cuda_graph": (bool, "The step recorded as a CUDA graph."),
+    "strategy": (str, "How GPUs share the work (default: none, or bucketed for several)."),
+    "world_size": (int, "GPUs (default: 1)."),
+    "shard_optimizer": (bool, "Each GPU keeps the optimizer's state of its part."),
+    "bucket_size_mb": (float, "Gradients that travel together, in 2^20 bytes (default: 100)."),
+    "grad_dtype": (str, "Type in which gradients travel: same, fp32, bf16 or fp16 (default: same)."),
+}
+
+
+def _parser(what: str, description: str, *names: str) -> Any:
+    parser = make_parser(f"plan {what}", description)
+    if "context_length" in names:
+        parser.add_argument("--size", type=str, default=None, help="Named size of the model (default: small).")
+    for name in names:
+        kind, text = _OPTIONS[name]
+        flags = ["--context_length", "--context"] if name == "context_length" else [f"--{name}"]
+        if kind is bool:
+            parser.add_argument(*flags, type=bool, nargs="?", const=True, default=None, help=text)
+        else:
+            parser.add_argument(*flags, type=kind, default=None, help=text)
+    parser.add_argument("--json", type=bool, nargs="?", const=True, default=False, help="Print JSON.")
+    return parser
+
+
+def _add_card(parser: Any) -> None:
+    parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)} (default: H200).")
+    parser.add_argument("--matmul_tflops", type=float, default=None, help="What large 16-bit products reach.")
+    parser.add_argument("--bandwidth_tb_s", type=float, default=None, help="Memory, read and written together.")
+    parser.add_argument(
+        "--link_gb_s", type=float, default=None, help="Bytes of a large all-reduce of two GPUs by time."
+    )
+    parser.add_argument("--latency_us", type=float, default=None, help="A small all-reduce of two GPUs.")
+
+
+def _card(options: Any) -> Card:
+    scaled = {"matmul": ("matmul_tflops", 1e12), "bandwidth": ("bandwidth_tb_s", 1e12), "link": ("link_gb_s", 1e9),
+              "latency_s": ("latency_us", 1e-6)}  # fmt: skip
+    given: dict[str, float] = {}
+    for field, (name, unit) in scaled.items():
+        value = getattr(options, name)
+        require(value is None or 0 < value < 1e9, name, value, "above 0 and below 1e9")
+        if value is not None:
+            given[field] = value * unit
+    return get_card(options.card, **given)
+
+
+def _job(options: Any) -> Job:
+    """The job of some options. Raises ValueError naming the option that is wrong."""
+    given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
+    if "strategy" not in given and given.get("world_size", 1) > 1:
+        given["strategy"] = "bucketed"
+    model = {name: value for name in _MODEL if (value := getattr(options, name)) is not None}
+    own = set(model) & {"d_model", "d_ff", "num_layers", "num_heads"}
+    size = options.size or (None if own else "small")
+    try:
+        shape = ModelConfig(size=size, **({"context_length": 512} | model)).shape
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.", "")) from error
+    return Job(shape=shape, **given)
+
+
+def _print(sections: Sequence[Section], options: Any) -> int:
+    print(json.dumps(as_json(sections), indent=2) if options.json else as_text(sections))
+    return 0
+
+
+def _memory(arguments: Sequence[str]) -> int:
+    parser = _parser("memory", "Memory of a training step on each GPU, and the largest batch.", *_OPTIONS)
+    parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)} (default: H200).")
+    parser.add_argument("--memory_gib", type=float, default=None, help="Memory of a GPU (default: the card's).")
+    options = parse(parser, arguments)
+    from .planner.memory import memory_sections
+
+    limit, card = options.memory_gib, get_card(options.card)
+    require(limit is None or 0 < limit < 1e6, "memory_gib", limit, "above 0 and below 1e6")
+    return _print(memory_sections(_job(options), limit or card.memory_gib), options)
+
+
+def _step(arguments: Sequence[str]) -> int:
+    parser = _parser("step", "Operations, bytes and time of a training step, and MFU.", *_OPTIONS)
+    _add_card(parser)
+    options = parse(parser, arguments)
+    from .planner.step import step_sections
+
+    return _print(step_sections(_job(options), _card(options)), options)
+
+
+def _activation(arguments: Sequence[str]) -> int:
+    names = (*_MODEL, "batch_size", "precision", "attention", "compile")
+    options = parse(_parser("activation", "The size of an activation, and what a block saves.", *names), arguments)
+    from .planner.activations import activation_sections
+
+    return _print(activation_sections(_job(options)), options)
+
+
+def _checkpointing(arguments: Sequence[str]) -> int:
+    names = (*_MODEL, "batch_size", "precision", "attention")
+    parser = _parser("checkpointing", "Activation checkpointing: memory by the size of a group.", *names)
+    options = parse(parser, arguments)
+    from .planner.activations import checkpointing_sections
+
+    return _print(checkpointing_sections(_job(options)), options)
+
+
+def _ddp_overhead(arguments: Sequence[str]) -> int:
+    parser = _parser(
+        "ddp-overhead", "What buckets of gradients add to a step, and the best size.", *_MODEL, "world_size"
+    )
+    parser.add_argument("--gradient_bytes", type=float, default=None, help="s (default: 4 bytes a parameter).")
+    parser.add_argument("--rows", type=str, default=None, help="Row file of all-reduces to fit o and w to.")
+    parser.add_argument(
+        "--bandwidth_gb_s", type=float, default=None, help="w (default: of H200 over NVLink, by what two reach)."
+    )
+    parser.add_argument("--overhead_ms", type=float, default=None, help="o (default: the same).")
+    parser.add_argument("--measured", type=str, default=None, help="Row file of the case ddp to draw beside it.")
+    parser.add_argument("--plot", type=str, default=None, help="PNG to draw.")
+    options = parse(parser, arguments)
+    from .accounting import num_parameters
+    from .planner.communication import collective_section, overhead_sections
+    from .planner.plots import plot_overhead
+    from .planner.rows import measured_overheads
+
+    world_size = 2 if options.world_size is None else options.world_size
+    require(world_size >= 2, "world_size", world_size, "at least 2")
+    options.world_size = None
+    nbytes = options.gradient_bytes
+    require(nbytes is None or 0 < nbytes < 1e18, "gradient_bytes", nbytes, "above 0 and below 1e18")
+    nbytes = nbytes or float(4 * num_parameters(_job(options).shape))
+    overhead_s, bandwidth = _transfer(options, world_size)
+    measured = measured_overheads(_read([options.measured])) if options.measured else []
+    if options.plot:
+        plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
+    beta = bandwidth * 2 * (world_size - 1) / world_size
+    ring = collective_section(nbytes, world_size, overhead_s / (2 * (world_size - 1)), beta)
+    return _print([*overhead_sections(nbytes, bandwidth, overhead_s, measured), ring], options)
+
+
+def _transfer(options: Any, world_size: int) -> tuple[float, float]:
+    """o in s and w in bytes/s: as given, fitted to rows, or of two H200."""
+    if options.rows:
+        from .planner.rows import transfer_points
+
+        overhead_s, bandwidth = fit_transfer(*transfer_points(_read([options.rows]), world_size))
+    else:
+        card, others = CARDS["H200"], world_size - 1  # a ring of more sends more, in more steps
+        overhead_s, bandwidth = card.latency_s * others, card.link * world_size / (2 * others)
+    for name, unit in (("overhead_ms", 1e-3), ("bandwidth_gb_s", 1e9)):
+        value, least = getattr(options, name), 0 if name == "overhead_ms" else 1e-6
+        require(value is None or least <= value < 1e9, name, value, f"at least {least:g} and below 1e9")
+        if value is not None and name == "overhead_ms":
+            overhead_s = value * unit
+        elif value is not None:
+            bandwidth = value * unit
+    return overhead_s, bandwidth
+
+
+def _parallelism(arguments: Sequence[str]) -> int:
+    from .planner.parallelism import FeedForward, Mesh, parallelism_sections
+
+    parser = _parser(
+        "parallelism", "Feed-forward layers on many devices: memory, and when products hide communication."
+    )
+    parser.add_class_arguments(FeedForward)
+    parser.add_class_arguments(Mesh)
+    parser.add_argument("--device_gb", type=float, default=95.0, help="Memory of a device of (b), in 10^9 bytes.")
+    parser.add_argument("--gpu_gb", type=float, default=80.0, help="Memory of a GPU of (a), in 10^9 bytes.")
+    options = parse(parser, arguments)
+    for name in ("device_gb", "gpu_gb"):
+        require(0 < getattr(options, name) < 1e9, name, getattr(options, name), "above 0 and below 1e9")
+    model = FeedForward(**{name: getattr(options, name) for name in ("d_model", "d_ff", "num_blocks")})
+    mesh = Mesh(**{name: getattr(options, name) for name in ("x", "y", "m_x", "m_y", "w_ici", "flops")})
+    return _print(parallelism_sections(model, mesh, options.device_gb, options.gpu_gb), options)
+
+
+def _check(arguments: Sequence[str]) -> int:
+    parser = _parser("check", "Predicted memory and step time beside measured rows.")
+    parser.add_argument("results", nargs="+", type=str, help="Row files.")
+    options = parse(parser, arguments)
+    from .planner.check import check_json, check_text, compare
+
+    found = [compare(row) for row in _read(options.results)]
+    print(json.dumps(check_json(found), indent=2) if options.json else check_text(found))
+    return 0
+
+
+def _read(paths: Sequence[str]) -> list[Any]:
+    from .bench.case import read_rows
+
+    return [row for path in paths for row in read_rows(Path(path))]
+
+
+_WHAT: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "memory": (_memory, "memory of a training step, and the largest batch"),
+    "step": (_step, "operations, bytes, time and MFU of a training step"),
+    "activation": (_activation, "the size of an activation, and what a block saves"),
+    "checkpointing": (_checkpointing, "memory by the size of a checkpointed group"),
+    "ddp-overhead": (_ddp_overhead, "what buckets add to a step, and the best size"),
+    "parallelism": (_parallelism, "feed-forward layers on many devices"),
+    "check": (_check, "predictions beside measured rows"),
+}
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
+    if arguments and arguments[0] in _WHAT:
+        return _WHAT[arguments[0]][0](arguments[1:])
+    about = "; ".join(f"{name}: {text}" for name, (_, text) in _WHAT.items())
+    parser = make_parser("plan", "What a model, a step and its communication need, by arithmetic.")
+    parser.add_argument("what", choices=list(_WHAT), help=f"{about}. cs336 plan WHAT --help tells more of each.")
+    parse(parser, arguments)
+    return 2

@@ -1,0 +1,116 @@
+"""What the forward pass leaves for the backward pass: of a block, of all of them, of the loss."""
+
+import math
+
+from ..accounting import activation_bytes, best_group, checkpointed_activation_bytes, residual_bytes, weight_copy_bytes
+from .job import Job
+from .working import Section, Term, total
+
+
+def residual_stream(batch_size: int, length: int, d_model: int, number_bytes: int = 4) -> int:
+    """Bytes of one activation of the residual stream: B N d numbers."""
+    return batch_size * length * d_model * number_bytes
+
+
+def block_parts(job: Job) -> dict[str, int]:
+    """What one block saves for backward, its input included and its weights left out, by part.
+
+    Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks. Compiled: what the
+    partitioner of torch.compile keeps, which computes again what is elementwise unless a product reads it (counted with
+    saved-tensor hooks; T = B N tokens, c bytes a number):
+
+        input, 1/rms twice             4 T d + 8 T
+        both norms, output projection  3 c T d
+        attention   flash: q, k, v, o, o by tokens, logsumexp                5 c T d + 4 T H
+                    naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T d + 4 B H N^2 + N^2 + 8 T H
+        ffn: w1 x, w3 x, their product                                       3 c T d_ff
+    """
+    s, c, t = job.shape, job.number_bytes, job.tokens
+    length, d = s.context_length, s.d_model
+    if not job.compile:
+        parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel)
+        return {"input": residual_bytes(s, job.batch_size, length), **parts}
+    inside = 5 * c * t * d + 4 * t * s.num_heads
+    if job.holds_scores:
+        scores = 4 * job.batch_size * s.num_heads * length * length + length * length
+        inside = 4 * c * t * d + scores + 8 * t * s.num_heads
+    norms = 3 * c * t * d
+    return {"input": 4 * t * d + 8 * t, "norms, output_proj": norms, "attention": inside, "ffn": 3 * c * t * s.d_ff}
+
+
+def kept_blocks(job: Job) -> tuple[int, int, int]:
+    """How many blocks keep all that they save, how many inputs stay for the others, how many are made again at once.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": every: ceil(L / K) blocks keep their input and
+    are computed again one at a time. groups: ceil(L / K) groups keep the input of their first, K blocks at once.
+    """
+    policy, k = job.checkpointing
+    layers = job.shape.num_layers
+    if policy == "none":
+        return layers, 0, 0
+    count = -(-layers // k)
+    return (layers - count, count, 1) if policy == "every" else (0, count, min(k, layers))
+
+
+def saved_bytes(job: Job) -> tuple[int, int]:
+    """Activations of the blocks at the end of the forward pass, and what backward makes again beside them at most.
+
+    L S without checkpointing, (L - n) S + n I and S, or n I and K S, with S what a block saves and I its input. The
+    input of the first block that is made again is there already.
+    """
+    whole = sum(block_parts(job).values())
+    entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length)
+    kept, inputs, again = kept_blocks(job)
+    return kept * whole + inputs * entry, max(0, again * whole - entry * (again > 0))
+
+
+def activation_sections(job: Job) -> list[Section]:
+    """The size of one residual-stream activation, and what a block saves, part by part."""
+    s = job.shape
+    b, n, d = job.batch_size, s.context_length, s.d_model
+    single, own = residual_stream(b, n, d), residual_stream(b, n, d, job.number_bytes)
+    stream = (
+        Term("in single precision", f"B N d x 4 = {b} x {n} x {d} x 4", single),
+        Term("the same in MB of 1024^2", f"{single:,} / 1024^2", single / 2**20, "MB"),
+        Term(f"in {job.precision}", f"B N d x {job.number_bytes}", own),
+    )
+    terms = [Term(name, "", size) for name, size in block_parts(job).items()]
+    scores = 4 * b * s.num_heads * n * n
+    notes = (
+        f"one matrix of attention scores, float32: 4 B H N^2 = 4 x {b} x {s.num_heads} x {n}^2 = {scores:,} bytes",
+    )
+    how = f"{job.precision}, {'compiled' if job.compile else 'eager'}, attention {job.attention}"
+    each = Section(f"Saved by a block for backward ({how})", (*terms, total("a block", terms)), notes)
+    return [Section("One activation of the residual stream", stream), each]
+
+
+def checkpointing_sections(job: Job) -> list[Section]:
+    """The peak of forward and backward by the size of the checkpointed group, and the best size.
+
+    `accounting.checkpointed_activation_bytes` counts, of an eager model without weights and their gradients.
+    """
+    s = job.shape
+    how = (s, job.batch_size, s.context_length, job.precision, job.kernel)
+    layers, entry = s.num_layers, residual_bytes(*how[:3])
+    whole = entry + sum(activation_bytes(*how).values()) + weight_copy_bytes(s, job.precision)
+    peaks = {k: checkpointed_activation_bytes(*how, ("groups", k))[1] for k in range(1, layers + 1)}
+    best = min(peaks, key=lambda k: peaks[k])
+    shown = sorted({1, 2, 4, 8, round(math.sqrt(layers)), best, layers} & set(peaks))
+    terms = [Term("none", f"L A = {layers} x {whole:,}, and the head", checkpointed_activation_bytes(*how)[1])]
+    for k in shown:
+        working = f"ceil(L/K) I + K A = {-(-layers // k)} x {entry:,} + {k} x {whole:,}, and the rest"
+        terms.append(Term(f"groups_{k}", working, peaks[k]))
+    found = (
+        Term("least memory", "by trying every K", best, "blocks a group"),
+        Term(
+            "by calculus", f"sqrt(L I / A) = sqrt({layers} x {entry:,} / {whole:,})", best_group(*how), "blocks a group"
+        ),
+        Term("were A = I", f"sqrt(L) = sqrt({layers})", math.sqrt(layers), "blocks a group"),
+        Term("more operations", "the forward pass of the blocks again: 1 of 3", 1 / 3, "share"),
+    )
+    notes: tuple[str, ...] = (
+        "Chen et al. 2016, section 4: L / K inputs of I bytes stay, K blocks of A bytes are whole at once",
+    )
+    if job.precision != "fp32":
+        notes += ("autocast keeps a copy of every weight until the loss is there, however large the groups",)
+    return [Section("Peak of forward and backward by group", tuple(terms)), Section("Group size", found, notes)]

@@ -1,0 +1,109 @@
+"""What cards reach: ceilings that were measured, or taken as a share of the datasheet."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..fields import require
+from ..peaks import peak_flops
+
+# Share of the datasheet that large bfloat16 products (790 of 989 TFLOP/s) and device copies (4.3 of 4.8 TB/s) reach on
+# an H200; assumed of the other cards.
+_OF_MATMUL, _OF_BANDWIDTH = 0.8, 0.9
+# One all-reduce of float32 between two H200 over NVLink: bytes and seconds.
+MEASURED_ALL_REDUCE = ((1e6, 0.036e-3), (1e7, 0.076e-3), (1e8, 0.402e-3), (1e9, 3.30e-3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU, as a roofline knows it (Williams et al. 2009), and what connects several."""
+
+    name: str
+    memory_gib: float
+    """Memory that a process can have."""
+    multiprocessors: int
+    matmul: float
+    """FLOP/s of large products in bfloat16 or float16."""
+    matmul_fp32: float
+    """FLOP/s of large products in float32, on the plain cores."""
+    bandwidth: float
+    """Bytes/s of memory, read and written together."""
+    attention: tuple[tuple[int, float], ...]
+    """FLOP/s of flash attention, forward and backward together, by length (what the causal mask leaves is counted)."""
+    latency_s: float
+    """Seconds that an all-reduce between two takes beside those of its bytes."""
+    link: float
+    """Bytes/s of a large all-reduce between two."""
+
+    def peak(self, precision: str) -> float | None:
+        """The datasheet's FLOP/s, which MFU refers to."""
+        return peak_flops(self.name, precision)
+
+    def attention_rate(self, length: int) -> float:
+        """FLOP/s of flash attention at a length: between measured lengths by its logarithm, below in proportion."""
+        (low, rate), *others = self.attention
+        if length <= low:
+            return rate * length / low
+        for high, above in others:
+            if length <= high:
+                return rate + (above - rate) * math.log(length / low) / math.log(high / low)
+            low, rate = high, above
+        return rate
+
+
+def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Overhead o (s) and bandwidth w (bytes/s) of time = o + bytes / w, by least squares of relative errors.
+
+    Relative, because times span orders of magnitude and the overhead shows in the small ones alone. Raises ValueError
+    for fewer than two sizes and for times that do not grow with them; an o below 0 counts as 0.
+    """
+    if len(set(sizes)) < 2 or any(t <= 0 for t in seconds):
+        raise ValueError(f"all-reduce times are given for {len(set(sizes))} sizes: they must be for two, and above 0")
+    # With weights 1 / t^2 the normal equations of t = o + x / w are these.
+    weights = [1 / t**2 for t in seconds]
+    total = math.fsum(weights)
+    mean_x = math.fsum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    mean_t = math.fsum(w * t for w, t in zip(weights, seconds, strict=True)) / total
+    across = math.fsum(w * (x - mean_x) * (t - mean_t) for w, x, t in zip(weights, sizes, seconds, strict=True))
+    slope = across / math.fsum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
+    if slope <= 0:
+        raise ValueError("all-reduce times do not grow with the number of bytes: they must")
+    return max(0.0, mean_t - slope * mean_x), 1 / slope
+
+
+def _card(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float) -> Card:
+    """A card of which only the datasheet is known; attention at half the rate of large products, from 4096 on."""
+    matmul = _OF_MATMUL * (peak_flops(name, "bf16") or math.nan)
+    rates = ((1024, 0.26 * matmul), (4096, 0.5 * matmul))
+    latency_s, _ = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
+    return Card(name=name, memory_gib=memory_gib, multiprocessors=multiprocessors, matmul=matmul,
+                matmul_fp32=_OF_MATMUL * (peak_flops(name, "fp32") or math.nan), bandwidth=_OF_BANDWIDTH * bandwidth,
+                attention=rates, latency_s=latency_s, link=link)  # fmt: skip
+
+
+def _cards() -> dict[str, Card]:
+    latency_s, link = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
+    h200 = Card(name="H200", memory_gib=139, multiprocessors=132, matmul=790e12, matmul_fp32=50e12, bandwidth=4.3e12,
+                attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/kernels.jsonl
+                latency_s=latency_s, link=link)  # fmt: skip
+    # Links: NVLink's share of the datasheet as on the H200 (900 GB/s in both directions), PCIe 4 where there is none.
+    others = [
+        _card("B200", 178, 148, 8.0e12, 2 * link),
+        _card("H100", 79, 132, 3.35e12, link),
+        _card("A100", 79, 108, 2.04e12, link * 600 / 900),
+        _card("L40S", 44, 142, 0.864e12, 20e9),
+        _card("RTX 4090", 23.5, 128, 1.008e12, 10e9),
+    ]
+    return {card.name: card for card in (h200, *others)}
+
+
+CARDS = _cards()
+
+
+def get_card(name: str, **ceilings: Any) -> Card:
+    """A card by name, with some of its ceilings replaced. Raises ValueError naming what is wrong."""
+    require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}")
+    for field, value in ceilings.items():
+        require(0 < value < math.inf, field, value, "above 0 and finite")
+    return replace(CARDS[name], **ceilings)

@@ -1,0 +1,107 @@
+"""Predictions beside what was measured: memory and time of rows, and how far off they are."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .memory import peak_bytes
+from .rows import Measured, card_of, job_of
+from .step import step_seconds
+from .working import GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A row's peak memory in bytes and step time in s, measured and predicted; None for what is not."""
+
+    name: str
+    recorded: bool
+    """Whether the step was recorded as a CUDA graph, so that the host does not set its pace."""
+    memory: tuple[float, float] | None
+    seconds: tuple[float, float] | None
+    note: str = ""
+
+
+def error(pair: tuple[float, float] | None) -> float | None:
+    """Predicted / measured - 1."""
+    return None if pair is None else pair[1] / pair[0] - 1
+
+
+def compare(row: Measured) -> Comparison:
+    """A row's measured and predicted numbers, or the reason why there are none."""
+    name = f"{row.case} {row.config.get('size', '')} {row.config.get('context_length', '')} {row.variant}"
+    name = " ".join(name.split())
+    try:
+        if row.status != "ok":
+            raise ValueError(f"status {row.status}")
+        job, card = job_of(row), card_of(row)
+    except (ValueError, KeyError, TypeError) as found:
+        reason = f"the row has no {found}" if isinstance(found, KeyError) else str(found)
+        return Comparison(name=name, recorded=False, memory=None, seconds=None, note=reason)
+    peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_ms", {})
+    milliseconds = step.get("p50", step.get("mean"))
+    memory = None if not peak else (float(peak), peak_bytes(job))
+    seconds = None if not milliseconds or card is None else (milliseconds / 1e3, step_seconds(job, card))
+    note = "" if card is not None else "an unknown card"
+    recorded = job.cuda_graph
+    return Comparison(name=name, recorded=recorded, memory=memory, seconds=seconds, note=note)
+
+
+def summary(errors: Sequence[float | None]) -> str:
+    """The mean and the largest of errors without their sign."""
+    known = [abs(e) for e in errors if e is not None and math.isfinite(e)]
+    if not known:
+        return "nothing to compare"
+    return f"mean {sum(known) / len(known):.1%}, max {max(known):.1%} of {len(known)} rows"
+
+
+def check_text(found: Sequence[Comparison]) -> str:
+    """All rows, measured, predicted and the error, and below them how large the errors are."""
+    header = ("row", "GiB", "predicted", "error", "ms", "predicted", "error", "")
+    compared = [each for each in found if each.memory or each.seconds]
+    lines = [header, *(_line(each) for each in compared)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    table = [
+        "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 7)), line[7]]).rstrip()
+        for line in lines
+    ]
+    recorded = [each for each in found if each.recorded]
+    left_out = Counter(each.note for each in found if each not in compared)
+    return "\n".join([
+        *table,
+        *(f"not compared, {count} rows: {note}" for note, count in left_out.items()),
+        "",
+        f"peak memory:                        {summary([error(each.memory) for each in found])}",
+        f"step time, recorded as CUDA graphs: {summary([error(each.seconds) for each in recorded])}",
+        f"step time, all:                     {summary([error(each.seconds) for each in found])}",
+        "The predicted time is the GPU's. Without a CUDA graph (*) the host may take longer to launch the kernels.",
+    ])  # fmt: skip
+
+
+def _line(each: Comparison) -> tuple[str, ...]:
+    def pair(values: tuple[float, float] | None, unit: float, digits: int) -> tuple[str, str, str]:
+        if values is None:
+            return "-", "-", "-"
+        return f"{values[0] / unit:.{digits}f}", f"{values[1] / unit:.{digits}f}", f"{values[1] / values[0] - 1:+.1%}"
+
+    mark = each.note or ("" if each.recorded or each.seconds is None else "*")
+    return (each.name, *pair(each.memory, GIB, 2), *pair(each.seconds, 1e-3, 1), mark)
+
+
+def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The same as plain JSON types."""
+
+    def pair(values: tuple[float, float] | None) -> dict[str, float] | None:
+        return (
+            None
+            if values is None
+            else {"measured": values[0], "predicted": values[1], "error": values[1] / values[0] - 1}
+        )
+
+    return [
+        {"row": each.name, "recorded": each.recorded, "note": each.note}
+        | {"memory_bytes": pair(each.memory), "step_s": pair(each.seconds)}
+        for each in found
+    ]

@@ -1,0 +1,142 @@
+"""What communication takes: collectives by the alpha-beta model, a strategy's transfers, the best size of a bucket."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..accounting import num_parameters
+from .cards import Card
+from .job import IN_BUCKETS, NUMBER_BYTES, Job
+from .working import Section, Term
+
+MIB = 2**20
+
+
+def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta: float) -> float:
+    """A ring collective over w ranks, of a tensor that is nbytes whole; alpha s a step, beta bytes/s a link.
+
+    all-gather and reduce-scatter: (w - 1) (alpha + nbytes / (w beta)): w - 1 steps, each sends a w-th. all-reduce, one
+    after the other: twice that (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+    sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the least there is). Alone: nothing.
+    """
+    rounds = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+    if kind not in rounds:
+        raise ValueError(f"collective is {kind!r}: it must be one of {', '.join(rounds)}")
+    return rounds[kind] * (world_size - 1) * (alpha_s + nbytes / (world_size * beta))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step's transfers of a strategy: time of the bytes, overhead of the calls, time of the last call's bytes."""
+
+    seconds: float
+    overhead_s: float
+    last_seconds: float
+    calls: int
+    bytes_a_gpu: float
+    hidden_bytes: float
+    working: str
+
+
+def sent(job: Job, card: Card) -> Sent:
+    """What is sent in a step, by an alpha-beta model whose two-GPU all-reduce is the card's o + bytes / w.
+
+    There, 2 (alpha + x / (2 beta)) = o + x / w, so alpha = o / 2 and beta = w. Data parallelism all-reduces all
+    gradients; FSDP gathers weights forward and backward and reduce-scatters gradients, in the type of computation.
+    """
+    n, w = num_parameters(job.shape), job.world_size
+    alpha, beta = card.latency_s / 2, card.link
+    gather_share = (w - 1) / w
+    if job.is_sharded:
+        nbytes, calls = job.number_bytes * n, 3 * (job.shape.num_layers + 2)
+        one = ring_seconds("all-gather", nbytes, w, 0, beta)
+        volume, working = 3 * gather_share * nbytes, f"3 x {job.number_bytes} N ({w} - 1) / {w}"
+        last = one / (job.shape.num_layers + 2)
+        return Sent(3 * one, calls * (w - 1) * alpha, last, calls, volume, volume, working)
+    size = 4 if job.grad_dtype == "same" else NUMBER_BYTES[job.grad_dtype]
+    nbytes, calls = size * n, num_calls(job)
+    seconds = ring_seconds("all-reduce", nbytes, w, 0, beta)
+    overhead = calls * ring_seconds("all-reduce", 0, w, alpha, beta)
+    volume = 2 * gather_share * nbytes
+    return Sent(seconds, overhead, seconds / calls, calls, volume, volume, f"2 x {size} N ({w} - 1) / {w}")
+
+
+def num_calls(job: Job) -> int:
+    """All-reduces of gradients in a step: one, one a parameter, or one a bucket."""
+    s = job.shape
+    d, matrix = s.d_model, 4 * s.d_model**2
+    block = [4 * d] + [matrix] * 4 + [4 * d] + [4 * d * s.d_ff] * 3
+    sizes = [4 * s.vocab_size * d, *block * s.num_layers, 4 * d, 4 * s.vocab_size * d]
+    if job.strategy == "flat":
+        return 1
+    if job.strategy not in IN_BUCKETS:
+        return len(sizes)
+    most, calls, filled = (job.bucket_size_mb or 0) * MIB, 1, 0
+    for size in reversed(sizes):
+        if filled and filled + size > most:
+            calls, filled = calls + 1, 0
+        filled += size
+    return calls
+
+
+def added_seconds(nbytes: float, bandwidth: float, overhead_s: float, num_buckets: float) -> float:
+    """What communication adds after the backward pass: s / (w n) + o n. The handout's model of DDP in buckets.
+
+    s bytes of gradients go in n buckets of s / n bytes; an all-reduce takes o + bytes / w. Assumed: computing the
+    gradients of a bucket takes as long as sending its bytes, t = s / (w n). The first bucket is there after t, and from
+    then on a bucket takes t + o to send, longer than the next one takes to compute. So sending ends at t + n (t + o);
+    computing ends at n t. The difference: t + n o, the last bucket's bytes and every call's overhead.
+    """
+    return nbytes / (bandwidth * num_buckets) + overhead_s * num_buckets
+
+
+def best_num_buckets(nbytes: float, bandwidth: float, overhead_s: float) -> float:
+    """Where s / (w n) + o n is least, but at least 1: its derivative -s / (w n^2) + o is 0 at n = sqrt(s / (w o)).
+
+    A bucket then has s / n = sqrt(s w o) bytes, and what is added is 2 sqrt(s o / w). Without overhead: infinite.
+    """
+    return max(1.0, math.sqrt(nbytes / (bandwidth * overhead_s))) if overhead_s else math.inf
+
+
+def overhead_sections(
+    nbytes: float, bandwidth: float, overhead_s: float, measured: Sequence[tuple[str, float, float]] = ()
+) -> list[Section]:
+    """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added)."""
+    best = best_num_buckets(nbytes, bandwidth, overhead_s)
+    size = nbytes / best
+    given = (
+        Term("s, gradients", "4 N", nbytes),
+        Term("w, all-reduce", "bytes/s of a large one", bandwidth, "bytes/s"),
+        Term("o, a call", "time beside that of its bytes", overhead_s, "s"),
+    )
+    added = added_seconds(nbytes, bandwidth, overhead_s, best) if math.isfinite(best) else 0.0
+    optimum = (
+        Term("buckets", "n* = sqrt(s / (w o)), at least 1", best, ""),
+        Term("bytes a bucket", "s / n* = sqrt(s w o)", size),
+        Term("added", "s / (w n*) + o n* = 2 sqrt(s o / w)", added, "s"),
+    )
+    rows = []
+    for mib in (1, 10, 25, 100, 1000):
+        count = max(1, math.ceil(nbytes / (mib * MIB)))
+        working = f"n = {count}: {nbytes / (bandwidth * count) * 1e3:.4g} ms + {overhead_s * count * 1e3:.4g} ms"
+        rows.append(Term(f"{mib} MiB", working, added_seconds(nbytes, bandwidth, overhead_s, count), "s"))
+    note = "assumed: computing a bucket's gradients takes as long as sending them"
+    least = "a gradient larger than a bucket travels by itself, so small buckets are fewer than this in a real model"
+    sections = [
+        Section("Given", given),
+        Section("Optimum", optimum, (note,)),
+        Section("Added by size", tuple(rows), (least,)),
+    ]
+    if measured:
+        found = (Term(f"{size / MIB:g} MiB", how, added, "s") for how, size, added in measured)
+        sections.append(Section("Measured", tuple(found)))
+    return sections
+
+
+def collective_section(nbytes: float, world_size: int, alpha_s: float, beta: float) -> Section:
+    """The three collectives of a tensor."""
+    terms = []
+    for kind, rounds in (("all-gather", ""), ("reduce-scatter", ""), ("all-reduce", "2 ")):
+        working = f"{rounds}(w - 1) (alpha + bytes / (w beta))"
+        terms.append(Term(kind, working, ring_seconds(kind, nbytes, world_size, alpha_s, beta), "s"))
+    return Section(f"Ring collectives of {nbytes:,.0f} bytes over w = {world_size}", tuple(terms))

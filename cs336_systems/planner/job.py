@@ -1,0 +1,110 @@
+"""What is planned: a model, what a GPU computes of it in a step, and how GPUs share the work."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from cs336_basics.shape import ModelShape
+
+from ..fields import check_types, require, require_at_least
+
+SCORES = ("naive", "scaled_dot_prod_attention")
+FLASH = ("flash", "auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_cuda",
+         "flash_attention_triton")  # fmt: skip
+STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
+SHARDED = ("fsdp", "torch_fsdp")
+IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the size of a bucket where none is given, in 2^20 bytes
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training step of one GPU of `world_size`."""
+
+    shape: ModelShape
+    """The model; its context_length is the length of the sequences."""
+    batch_size: int = 4
+    """Sequences a GPU."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Autocast type; weights, gradients and optimizer state are float32."""
+    attention: str = "flash"
+    """naive, or a kernel that keeps no scores."""
+    activation_checkpointing: str = "none"
+    """none, block, every_K or groups_K."""
+    compile: bool = False
+    """torch.compile, block by block."""
+    cuda_graph: bool = False
+    """The step recorded as a CUDA graph."""
+    strategy: str = "none"
+    """How GPUs share the work."""
+    world_size: int = 1
+    """GPUs."""
+    shard_optimizer: bool = False
+    """ZeRO stage 1: each GPU keeps the optimizer's state of its part."""
+    bucket_size_mb: float | None = None
+    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp)."""
+    grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
+    """Type in which gradients travel."""
+    optimizer: bool = True
+    """Whether there is an optimizer's step (fused AdamW)."""
+    clip: bool = True
+    """Whether the gradients' norm is taken and they are scaled by it."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.bucket_size_mb is None and self.strategy in IN_BUCKETS:
+            object.__setattr__(self, "bucket_size_mb", IN_BUCKETS[self.strategy])
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens a GPU and step."""
+        return self.batch_size * self.shape.context_length
+
+    @property
+    def number_bytes(self) -> int:
+        """c: bytes of a number that a matrix product gives."""
+        return NUMBER_BYTES[self.precision]
+
+    @property
+    def holds_scores(self) -> bool:
+        """Whether attention keeps its scores in memory."""
+        return self.attention in SCORES
+
+    @property
+    def kernel(self) -> str:
+        """The attention kernel by a registered name."""
+        return "sdpa" if self.attention == "flash" else self.attention
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights and gradients are divided over the GPUs."""
+        return self.strategy in SHARDED
+
+    @property
+    def state_parts(self) -> int:
+        """Into how many parts the optimizer's state is divided."""
+        return self.world_size if self.is_sharded or self.shard_optimizer else 1
+
+    @property
+    def checkpointing(self) -> tuple[str, int]:
+        """Policy (none, every or groups) and its K."""
+        if self.activation_checkpointing == "none":
+            return "none", 1
+        name, _, number = self.activation_checkpointing.partition("_")
+        return ("every", 1) if name == "block" else (name, int(number))
+
+
+def _check(job: Job) -> None:
+    check_types(job, "")
+    require_at_least(job, "", 1, "batch_size", "world_size")
+    require(job.attention in SCORES + FLASH, "attention", job.attention, f"one of {', '.join(SCORES + FLASH)}")
+    require(job.strategy in STRATEGIES, "strategy", job.strategy, f"one of {', '.join(STRATEGIES)}")
+    policy = job.activation_checkpointing
+    accepted = re.fullmatch(r"none|block|(every|groups)_[1-9]\d{0,8}", policy) is not None
+    require(accepted, "activation_checkpointing", policy, "none, block, every_K or groups_K with a number K")
+    size = job.bucket_size_mb
+    require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
+    alone = job.strategy == "none" and job.world_size > 1
+    require(not alone, "strategy", job.strategy, f"another than 'none' with world_size {job.world_size}")
+    twice = job.shard_optimizer and job.is_sharded
+    require(not twice, "shard_optimizer", True, f"false with strategy {job.strategy!r}, which shards it anyway")

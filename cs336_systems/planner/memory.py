@@ -1,0 +1,235 @@
+"""Memory of a training step on one GPU: what is there all the time, what comes and goes, and when it is most.
+
+Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes a parameter (Rajbhandari et al. 2020, ZeRO,
+section 3.1, count mixed precision with float16 weights in the same way). The peak is at one of five moments, because
+in between, block by block, activations go and gradients come at a steady pace.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cs336_basics.shape import ModelShape
+
+from ..accounting import gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
+from .activations import block_parts, kept_blocks, saved_bytes
+from .allocator import MIB, allocated_bytes
+from .job import IN_BUCKETS, Job
+from .working import GIB, Section, Term, show, total
+
+# Of cuBLAS on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each of the two threads
+# that compute, autograd's and the one that calls it.
+_WORKSPACE = 2 * 32 * MIB
+LARGEST_BATCH = 1 << 20
+
+
+def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
+    """The parameters: how many of each size, rows and columns; a norm's weight is one row."""
+    d, layers = shape.d_model, shape.num_layers
+    yield 2, shape.vocab_size, d
+    yield 4 * layers, d, d
+    yield 3 * layers, d, shape.d_ff
+    yield 2 * layers + 1, 1, d
+
+
+def parameter_bytes(shape: ModelShape, number_bytes: int, parts: int = 1) -> float:
+    """Memory of a tensor a parameter, as the allocator gives it; matrices are divided into parts by rows."""
+    sizes = ((count, -(-rows // parts) * columns) for count, rows, columns in tensors(shape))
+    return sum(count * allocated_bytes(number_bytes * numel) for count, numel in sizes)
+
+
+def constant_terms(job: Job) -> list[Term]:
+    """What is there from the first step on: weights, optimizer state, gradients that stay, and small things."""
+    s, n = job.shape, num_parameters(job.shape)
+    w = job.world_size if job.is_sharded else 1
+    # The sharded optimizer moves weights into large tensors, so the allocator adds nothing.
+    packed = job.shard_optimizer and job.world_size > 1
+    weights = 4 * n if packed else parameter_bytes(s, 4, w)
+    terms = [Term("weights", f"4 N{_over(w)} = 4 x {n:,}{_over(w)}", weights)]
+    if job.optimizer:
+        state = 2 * parameter_bytes(s, 4, w) / (job.state_parts / w)
+        over = _over(job.state_parts)
+        terms.append(Term("optimizer state", f"8 N{over} = 8 x {n:,}{over}", state))
+    if job.strategy in IN_BUCKETS:
+        terms.append(Term("gradients in buckets", f"4 N, in buckets of {job.bucket_size_mb:g} MiB", _buckets(job)))
+    length, half = s.context_length, s.d_model // s.num_heads // 2
+    small = 8 * length * half + 16 * job.tokens
+    terms.append(Term("rotary tables, tokens", f"4 N_ctx d_head + 16 T, T = {job.tokens:,}", small))
+    return [*terms, Term("workspace", "of cuBLAS", _WORKSPACE)]
+
+
+def _over(parts: int) -> str:
+    return f" / {parts}" if parts > 1 else ""
+
+
+def _buckets(job: Job) -> float:
+    """Flat tensors of up to bucket_size_mb; a larger gradient is a bucket of its own."""
+    most = (job.bucket_size_mb or 0) * MIB
+    alone = [
+        (count, 4 * rows * columns) for count, rows, columns in tensors(job.shape) if 4 * rows * columns > most / 2
+    ]
+    together = sum(
+        4 * count * rows * columns for count, rows, columns in tensors(job.shape) if 8 * rows * columns <= most
+    )
+    return together + sum(count * allocated_bytes(nbytes) for count, nbytes in alone)
+
+
+def gradient_term(job: Job) -> Term:
+    """All gradients of this GPU's weights, where no bucket holds them already."""
+    if job.strategy in IN_BUCKETS:
+        return Term("gradients", "in their buckets", 0)
+    w = job.world_size if job.is_sharded else 1
+    working = f"4 N{_over(w)} = 4 x {num_parameters(job.shape):,}{_over(w)}"
+    return Term("gradients", working, parameter_bytes(job.shape, 4, w))
+
+
+def copy_terms(job: Job) -> tuple[Term, Term]:
+    """Autocast's copies of weights: at the end of the forward pass, and those that backward still needs.
+
+    Autocast casts each weight once and keeps the copy until it is left, after the loss; the graph keeps those of blocks
+    that are not checkpointed until their backward. Compiled code casts for itself and keeps only the latter. Where a
+    strategy gathers weights in the type of computation there are none.
+    """
+    s = job.shape
+    if job.precision == "fp32" or job.is_sharded:
+        nothing = Term("weight copies", "none", 0)
+        return nothing, nothing
+    rounding = parameter_bytes(s, 2) / (2 * num_parameters(s))
+    a_block, head = weight_copy_bytes(s, job.precision) * rounding, 2 * s.vocab_size * s.d_model
+    kept = kept_blocks(job)[0]
+    cached = kept if job.compile else s.num_layers
+
+    def copies(blocks: int) -> Term:
+        numbers = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff
+        working = f"2 (4 d^2 + 3 d d_ff) L + 2 V d = 2 x {numbers:,} x {blocks} + {head:,}"
+        return Term("weight copies", working, blocks * a_block + head)
+
+    return copies(cached), copies(kept)
+
+
+def head_term(job: Job) -> Term:
+    """What the last norm and the head save, the weight's copy and the logits left out."""
+    s, t, c = job.shape, job.tokens, job.number_bytes
+    if job.compile:
+        return Term("last norm, head", f"4 T d + {c} T d + 8 T", (4 + c) * t * s.d_model + 8 * t)
+    copy = 0 if job.precision == "fp32" else c * s.vocab_size * s.d_model
+    saved = head_bytes(s, job.batch_size, s.context_length, job.precision) - 4 * t * s.vocab_size - copy
+    return Term("last norm, head", f"8 T d + {c} T d + 8 T", saved)
+
+
+def logits_terms(job: Job) -> tuple[Term, Term, Term]:
+    """Logits when the loss is there, at most in the loss's backward pass, and after it: T V numbers each.
+
+    The training loop holds the logits until the step ends, c T V. Eager cross-entropy converts them to float32 (4 T V,
+    where they are not), which `gather` and `logsumexp` save; logsumexp's exponentials are 4 T V more. Its backward pass
+    has three of float32, grad * (x - result).exp(). Compiled, one kernel writes the gradient, c T V, and a float32 copy
+    of it, 4 T V: what `gather` gives back is scattered into zeros, which are in memory.
+    """
+    c, numbers = job.number_bytes, job.tokens * job.shape.vocab_size
+    wide = 0 if job.compile or c == 4 else 4
+    forward, backward = (0, 4 + c) if job.compile else (4, 12)
+    at_loss, in_backward = c + wide + forward, c + wide + backward
+    return (
+        Term("logits and loss", f"{at_loss} T V = {at_loss} x {numbers:,}", at_loss * numbers),
+        Term("logits and loss", f"{in_backward} T V = {in_backward} x {numbers:,}", in_backward * numbers),
+        Term("logits", f"{c} T V = {c} x {numbers:,}", c * numbers),
+    )
+
+
+def unit_terms(job: Job) -> tuple[Term, Term]:
+    """FSDP's units in the forward and in the backward pass: at most two blocks are whole, and two blocks' gradients.
+
+    c P bytes a block of P parameters, and for each what is sent or has come, c P / w.
+    """
+    s, w, c = job.shape, job.world_size, job.number_bytes
+    p = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff
+    if not job.is_sharded:
+        return Term("whole units", "none", 0), Term("whole units", "none", 0)
+    forward = Term("whole units", f"2 c P + c P / {w}, P = {p:,}", (2 + 1 / w) * c * p)
+    return forward, Term("whole units, gradients", f"4 c P + 2 c P / {w}, P = {p:,}", (4 + 2 / w) * c * p)
+
+
+def block_term(job: Job) -> Term:
+    """What the backward pass of a block has for itself: `accounting.gradient_bytes`, and a matrix's gradient.
+
+    That is made in the type of computation and then in float32: (c + 4) d d_ff under autocast.
+    """
+    s, c = job.shape, job.number_bytes
+    wide = 0 if c == 4 else c + 4
+    inside = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel)
+    matrix = wide * s.d_model * s.d_ff
+    return Term(
+        "gradients in a block", f"4 T d + 2 c T d_ff + {wide} d d_ff = {inside:,} + {matrix:,}", inside + matrix
+    )
+
+
+def moments(job: Job) -> dict[str, list[Term]]:
+    """What is in memory at each of the moments at which it may be most."""
+    constant, grads = constant_terms(job), gradient_term(job)
+    cached, held = copy_terms(job)
+    logits = logits_terms(job)
+    units, units_back = unit_terms(job)
+    saved, again = saved_bytes(job)
+    kept, inputs, at_once = kept_blocks(job)
+    copies = 0 if job.is_sharded else at_once * weight_copy_bytes(job.shape, job.precision)
+    entry = f" and {inputs} inputs of blocks" if inputs else ""
+    whole = sum(block_parts(job).values())
+    activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
+    recomputed = Term("made again", f"{job.activation_checkpointing}, with copies of weights", again + copies)
+    one = Term("activations", "the first block's", whole)
+    first = [activations, head_term(job)]
+    in_buckets = job.strategy in IN_BUCKETS
+    head_grad = Term("gradient of the head", "4 V d", 0 if in_buckets else 4 * job.shape.vocab_size * job.shape.d_model)
+    found = {
+        "the loss": [*constant, *first, cached, logits[0], units],
+        "backward of the loss": [*constant, *first, held, logits[1], units],
+        "backward of the last block": [*constant, activations, recomputed, held, logits[2], head_grad, block_term(job),
+                                       units_back],
+        "backward of the first block": [*constant, one, logits[2], grads, block_term(job), units_back],
+    }  # fmt: skip
+    if job.strategy == "flat" and job.world_size > 1:
+        flat = Term("all gradients flat", "4 N", 4 * num_parameters(job.shape))
+        found["gradients flattened"] = [*constant, logits[2], grads, flat]
+    wire = 0 if job.grad_dtype in ("same", "fp32") or job.is_sharded or job.strategy in ("none", "naive") else 2
+    sent = Term("gradients on their way", f"{wire} N", wire * num_parameters(job.shape))
+    found["the end of backward"] = [*constant, logits[2], grads, sent]
+    return found
+
+
+def peak_bytes(job: Job) -> float:
+    """Memory at the moment at which it is most."""
+    return max(sum(term.value for term in terms) for terms in moments(job).values())
+
+
+def largest_batch(job: Job, memory_bytes: float) -> int:
+    """The most sequences a GPU whose step fits into that memory, 0 if not even one does; at most 2^20."""
+
+    def fits(batch_size: int) -> bool:
+        return peak_bytes(replace(job, batch_size=batch_size)) <= memory_bytes
+
+    low, high = 0, 1
+    while high <= LARGEST_BATCH and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
+    """The parts at the moment of the peak, all moments, and the largest batch of a card."""
+    at = moments(job)
+    sums = {name: sum(term.value for term in terms) for name, terms in at.items()}
+    when = max(sums, key=lambda name: sums[name])
+    terms = [term for term in at[when] if term.value]
+    sections = [
+        Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms))),
+        Section("At each moment", tuple(Term(name, "", value) for name, value in sums.items())),
+    ]
+    if memory_gib is not None:
+        batch = largest_batch(job, memory_gib * GIB)
+        working = (
+            f"{memory_gib:g} GiB; {show(peak_bytes(replace(job, batch_size=batch)), 'bytes')}" if batch else "none fits"
+        )
+        note = "not counted: the CUDA context, and what the allocator holds and cannot use (fragmentation)"
+        sections.append(Section("Largest batch", (Term("sequences a GPU", working, batch, ""),), (note,)))
+    return sections

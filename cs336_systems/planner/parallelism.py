@@ -1,0 +1,198 @@
+"""Feed-forward layers alone on many devices: memory, and when communication hides behind products.
+
+The handout's problem communication_accounting (2025), by the rules of Austin et al. 2025, "How to Scale Your Model",
+part 5, "How to parallelize a Transformer for training", whose letters these are: B tokens in a batch over all devices,
+D = d_model, F = d_ff, N = X Y devices in a mesh, X of it for (fully sharded) data parallelism with M_X of the torus's
+axes, Y for tensor parallelism with M_Y; C operations/s of a device, W_ici bytes/s of an axis, in both directions.
+bfloat16 (2 bytes) in computation and on the way.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ..fields import check_types, require
+from .working import Section, Term, show
+
+_TOKENS = "tokens a device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """A model of blocks with two linear layers each, d_model -> d_ff -> d_model; the handout's XXL."""
+
+    d_model: int = 16384
+    """Width of the residual stream."""
+    d_ff: int = 53248
+    """Width of the feed-forward layer."""
+    num_blocks: int = 126
+    """Blocks."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        for name in ("d_model", "d_ff", "num_blocks"):
+            require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
+
+    @property
+    def parameters(self) -> int:
+        """2 D F a block."""
+        return 2 * self.d_model * self.d_ff * self.num_blocks
+
+    @property
+    def state_bytes(self) -> int:
+        """Master weights, accumulated gradients, two moments of AdamW, all float32: 16 bytes a parameter."""
+        return 16 * self.parameters
+
+    @property
+    def activation_bytes(self) -> int:
+        """Saved for backward a token, bfloat16: the input of each layer, 2 (D + F) a block."""
+        return 2 * (self.d_model + self.d_ff) * self.num_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Devices and what connects them; the defaults are the handout's TPU v5p and its mesh."""
+
+    x: int = 16
+    """Devices along the FSDP dimension."""
+    y: int = 4
+    """Devices along the tensor-parallel dimension."""
+    m_x: int = 2
+    """Axes of the torus for X."""
+    m_y: int = 1
+    """Axes of the torus for Y."""
+    w_ici: float = 2 * 9e10
+    """Bytes/s of an axis, in both directions."""
+    flops: float = 4.6e14
+    """Operations/s of a device."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        for name in ("x", "y", "m_x", "m_y"):
+            require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
+        for name in ("w_ici", "flops"):
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
+
+    @property
+    def devices(self) -> int:
+        """N = X Y."""
+        return self.x * self.y
+
+    @property
+    def intensity(self) -> float:
+        """alpha = C / W_ici: operations a device does while a byte goes over an axis."""
+        return self.flops / self.w_ici
+
+
+def device_bytes(model: FeedForward, tokens: int, n_fsdp: int) -> float:
+    """(16 P + A / 2) / N_FSDP + A / 2, A the activations of a device's tokens, of which half are sharded."""
+    half = tokens * model.activation_bytes / 2
+    return (model.state_bytes + half) / n_fsdp + half
+
+
+def devices_needed(model: FeedForward, tokens: int, limit: float) -> int | None:
+    """The least N_FSDP for which a device needs less than `limit` bytes: N > (16 P + A/2) / (limit - A/2).
+
+    None where the half of the activations that is not sharded is too much already.
+    """
+    half = tokens * model.activation_bytes / 2
+    if half >= limit:
+        return None
+    return math.floor((model.state_bytes + half) / (limit - half)) + 1
+
+
+def forward_seconds(model: FeedForward, mesh: Mesh, batch: float) -> tuple[float, float, float]:
+    """A block's forward pass with B tokens over all devices: T_math, T_FSDP and T_TP in s.
+
+    T_math = 4 B D F / (N C): two products of 2 B D F operations. T_FSDP = 4 D F / (Y W_ici M_X): both weights, 2 D F
+    bytes each, of which tensor parallelism leaves a Y-th, gathered over X. T_TP = 4 B D / (X W_ici M_Y): the input is
+    gathered over Y before the first product and the output reduce-scattered after the second, 2 B D bytes each, of
+    which data parallelism leaves an X-th. A gather of V bytes takes V / (W_ici M) however many devices there are.
+    """
+    d, f = model.d_model, model.d_ff
+    math_s = 4 * batch * d * f / (mesh.devices * mesh.flops)
+    fsdp_s = 4 * d * f / (mesh.y * mesh.w_ici * mesh.m_x) if mesh.x > 1 else 0.0
+    tensor_s = 4 * batch * d / (mesh.x * mesh.w_ici * mesh.m_y) if mesh.y > 1 else 0.0
+    return math_s, fsdp_s, tensor_s
+
+
+def least_device_batch(model: FeedForward, mesh: Mesh, together: bool = True) -> float:
+    """B / N from which the forward pass is bound by its products; infinite where it never is.
+
+    together: gathers over X and over Y run at once, so T_math >= max(T_FSDP, T_TP). With alpha = C / W_ici, the first
+    is B / N >= alpha / (Y M_X), the second F >= alpha Y / M_Y whatever B is. Otherwise they take turns, as the source
+    has it in its first edition: T_math >= T_FSDP + T_TP, B / N >= alpha / (Y M_X) / (1 - alpha Y / (F M_Y)).
+    """
+    gather = mesh.intensity / (mesh.y * mesh.m_x) if mesh.x > 1 else 0.0
+    tensor = mesh.intensity * mesh.y / (model.d_ff * mesh.m_y) if mesh.y > 1 else 0.0
+    if tensor > 1 or (tensor == 1 and not together):
+        return math.inf
+    return gather if together else gather / (1 - tensor)
+
+
+def best_split(model: FeedForward, mesh: Mesh, batch: float) -> float:
+    """X at which T_FSDP = T_TP, for N devices: sqrt(B N M_X / (F M_Y)), where the larger of them is least."""
+    return math.sqrt(batch * mesh.devices * mesh.m_x / (model.d_ff * mesh.m_y))
+
+
+def bounds_section(model: FeedForward, mesh: Mesh) -> Section:
+    """The bounds of each way to divide the work, each from T_math > T_comms of a block."""
+    alpha, f = mesh.intensity, model.d_ff
+    data, both = alpha / mesh.m_x, alpha**2 / (mesh.m_x * mesh.m_y * f)
+    terms = [
+        Term("data parallel", "B / X > alpha / M_X: backward, 8 D F bytes and 8 B D F / X operations", data, _TOKENS),
+        Term("FSDP", "B / X > alpha / M_X: forward, 4 D F bytes and 4 B D F / X operations", data, _TOKENS),
+        Term("tensor parallel", "Y < M_Y F / alpha, whatever B", mesh.m_y * f / alpha, "devices"),
+        Term("both, overlapped", "B / N > alpha^2 / (M_X M_Y F), at the best X", both, _TOKENS),
+        Term("both, in turns", "B / N > 4 alpha^2 / (M_X M_Y F), at the best X", 4 * both, _TOKENS),
+    ]
+    return Section("Bound by products where", tuple(terms))
+
+
+def parallelism_sections(
+    model: FeedForward, mesh: Mesh, device_gb: float = 95.0, gpu_gb: float = 80.0
+) -> list[Section]:
+    """The handout's parts (a), (b) and (c), and the bounds. GB are 10^9 bytes."""
+    p, a = model.parameters, model.activation_bytes
+    gpus = 16 * p / gpu_gb / 1e9
+    sizes = f"2 x {model.d_model} x {model.d_ff} x {model.num_blocks}"
+    terms = [
+        Term("parameters P", f"2 D F x {model.num_blocks} = {sizes}", p, ""),
+        Term("state, float32", f"(4 + 4 + 8) P = {16 * p / 1e9:,.1f} GB", 16 * p),
+        Term("GPUs for the state", f"16 P / {gpu_gb:g} GB = {gpus:.2f}", math.ceil(gpus), ""),
+        Term("saved for backward, a token", f"2 (D + F) x {model.num_blocks} = {a:,}, bfloat16", a),
+        Term("bfloat16 weights", f"2 P = {2 * p / 1e9:,.1f} GB, were they kept whole for backward", 2 * p),
+    ]
+    memory = Section("(a) One device", tuple(terms))
+    sharded = []
+    for tokens in (0, 1024, 2048, 4096, 8192):
+        needed, half = devices_needed(model, tokens, device_gb * 1e9), tokens * a / 2
+        working = f"(16 P + A/2) / ({device_gb:g} GB - A/2), A/2 = {half / 1e9:.1f} GB"
+        if needed is not None:
+            working += f"; {device_bytes(model, tokens, needed) / 1e9:.1f} GB a device"
+        sharded.append(Term(f"{tokens} tokens a device", working, math.nan if needed is None else needed, ""))
+    expression = "a device: (16 P + A / 2) / N_FSDP + A / 2, A = tokens a device x 2 (D + F) blocks"
+    section = Section(f"(b) Least N_FSDP below {device_gb:g} GB", tuple(sharded), (expression,))
+    return [memory, section, _compute_bound_section(model, mesh), bounds_section(model, mesh)]
+
+
+def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
+    alpha, n = mesh.intensity, mesh.devices
+    together, turns = least_device_batch(model, mesh), least_device_batch(model, mesh, together=False)
+    tensor = alpha * mesh.y / (model.d_ff * mesh.m_y)
+    terms = [
+        Term("alpha", f"C / W_ici = {mesh.flops:g} / {mesh.w_ici:g}", alpha, "operations a byte"),
+        Term("T_TP / T_math", f"alpha Y / (F M_Y) = {alpha:.1f} x {mesh.y} / ({model.d_ff} x {mesh.m_y})", tensor, ""),
+        Term("B / N, overlapped", f"alpha / (Y M_X) = {alpha:.1f} / ({mesh.y} x {mesh.m_x})", together, "tokens"),
+        Term("B, overlapped", f"x N = {mesh.x} x {mesh.y} = {n}", together * n, "tokens"),
+        Term("B / N, in turns", f"{together:.1f} / (1 - {tensor:.3f})", turns, "tokens"),
+        Term("B, in turns", f"x {n}", turns * n, "tokens"),
+    ]
+    notes = [
+        "overlapped: transfers along X and along Y run at once, so that the longer counts",
+        "in turns: T_FSDP + T_TP counts, as in the source's edition of February 2025",
+    ]
+    if math.isfinite(together):
+        math_s, fsdp_s, tensor_s = (show(t, "s") for t in forward_seconds(model, mesh, together * n))
+        notes.append(f"there, a block: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
+        notes.append(f"for that B the best X is {best_split(model, mesh, together * n):.1f}")
+    return Section("(c) Forward pass bound by products from", tuple(terms), tuple(notes))

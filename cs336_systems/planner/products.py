@@ -1,0 +1,53 @@
+"""Matrix products on a card, one by one: what the rounding to tiles and waves, and their bytes, leave of its rate."""
+
+from collections.abc import Iterator
+
+from .cards import Card
+from .job import Job
+
+TILES = ((128, 256), (256, 128), (128, 128))  # rows and columns of the result that one multiprocessor makes at a time
+
+
+def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """How many products (M x K) (K x N) a forward pass has, by M, N and K: those with weights, attention left out."""
+    s, t = job.shape, job.tokens
+    yield 4 * s.num_layers, (t, s.d_model, s.d_model)
+    yield 2 * s.num_layers, (t, s.d_ff, s.d_model)
+    yield s.num_layers, (t, s.d_model, s.d_ff)
+    yield 1, (t, s.vocab_size, s.d_model)
+
+
+def gradients_of(m: int, n: int, k: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The products for the gradients of (M x K) (K x N): input (M x N) (N x K), weight (N x M) (M x K)."""
+    return (m, k, n), (n, k, m)
+
+
+def rounded_up(m: int, n: int, multiprocessors: int) -> float:
+    """How many times longer a product takes than one of the same operations that fills the card, for the best tile.
+
+    Tiles that stick out of the result compute nothing that is used (tile quantization), and the multiprocessors go
+    through tiles in waves of which the last may be nearly empty (wave quantization); NVIDIA, "Matrix Multiplication
+    Background User's Guide".
+    """
+    times = []
+    for rows, columns in TILES:
+        tiles = -(-m // rows) * -(-n // columns)
+        waves = -(-tiles // multiprocessors)
+        times.append(waves * multiprocessors * rows * columns / (m * n))
+    return min(times)
+
+
+def product_seconds(m: int, n: int, k: int, number_bytes: int, card: Card) -> float:
+    """The longer of 2 M N K operations, rounded up, and c (M K + K N + M N) bytes (roofline, Williams et al. 2009)."""
+    rate = card.matmul if number_bytes == 2 else card.matmul_fp32
+    operations = 2 * m * n * k / rate * rounded_up(m, n, card.multiprocessors)
+    return max(operations, number_bytes * (m * k + k * n + m * n) / card.bandwidth)
+
+
+def products_seconds(job: Job, card: Card) -> tuple[float, float]:
+    """All products with weights: of the forward pass, and of the backward pass."""
+    forward = backward = 0.0
+    for count, sizes in products(job):
+        forward += count * product_seconds(*sizes, job.number_bytes, card)
+        backward += count * sum(product_seconds(*g, job.number_bytes, card) for g in gradients_of(*sizes))
+    return forward, backward

@@ -1,0 +1,109 @@
+"""What the planner reads of measured rows: the job that ran, the card, times of all-reduces, what buckets add."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from cs336_basics.shape import ModelShape
+
+from ..model_config import ModelConfig
+from .cards import CARDS, Card
+from .job import Job
+
+MIB = 2**20
+
+
+class Measured(Protocol):
+    """What of a row is read; `bench.case.Row` has it."""
+
+    case: str
+    variant: str
+    config: dict[str, Any]
+    status: Any
+    metrics: dict[str, Any]
+    env: dict[str, Any]
+
+
+def job_of(row: Measured) -> Job:
+    """What ran. Raises ValueError saying why for a row of which nothing is predicted."""
+    if row.case in ("ddp", "train-step"):
+        return _training_job(row.case, row.variant, row.config)
+    if row.case == "model":
+        return _model_job(row.config)
+    raise ValueError(f"no prediction for the case {row.case}")
+
+
+def _training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
+    run = config.get("run", config)
+    train, parallel = run["train"], dict(run.get("parallel", {}))
+    alone = case == "train-step" or variant.startswith("alone")
+    world_size = 1 if alone else config["devices"]
+    strategy = "none" if alone else parallel["strategy"]
+    batch, rest = divmod(train["batch_size"], world_size)
+    if rest or train["gradient_accumulation_steps"] != 1:
+        raise ValueError("no prediction for uneven batches and for accumulation")
+    return Job(
+        shape=ModelConfig(**run["model"]).shape,
+        batch_size=batch,
+        precision=train["precision"],
+        attention=run["model"]["attention"],
+        activation_checkpointing=train.get("activation_checkpointing", "none"),
+        compile=train["compile"],
+        cuda_graph=train["cuda_graph"],
+        strategy=strategy,
+        world_size=world_size,
+        shard_optimizer=parallel.get("shard_optimizer", False) and not alone,
+        bucket_size_mb=parallel["bucket_size_mb"] if strategy == "bucketed" else None,
+        grad_dtype="same" if alone else parallel["grad_dtype"],
+    )
+
+
+def _model_job(config: Mapping[str, Any]) -> Job:
+    if config["mode"] == "forward":
+        raise ValueError("no prediction for a forward pass alone")
+    if config["mode"] == "train_step" and config.get("optimizer", "torch_fused") != "torch_fused":
+        raise ValueError(f"no prediction for the optimizer {config['optimizer']}")
+    names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
+    shape = ModelShape(**{name: config[name] for name in names}, rope_theta=10000.0)
+    same = ("batch_size", "precision", "attention", "activation_checkpointing", "compile")
+    return Job(
+        shape=shape, **{name: config[name] for name in same}, optimizer=config["mode"] == "train_step", clip=False
+    )
+
+
+def card_of(row: Measured) -> Card | None:
+    """The card of a row, where it is known."""
+    gpu = row.env.get("gpu") or ""
+    return next((card for name, card in CARDS.items() if name in gpu.split() or name in gpu), None)
+
+
+def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[float], list[float]]:
+    """Bytes and seconds of measured all-reduces of so many ranks: of NCCL where there are any, else of any backend.
+
+    Rows of the case all-reduce: config bytes, world_size, backend; metrics time_ms. Raises ValueError without a row.
+    """
+    found = [
+        row
+        for row in rows
+        if row.case == "all-reduce" and row.status == "ok" and row.config["world_size"] == world_size
+    ]
+    if not found:
+        raise ValueError(f"world_size is {world_size}: the row file has no all-reduce of so many ranks")
+    chosen = [row for row in found if row.config["backend"] == "nccl"] or found
+    return [float(row.config["bytes"]) for row in chosen], [row.metrics["time_ms"]["p50"] / 1e3 for row in chosen]
+
+
+def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:
+    """Of rows of the case ddp: how the step ran, bytes of a bucket, seconds more than the same step on one GPU."""
+    done = {row.variant: row for row in rows if row.case == "ddp" and row.status == "ok"}
+    found = []
+    for variant, row in done.items():
+        name, _, compiled = variant.partition(" ")
+        strategy, _, option = name.partition("+")
+        kind, _, size = strategy.partition(":")
+        alone = " ".join(filter(None, ("alone" + ("+graph" if option else ""), compiled)))
+        if kind != "bucketed" or option not in ("", "graph") or not size or alone not in done:
+            continue
+        how = " ".join(filter(None, (compiled or "eager", "CUDA graph" if option else "")))
+        added = row.metrics["step_ms"]["p50"] - done[alone].metrics["step_ms"]["p50"]
+        found.append((how, float(size) * MIB, added / 1e3))
+    return found

@@ -1,0 +1,180 @@
+"""The time of a training step, part by part: a roofline, so what good kernels would take on a card that is kept busy.
+
+Products are bound by operations, the rest by the bytes it reads and writes (Williams et al. 2009). What the host takes
+to launch it all is not in it, so an eager step may be longer; one that is recorded as a CUDA graph is not.
+"""
+
+from ..accounting import forward_flops, matmul_parameters, num_parameters, training_flops
+from .activations import kept_blocks
+from .cards import Card
+from .communication import sent
+from .job import IN_BUCKETS, Job
+from .memory import parameter_bytes
+from .products import products_seconds
+from .working import Section, Term, total
+
+# Kernels a block, forward and backward, and the time from the end of one to the start of the next within a CUDA graph:
+# for xl at 512 tokens, 83.1 ms of which kernels ran for 78.9 (results/h200/ddp-streams).
+KERNELS = {True: 45, False: 130}
+GAP_S = 1.7e-6
+# NCCL's thread blocks, each of which keeps a multiprocessor from computing while it sends. Assumed: its usual number of
+# channels over NVLink. And how often an all-reduced byte passes memory: read and sent, received, reduced, received.
+CHANNELS = 24
+PASSES = 4
+
+
+def elementwise_bytes(job: Job) -> tuple[int, int]:
+    """Bytes that a block's elementwise operations read and write: forward and backward.
+
+    T tokens, c bytes a number. Compiled, what lies between two products is one kernel, which reads its inputs and
+    writes what the products and the backward pass need:
+
+        forward    ln1 4 + c; rotary 4 c; o by tokens 2 c; sum and ln2 4 + 2 c; sum 8 + 2 c   (16 + 11 c) T d
+                   silu(w1 x) w3 x                                                            3 c T d_ff
+        backward   gradients of sums and norms 40, their casts and the rest 16 c              (40 + 16 c) T d
+                   of w1 x and w3 x                                                           5 c T d_ff
+
+    Eager, each operation is a kernel: a norm reads and writes 28 bytes a number, its casts 4 + c for each product that
+    reads it (five), rotary 32 + 3 c for q and for k, sums 8 + c, silu and the product 5 c of d_ff; twice as much
+    backward.
+    """
+    c, td, tf = job.number_bytes, job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
+    if job.compile:
+        return (16 + 11 * c) * td + 3 * c * tf, (40 + 16 * c) * td + 5 * c * tf
+    casts = 5 * (4 + c) if c < 4 else 0
+    forward = (2 * 28 + casts + 2 * (32 + 3 * c) + 2 * c + 2 * (8 + c)) * td + 5 * c * tf
+    return forward, 2 * forward
+
+
+def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
+    """Attention itself in all layers, forward and backward.
+
+    flash: 2 L B N^2 d operations forward, what the causal mask leaves, and 2.5 times as many backward (Dao 2023,
+    FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
+    4 L B N^2 d and twice that, and its scores, 4 B H N^2 bytes, 6 times through memory and 9 times.
+    """
+    s, n = job.shape, job.shape.context_length
+    flops = s.num_layers * job.batch_size * 2 * n * n * s.d_model
+    if not job.holds_scores:
+        rate = card.attention_rate(n)
+        return flops / rate, 2.5 * flops / rate
+    scores = s.num_layers * 4 * job.batch_size * s.num_heads * n * n / card.bandwidth
+    return 2 * flops / card.matmul_fp32 + 6 * scores, 4 * flops / card.matmul_fp32 + 9 * scores
+
+
+def compute_terms(job: Job, card: Card) -> list[Term]:
+    """Forward and backward passes, without communication."""
+    s, layers = job.shape, job.shape.num_layers
+    forward, backward = products_seconds(job, card)
+    attention = attention_seconds(job, card)
+    small = [layers * size / card.bandwidth for size in elementwise_bytes(job)]
+    nm = matmul_parameters(s)
+    casts = 0 if job.precision == "fp32" else 12 * nm / card.bandwidth / (job.world_size if job.is_sharded else 1)
+    loss = (4 if job.compile else 40) * job.number_bytes / 2 * job.tokens * s.vocab_size / card.bandwidth
+    operations = 2 * nm * job.tokens
+    elementwise = f"{layers * sum(elementwise_bytes(job)) / 1e9:.4g} GB / {card.bandwidth / 1e12:g} TB/s"
+    terms = [
+        Term("products, forward", f"2 N_m T = {operations / 1e12:.4g} TFLOP, in tiles and waves", forward, "s"),
+        Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
+        Term("attention", _attention_working(job, card), sum(attention), "s"),
+        Term("elementwise", elementwise, sum(small), "s"),
+        Term("casts of weights and gradients", f"12 N_m = {12 * nm / 1e9:.4g} GB" if casts else "none", casts, "s"),
+        Term("loss", "its passes over T V logits", loss, "s"),
+    ]
+    kept = kept_blocks(job)[0]
+    if kept < layers:
+        again = (layers - kept) / layers
+        seconds = again * (forward + attention[0] + small[0])
+        terms.append(Term("forward again", f"{layers - kept} of {layers} blocks", seconds, "s"))
+    kernels = KERNELS[job.compile] * layers
+    return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
+
+
+def _attention_working(job: Job, card: Card) -> str:
+    if job.holds_scores:
+        return "float32 products of all scores, 15 passes over them"
+    s, n = job.shape, job.shape.context_length
+    flops = 3.5 * (forward_flops(s, job.batch_size, n) - 2 * matmul_parameters(s) * job.tokens)
+    return f"{flops / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
+
+
+def update_terms(job: Job, card: Card) -> list[Term]:
+    """Clipping and the optimizer: 4 N to read and 8 N to scale; 28 N for AdamW.
+
+    Fused, it reads weight, gradient and two moments and writes all but the gradient: 7 float32 numbers a parameter.
+    """
+    n, w = num_parameters(job.shape), job.world_size if job.is_sharded else 1
+    terms = []
+    if job.clip:
+        terms.append(Term("gradient norm and clipping", "12 N / bandwidth", 12 * n / w / card.bandwidth, "s"))
+    if job.optimizer:
+        parts = job.state_parts
+        terms.append(Term("optimizer", f"28 N / {parts} / bandwidth", 28 * n / parts / card.bandwidth, "s"))
+    return terms
+
+
+def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
+    """What sharing the work adds: what is not hidden, what hiding costs, copies.
+
+    After the backward pass (naive, flat) all is exposed. During it, the transfer of the last bucket, the overhead of
+    every call (as in `communication.added_seconds`), and what is longer than the backward pass. Hidden transfers take
+    CHANNELS multiprocessors from it, and PASSES times their bytes of its memory bandwidth.
+    """
+    if job.world_size == 1:
+        return []
+    all_sent = sent(job, card)
+    time, last = all_sent.seconds, all_sent.last_seconds
+    exposed, hidden = time + all_sent.overhead_s, 0.0
+    if job.strategy not in ("naive", "flat"):
+        exposed = last + all_sent.overhead_s + max(0.0, time - last - backward_s)
+        hidden = min(time - last, backward_s)
+    interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.hidden_bytes / card.bandwidth
+    n = num_parameters(job.shape)
+    copies = {"flat": 16, **dict.fromkeys(IN_BUCKETS, 8 if job.cuda_graph else 16)}.get(job.strategy, 0)
+    costs = f"{CHANNELS} of {card.multiprocessors} multiprocessors, {PASSES} passes"
+    terms = [
+        Term("communication exposed", f"of {time * 1e3:.4g} ms, and {all_sent.calls} calls", exposed, "s"),
+        Term("what hiding it costs", costs, interference if hidden else 0, "s"),
+        Term("copies of gradients", f"{copies} N / bandwidth", copies * n / card.bandwidth, "s"),
+    ]
+    if job.shard_optimizer:
+        share = 4 * n * (job.world_size - 1) / job.world_size
+        terms.append(Term("sending weights", f"4 N ({job.world_size} - 1) / {job.world_size}", share / card.link, "s"))
+    return terms
+
+
+def step_terms(job: Job, card: Card) -> list[Term]:
+    """All parts of a step, and the step."""
+    compute = compute_terms(job, card)
+    backward = sum(term.value for term in compute) * 2 / 3
+    terms = [*compute, *communication_terms(job, card, backward), *update_terms(job, card)]
+    return [*terms, total("step", terms)]
+
+
+def step_seconds(job: Job, card: Card) -> float:
+    """The time of a step."""
+    return step_terms(job, card)[-1].value
+
+
+def step_sections(job: Job, card: Card) -> list[Section]:
+    """Operations, bytes, time by part and MFU."""
+    s = job.shape
+    n, flops = num_parameters(s), training_flops(s, job.batch_size, s.context_length)
+    terms = step_terms(job, card)
+    counts = [
+        Term("parameters", "N = 2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d", n, ""),
+        Term("operations", "3 (2 N_m T + 2 L B N_ctx^2 d), N_m without embedding and norms", flops, "FLOP"),
+        Term("bytes of the optimizer", f"28 N / {job.state_parts}", 28 * n / job.state_parts),
+        Term("bytes of elementwise", "see elementwise_bytes", s.num_layers * sum(elementwise_bytes(job))),
+        Term("gradients", "4 N", parameter_bytes(s, 4)),
+    ]
+    if job.world_size > 1:
+        all_sent = sent(job, card)
+        counts.append(Term("sent by a GPU", all_sent.working, all_sent.bytes_a_gpu))
+    step = terms[-1].value
+    rate = Term("rate", f"{flops / 1e12:.4g} TFLOP / {step * 1e3:.4g} ms", flops / step, "FLOP/s")
+    rates = [Term("tokens/s a GPU", f"{job.tokens:,} / {step * 1e3:.4g} ms", job.tokens / step, ""), rate]
+    if (peak := card.peak(job.precision)) is not None:
+        rates.append(Term("MFU", f"of the datasheet's {peak / 1e12:g} TFLOP/s", flops / step / peak, "share"))
+    time = Section(f"Time on {card.name}, {job.world_size} GPU{'s' * (job.world_size > 1)}", tuple(terms))
+    return [Section("Counts of a step, a GPU", tuple(counts)), time, Section("Rates", tuple(rates))]

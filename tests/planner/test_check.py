@@ -1,0 +1,115 @@
+"""Predictions beside the committed rows: what is met, and what is known not to be."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cs336_systems.planner.cards import CARDS
+from cs336_systems.planner.check import check_json, check_text, compare, error
+from cs336_systems.planner.memory import peak_bytes
+from cs336_systems.planner.rows import card_of, job_of
+from cs336_systems.planner.step import step_seconds
+
+RESULTS = Path(__file__).parents[2] / "results/h200"
+# Their peaks have what the variant before them gave back late subtracted, see docs/log.md.
+SUBTRACTED = {"fsdp", "torch_fsdp", "fsdp compiled"}
+
+
+def rows(name: str) -> list[Any]:
+    return [SimpleNamespace(**json.loads(line)) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+MEASURED = [row for row in [*rows("train-step"), *rows("ddp")] if row.status == "ok"]
+NAMES = [f"{row.config['size']} {row.variant}" for row in MEASURED]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=NAMES)
+def test_peak_memory_within_one_per_cent_and_two_at_small(row: Any) -> None:
+    found = error(compare(row).memory)
+    assert found is not None
+    if row.variant in SUBTRACTED:
+        assert found > 0.04  # what is measured is too little; a new row may be met, then this is to go
+    else:
+        assert abs(found) < (0.02 if row.config["size"] == "small" else 0.01)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=NAMES)
+def test_step_time_within_twelve_per_cent_where_the_gpu_sets_the_pace(row: Any) -> None:
+    found = error(compare(row).seconds)
+    assert found is not None
+    large = row.case == "train-step" and row.config["size"] in ("xl", "2.7B")
+    if row.variant == "naive+graph compiled":
+        # 435 small all-reduces one after the other take 94 ms instead of 43: gaps between them, see docs/log.md.
+        assert -0.35 < found < -0.25
+    elif "graph" in row.variant or large:
+        assert abs(found) < 0.12
+    else:
+        assert found < 0  # the host takes longer
+
+
+def test_every_row_is_shown_and_the_largest_error_is_said() -> None:
+    found = [compare(row) for row in MEASURED]
+    text = check_text(found)
+    assert len(text.splitlines()) >= len(MEASURED) + 5
+    errors = [abs(e) for each in found if (e := error(each.memory)) is not None]
+    assert f"max {max(errors):.1%} of {len(MEASURED)} rows" in text
+    assert f"mean {sum(errors) / len(errors):.1%}" in text
+    assert json.loads(json.dumps(check_json(found)))[0]["memory_bytes"]["measured"] == 3904338432
+
+
+def model_row(**config: Any) -> Any:
+    base = dict(size="small", vocab_size=10_000, context_length=256, d_model=768, d_ff=3072, num_layers=12,
+                num_heads=12, batch_size=4, precision="bf16", attention="naive", activation_checkpointing="none",
+                compile=False, mode="train_step", optimizer="torch_fused", device="cuda")  # fmt: skip
+    metrics = {"step_ms": {"p50": 20.0}, "peak_memory_bytes": 4 * 10**9}
+    return SimpleNamespace(case="model", variant="x", config=base | config, status="ok", metrics=metrics,
+                           env={"gpu": "NVIDIA H200"})  # fmt: skip
+
+
+def test_a_row_of_the_case_model() -> None:
+    row = model_row()
+    job = job_of(row)
+    assert (job.shape.d_model, job.batch_size, job.optimizer, job.clip, job.holds_scores) == (768, 4, True, False, True)
+    found = compare(row)
+    assert found.memory == (4e9, peak_bytes(job))
+    assert found.seconds == (0.02, step_seconds(job, CARDS["H200"]))
+    assert not job_of(model_row(mode="forward_backward")).optimizer
+
+
+@pytest.mark.parametrize(
+    "row, note",
+    [
+        (model_row(mode="forward"), "no prediction for a forward pass alone"),
+        (model_row(optimizer="own"), "no prediction for the optimizer own"),
+        (model_row(attention="sdpa_math"), "attention is 'sdpa_math': it must be one of"),
+        (SimpleNamespace(**{**vars(model_row()), "case": "attention"}), "no prediction for the case attention"),
+        (SimpleNamespace(**{**vars(model_row()), "status": "oom"}), "status oom"),
+        (SimpleNamespace(**{**vars(model_row()), "config": {}}), "the row has no 'mode'"),
+    ],
+)
+def test_what_is_not_predicted_says_why(row: Any, note: str) -> None:
+    found = compare(row)
+    assert found.note.startswith(note)
+    assert found.memory is None
+    assert found.seconds is None
+    assert f"not compared, 1 rows: {note}" in check_text([found])
+
+
+def test_an_unknown_card_has_memory_but_no_time() -> None:
+    row = model_row()
+    row.env = {"gpu": None}
+    found = compare(row)
+    assert card_of(row) is None
+    assert found.memory is not None
+    assert (found.seconds, found.note) == (None, "an unknown card")
+
+
+def test_cards_by_the_name_of_the_device() -> None:
+    row = model_row()
+    names = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA GeForce RTX 4090": "RTX 4090", "NVIDIA B200": "B200"}
+    for gpu, name in names.items():
+        row.env = {"gpu": gpu}
+        assert card_of(row) is CARDS[name]

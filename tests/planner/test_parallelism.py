@@ -1,0 +1,117 @@
+"""The handout's communication_accounting, worked by hand."""
+
+import math
+from typing import Any
+
+import pytest
+
+from cs336_systems.planner.parallelism import (
+    FeedForward,
+    Mesh,
+    best_split,
+    device_bytes,
+    devices_needed,
+    forward_seconds,
+    least_device_batch,
+    parallelism_sections,
+)
+
+XXL, V5P = FeedForward(), Mesh()
+
+
+def test_parameters_state_and_activations_of_xxl() -> None:
+    # 16384 x 53248 = 872,415,232; twice that 1,744,830,464 a block; times 126: 219,848,638,464.
+    assert XXL.parameters == 219_848_638_464
+    # 16 bytes each: 3,517.6 GB, of H100 with 80 GB 43.97.
+    assert XXL.state_bytes == 3_517_578_215_424
+    assert XXL.state_bytes / 80e9 == pytest.approx(43.97, abs=0.005)
+    # (16384 + 53248) x 2 bytes x 126 = 17,547,264 a token.
+    assert XXL.activation_bytes == 17_547_264
+
+
+def test_devices_for_95_gb() -> None:
+    # Without activations 3517.578 / 95 = 37.03: 38. With 4096 tokens A / 2 = 35.937 GB:
+    # (3517.578 + 35.937) / (95 - 35.937) = 60.16: 61. At 10828 tokens A / 2 is 95.001 GB: never.
+    assert devices_needed(XXL, 0, 95e9) == 38
+    assert devices_needed(XXL, 4096, 95e9) == 61
+    assert devices_needed(XXL, 10_828, 95e9) is None
+    assert device_bytes(XXL, 4096, 61) < 95e9 <= device_bytes(XXL, 4096, 60)
+
+
+def test_below_means_below() -> None:
+    tiny = FeedForward(d_model=1, d_ff=1, num_blocks=1)  # 2 parameters, 32 bytes
+    assert devices_needed(tiny, 0, 16.0) == 3  # with 2 it is exactly 16
+
+
+def test_the_forward_pass_is_bound_by_products_from_319_tokens_a_device() -> None:
+    # alpha = 4.6e14 / 1.8e11 = 2555.56; / (4 x 2) = 319.44 tokens a device, x 64 = 20,444.
+    assert least_device_batch(XXL, V5P) == pytest.approx(319.444, abs=1e-3)
+    # In turns: T_TP / T_math = 2555.56 x 4 / 53248 = 0.19197; 319.444 / 0.80803 = 395.34.
+    assert least_device_batch(XXL, V5P, together=False) == pytest.approx(395.34, abs=0.01)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_bound_is_where_the_times_meet(together: bool) -> None:
+    batch = 64 * least_device_batch(XXL, V5P, together)
+    math_s, fsdp_s, tensor_s = forward_seconds(XXL, V5P, batch)
+    assert math_s == pytest.approx(max(fsdp_s, tensor_s) if together else fsdp_s + tensor_s)
+
+
+def test_the_times_by_hand() -> None:
+    # D F = 872,415,232. T_math = 4 x 64000 x D F / (64 x 4.6e14) = 7.5861 ms. T_FSDP = 4 D F / (4 x 1.8e11 x 2) =
+    # 2.42338 ms. T_TP = 4 x 64000 x 16384 / (16 x 1.8e11 x 1) = 1.45636 ms.
+    assert [1e3 * t for t in forward_seconds(XXL, V5P, 64_000)] == pytest.approx([7.5861, 2.42338, 1.45636], rel=1e-4)
+
+
+def test_one_device_along_a_dimension_sends_nothing_along_it() -> None:
+    assert forward_seconds(XXL, Mesh(x=1, y=4), 1)[1] == 0
+    assert forward_seconds(XXL, Mesh(x=4, y=1), 1)[2] == 0
+    assert least_device_batch(XXL, Mesh(x=1, y=1)) == 0
+    # FSDP alone: alpha / M_X = 1277.8 a device.
+    assert least_device_batch(XXL, Mesh(x=64, y=1)) == pytest.approx(1277.78, abs=0.01)
+
+
+def test_too_much_tensor_parallelism_is_never_bound_by_products() -> None:
+    # Y < F / alpha = 20.84.
+    assert math.isfinite(least_device_batch(XXL, Mesh(y=20)))
+    assert math.isinf(least_device_batch(XXL, Mesh(y=21)))
+
+
+def test_the_best_split_is_where_brute_force_finds_it() -> None:
+    # N = 4096, B = 2^20: sqrt(B N M_X / (F M_Y)) = sqrt(2^20 x 4096 x 2 / 53248) = 401.6.
+    batch, mesh = 2.0**20, Mesh(x=64, y=64)
+    best = best_split(XXL, mesh, batch)
+    assert best == pytest.approx(401.65, abs=0.1)
+
+    def slowest(x: float) -> float:
+        d, f, y, w = XXL.d_model, XXL.d_ff, 4096 / x, mesh.w_ici
+        return max(4 * d * f / (y * w * mesh.m_x), 4 * batch * d / (x * w * mesh.m_y))
+
+    assert min((slowest(x), x) for x in range(2, 4096))[1] == round(best)
+
+
+def test_the_overlapped_bound_at_the_best_split() -> None:
+    # B / N = alpha^2 / (M_X M_Y F) = 6,530,864 / 106,496 = 61.325; there the best X makes all three times equal.
+    sections = parallelism_sections(XXL, Mesh(x=64, y=64))
+    bound = sections[-1].value("both, overlapped")
+    assert bound == pytest.approx(61.325, abs=1e-3)
+    assert sections[-1].value("both, in turns") == 4 * bound
+    batch = bound * 4096
+    x = best_split(XXL, Mesh(x=64, y=64), batch)
+    d, f, y = XXL.d_model, XXL.d_ff, 4096 / x
+    math_s = 4 * batch * d * f / (4096 * 4.6e14)
+    assert math_s == pytest.approx(4 * d * f / (y * 1.8e11 * 2)) == pytest.approx(4 * batch * d / (x * 1.8e11))
+
+
+@pytest.mark.parametrize(
+    "cls, given, message",
+    [
+        (FeedForward, {"d_ff": 0}, "d_ff is 0: it must be at least 1"),
+        (Mesh, {"x": 0}, "x is 0: it must be at least 1"),
+        (Mesh, {"w_ici": 0.0}, "w_ici is 0.0: it must be above 0"),
+        (Mesh, {"flops": math.inf}, "flops is inf: it must be above 0 and finite"),
+    ],
+)
+def test_what_is_impossible_is_named(cls: type, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**given)

@@ -1,0 +1,177 @@
+"""`cs336 plan`: what it prints, as text and as JSON, and what it says of wrong arguments."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.cli import main
+from cs336_systems.planner.working import Section, Term, as_json, as_text, show
+
+RESULTS = Path(__file__).parents[2] / "results/h200"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code, *capsys.readouterr()
+
+
+def test_memory_shows_its_working(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "memory", "--size", "xl", "--context", "512", "--compile", "--memory_gib", "80")
+    assert code == 0
+    assert "4 N = 4 x 1,998,235,200" in out
+    assert "Largest batch" in out
+    assert "peak" in out
+
+
+def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "memory", "--size", "small", "--json")
+    assert code == 0
+    first = json.loads(out)[0]["terms"]
+    assert first[-1]["name"] == "peak"
+    assert first[-1]["value"] == pytest.approx(sum(term["value"] for term in first[:-1]))
+
+
+def test_step_takes_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(*more: str) -> float:
+        terms = json.loads(run(capsys, "step", "--size", "small", "--json", *more)[1])[1]["terms"]
+        return terms[-1]["value"]
+
+    assert step("--bandwidth_tb_s", "1") > step() > step("--bandwidth_tb_s", "8")
+    assert step("--matmul_tflops", "100") > step() == step("--matmul_tflops", "790", "--bandwidth_tb_s", "4.3")
+    link = ("--world_size", "2", "--latency_us", "0.001")
+    # 0.51 GB of gradients at 1 GB/s.
+    assert 0.5 < step(*link, "--link_gb_s", "1") < 0.55
+
+
+def test_an_activation_of_2_7b_in_single_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    # 4 sequences x 1024 tokens x 2560 x 4 bytes = 41,943,040 bytes = 40 MB of 1024^2.
+    terms = json.loads(run(capsys, "activation", "--size", "2.7B", "--context", "1024", "--json")[1])[0]["terms"]
+    assert terms[0]["value"] == 41_943_040
+    assert (terms[1]["value"], terms[1]["unit"]) == (40.0, "MB")
+
+
+def test_checkpointing_in_float32_is_best_near_the_square_root(capsys: pytest.CaptureFixture[str]) -> None:
+    out = json.loads(run(capsys, "checkpointing", "--size", "xl", "--precision", "fp32", "--json")[1])
+    sizes, found = ({term["name"]: term["value"] for term in section["terms"]} for section in out)
+    assert sizes["none"] > sizes["groups_48"] > sizes["groups_1"]
+    assert abs(found["least memory"] - found["by calculus"]) <= 1
+
+
+def test_ddp_overhead_fits_rows_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows, plot = tmp_path / "all-reduce.jsonl", tmp_path / "out/overhead.png"
+    lines = []
+    for nbytes in (10**6, 10**8, 10**9):
+        config = {"bytes": nbytes, "world_size": 2, "backend": "nccl"}
+        metrics = {"time_ms": {"p50": 0.05 + nbytes / 2e11 * 1e3}}
+        lines.append({"case": "all-reduce", "variant": "nccl", "config": config, "status": "ok", "metrics": metrics,
+                      "env": {}, "error": None})  # fmt: skip
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, _ = run(capsys, "ddp-overhead", "--gradient_bytes", "8e9", "--rows", str(rows), "--plot", str(plot),
+                       "--measured", str(RESULTS / "ddp.jsonl"), "--json")  # fmt: skip
+    assert code == 0
+    optimum = {term["name"]: term["value"] for term in json.loads(out)[1]["terms"]}
+    assert optimum["buckets"] == pytest.approx(28.284, abs=1e-3)  # sqrt(8e9 / (2e11 x 5e-5)), as by hand elsewhere
+    measured = json.loads(out)[3]
+    assert measured["title"] == "Measured"
+    assert len(measured["terms"]) >= 5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parallelism_prints_the_handouts_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "parallelism")
+    assert code == 0
+    for answer in ("219,848,638,464", "3,517.6 GB", "43.97", "319.4 tokens", "20,444.4 tokens"):
+        assert answer in out
+    assert "638.9 tokens" in run(capsys, "parallelism", "--m_x", "1")[1]
+
+
+def test_check_reads_row_files(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check", str(RESULTS / "train-step.jsonl"), str(RESULTS / "kernels.jsonl"))
+    assert code == 0
+    assert out.splitlines()[0].startswith("row")
+    assert "2.7B 1024 cs336_graph" in out
+    assert "not compared" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("memory", "--size", "huge"), "size is 'huge': it must be one of small"),
+        (("memory", "--size", "xl", "--d_model", "100"), "d_model is 100, but size 'xl' means 1600"),
+        (("memory", "--d_model", "100"), "d_ff is missing: give it"),
+        (("memory", "--card", "H300"), "card is 'H300': it must be one of H200"),
+        (("memory", "--memory_gib", "0"), "memory_gib is 0.0: it must be above 0"),
+        (("memory", "--attention", "flesh"), "attention is 'flesh': it must be one of naive"),
+        (("memory", "--batchsize", "4"), "unknown field batchsize: did you mean batch_size?"),
+        (("step", "--bandwidth_tb_s", "-1"), "bandwidth_tb_s is -1.0: it must be above 0"),
+        (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
+        (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
+        (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
+        (("ddp-overhead", "--overhead_ms", "-1"), "overhead_ms is -1.0: it must be at least 0"),
+        (("ddp-overhead", "--plot", "/proc/plot.png"), "plot is '/proc/plot.png': it must be a file"),
+        (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
+        (("parallelism", "--device_gb", "0"), "device_gb is 0.0: it must be above 0"),
+        (("check", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"cs336: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["", "memory", "step", "activation", "checkpointing", "ddp-overhead", "parallelism"])
+def test_nothing_but_reading_rows_needs_pytorch(what: str) -> None:
+    arguments = [what] if what else ["--help"]
+    code = (
+        f"import sys\nfrom cs336_systems.cli import main\ntry:\n    main(['plan', *{arguments!r}])\n"
+        "except SystemExit as stopped:\n    assert stopped.code == 0, stopped.code\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "value, unit, shown",
+    [
+        (2**30, "bytes", "1.00 GiB"),
+        (3 * 2**19, "bytes", "1.50 MiB"),
+        (12, "bytes", "12 B"),
+        (0.0125, "s", "12.500 ms"),
+        (3.4e-5, "s", "34.00 us"),
+        (2.5e13, "FLOP", "25 TFLOP"),
+        (2.9e11, "bytes/s", "290 GB/s"),
+        (0.123, "share", "12.3%"),
+        (20444.44, "tokens", "20,444.4 tokens"),
+        (float("nan"), "", "-"),
+        (float("inf"), "", "none"),
+    ],
+)
+def test_values_in_the_unit_that_reads_best(value: float, unit: str, shown: str) -> None:
+    assert show(value, unit) == shown
+
+
+def test_columns_are_aligned_and_what_is_not_finite_is_null() -> None:
+    section = Section("S", (Term("a", "x", 1.0, ""), Term("long", "y", float("inf"), "")), ("note",))
+    assert as_text([section]) == "S\n  a        1  x\n  long  none  y\n  note"
+    assert [term["value"] for term in as_json([section])[0]["terms"]] == [1.0, None]
+
+
+def test_more_gpus_send_more_in_more_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    def given(world_size: str) -> dict[str, float]:
+        arguments = ("ddp-overhead", "--gradient_bytes", "1e9", "--world_size", world_size, "--json")
+        sections = json.loads(run(capsys, *arguments)[1])
+        return {term["name"]: term["value"] for section in (sections[0], sections[-1]) for term in section["terms"]}
+
+    two, eight = given("2"), given("8")
+    assert eight["w, all-reduce"] == pytest.approx(two["w, all-reduce"] * 4 / 7)  # 2 x 7 / 8 bytes a byte, not 1
+    assert eight["o, a call"] == pytest.approx(two["o, a call"] * 7)  # 14 steps, not 2
+    for each in (two, eight):
+        assert each["all-reduce"] == pytest.approx(each["o, a call"] + 1e9 / each["w, all-reduce"])

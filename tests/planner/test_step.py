@@ -1,0 +1,162 @@
+"""The time of a step: parts by hand, limits, and what each option does to it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cs336_systems.accounting import matmul_parameters, num_parameters, training_flops
+from cs336_systems.model_config import ModelConfig
+from cs336_systems.planner.cards import CARDS, Card, get_card
+from cs336_systems.planner.job import Job
+from cs336_systems.planner.products import gradients_of, product_seconds, products, products_seconds, rounded_up
+from cs336_systems.planner.step import attention_seconds, elementwise_bytes, step_seconds, step_sections, step_terms
+
+XL = ModelConfig(size="xl", context_length=512).shape
+H200 = CARDS["H200"]
+
+
+def parts(card: Card = H200, **given: Any) -> dict[str, float]:
+    return {term.name: term.value for term in step_terms(Job(**({"shape": XL, "compile": True} | given)), card)}
+
+
+def test_a_product_in_tiles_and_waves_by_hand() -> None:
+    # 2048 x 1600: in 128 x 256 tiles 16 x 7 = 112, one wave of 132: 132 x 32768 / (2048 x 1600) = 1.32; 256 x 128 tiles
+    # are 8 x 13 = 104, the same; of 128 x 128 there are 208, two waves, 264 x 16384 / (2048 x 1600) = 1.32.
+    assert rounded_up(2048, 1600, 132) == pytest.approx(1.32)
+    # 132 whole tiles of 128 x 256 are one full wave.
+    assert rounded_up(128 * 132, 256, 132) == 1
+    # One number keeps one multiprocessor busy with a tile of 128 x 128.
+    assert rounded_up(1, 1, 132) == 132 * 128 * 128
+
+
+def test_a_product_is_bound_by_operations_or_by_bytes() -> None:
+    card = replace(H200, multiprocessors=1, matmul=1e12, bandwidth=1e12)
+    # 256 x 256 x 256: 2 x 256^3 operations at 1e12 are 33.55 us; 3 x 2 x 256^2 bytes 0.39 us.
+    assert product_seconds(256, 256, 256, 2, card) == pytest.approx(33.554e-6, rel=1e-4)
+    # Bandwidth of 1e9: 393,216 bytes are 393 us.
+    assert product_seconds(256, 256, 256, 2, replace(card, bandwidth=1e9)) == pytest.approx(393.2e-6, rel=1e-4)
+
+
+def test_the_products_of_a_step_are_all_operations_with_weights() -> None:
+    job = Job(shape=XL)
+    forward = sum(count * 2 * m * n * k for count, (m, n, k) in products(job))
+    assert forward == 2 * matmul_parameters(XL) * job.tokens
+    for _, (m, n, k) in products(job):
+        assert [2 * a * b * c for a, b, c in gradients_of(m, n, k)] == [2 * m * n * k] * 2
+
+
+def test_a_card_without_waves_and_bytes_takes_operations_by_rate() -> None:
+    ideal = replace(H200, multiprocessors=1, bandwidth=1e30)
+    shape = replace(XL, vocab_size=10240, d_model=2560, d_ff=10240, num_heads=32)  # all multiples of 256
+    job = Job(shape=shape)
+    forward, backward = products_seconds(job, ideal)
+    assert forward == pytest.approx(2 * matmul_parameters(shape) * 2048 / 790e12)
+    assert backward == pytest.approx(2 * forward)
+
+
+def test_the_optimizer_moves_28_bytes_a_parameter() -> None:
+    # 28 x 1,998,235,200 = 55.95 GB at 4.3 TB/s: 13.01 ms; with its state over 4 GPUs a quarter.
+    assert parts()["optimizer"] == pytest.approx(13.01e-3, rel=1e-3)
+    assert parts(world_size=4, strategy="overlap", shard_optimizer=True)["optimizer"] == pytest.approx(
+        13.01e-3 / 4, rel=1e-3
+    )
+    assert "optimizer" not in parts(optimizer=False)
+    assert parts()["gradient norm and clipping"] == pytest.approx(12 * num_parameters(XL) / 4.3e12)
+    assert "gradient norm and clipping" not in parts(clip=False)
+
+
+def test_elementwise_bytes_by_hand() -> None:
+    # T d = 2048 x 1600 = 3,276,800, T d_ff four times that. Compiled, bf16: forward 16 + 22 + 6 x 4 = 62 T d, backward
+    # 40 + 32 + 10 x 4 = 112. Eager: 56 + 30 + 76 + 4 + 20 + 10 x 4 = 226, and twice that.
+    td = 2048 * 1600
+    assert elementwise_bytes(Job(shape=XL, compile=True)) == (62 * td, 112 * td)
+    assert elementwise_bytes(Job(shape=XL)) == (226 * td, 452 * td)
+
+
+def test_attention_by_hand() -> None:
+    # 48 x 4 x 2 x 512^2 x 1600 = 0.16106 TFLOP forward, at half the rate of 1024 positions, 103 TFLOP/s: 1.5637 ms.
+    forward, backward = attention_seconds(Job(shape=XL), H200)
+    assert forward == pytest.approx(1.5637e-3, rel=1e-3)
+    assert backward == pytest.approx(2.5 * forward)
+    assert sum(attention_seconds(Job(shape=XL, attention="naive"), H200)) > 3 * (forward + backward)
+
+
+def test_the_rate_of_attention_between_measured_lengths() -> None:
+    assert H200.attention_rate(1024) == 206e12
+    assert H200.attention_rate(2048) == pytest.approx((206e12 + 391e12) / 2)  # half way by the logarithm
+    assert H200.attention_rate(512) == 103e12
+    assert H200.attention_rate(1 << 20) == 434e12
+
+
+def test_checkpointing_computes_the_forward_pass_again() -> None:
+    all_of_them, half = (parts(activation_checkpointing=policy)["forward again"] for policy in ("block", "every_2"))
+    assert all_of_them == pytest.approx(2 * half)
+    without = parts()
+    assert "forward again" not in without
+    # Of three parts one more: products of the forward pass, a third of the elementwise bytes and of attention.
+    assert without["products, forward"] < all_of_them < (without["step"] - without["optimizer"]) / 3
+
+
+def test_float32_casts_nothing_and_computes_on_the_plain_cores() -> None:
+    full, half = parts(precision="fp32"), parts()
+    assert full["casts of weights and gradients"] == 0
+    assert full["products, forward"] > 10 * half["products, forward"]
+
+
+def test_communication_alone_is_none_and_what_is_after_backward_is_all_exposed() -> None:
+    assert "communication exposed" not in parts()
+    # 4 x 1,998,235,200 bytes by the link, and one overhead a parameter's tensor, of which there are 435.
+    exposed = parts(strategy="naive", world_size=2)["communication exposed"]
+    assert exposed == pytest.approx(4 * num_parameters(XL) / H200.link + 435 * H200.latency_s)
+
+
+def test_buckets_expose_the_last_one_and_the_overheads() -> None:
+    job = dict(strategy="bucketed", world_size=2, bucket_size_mb=100.0)
+    calls = 98
+    exposed = parts(**job)["communication exposed"]
+    assert exposed == pytest.approx(4 * num_parameters(XL) / calls / H200.link + calls * H200.latency_s)
+
+
+def test_what_hiding_costs_and_copies_by_hand() -> None:
+    # 4 N = 7,992,940,800 bytes. Of their 27.98 ms the last of 98 buckets is not hidden; 24 of 132 multiprocessors send
+    # meanwhile. Four passes of 2 (2 - 1) / 2 x 4 N bytes through memory at 4.3 TB/s are 7.435 ms.
+    graph = parts(strategy="bucketed", world_size=2, cuda_graph=True)
+    hidden = 7_992_940_800 / H200.link * 97 / 98
+    assert graph["what hiding it costs"] == pytest.approx(hidden * 24 / 132 + 7.435e-3, rel=1e-4)
+    # Gradients are copied into buckets, 8 bytes a parameter; without a graph they are zeroed and added to, 16.
+    assert graph["copies of gradients"] == pytest.approx(8 * num_parameters(XL) / 4.3e12)
+    assert parts(strategy="bucketed", world_size=2)["copies of gradients"] == 2 * graph["copies of gradients"]
+    # Flattened and copied back: 16. Nothing is hidden.
+    flat = parts(strategy="flat", world_size=2)
+    assert flat["copies of gradients"] == pytest.approx(16 * num_parameters(XL) / 4.3e12)
+    assert flat["what hiding it costs"] == 0
+
+
+def test_the_sharded_optimizer_sends_weights() -> None:
+    # Each of 4 GPUs gets three quarters of the 4 N bytes.
+    sending = parts(strategy="overlap", world_size=4, shard_optimizer=True)["sending weights"]
+    assert sending == pytest.approx(4 * num_parameters(XL) * 0.75 / H200.link)
+
+
+def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:
+    # 2 N bytes are gathered in 50 units, half of each from the other; 3 x 50 calls of half an all-reduce's overhead.
+    exposed = parts(strategy="fsdp", world_size=2)["communication exposed"]
+    assert exposed == pytest.approx(2 * num_parameters(XL) / 2 / 50 / H200.link + 150 * H200.latency_s / 2)
+
+
+def test_what_is_longer_than_the_backward_pass_is_exposed() -> None:
+    slow = get_card("H200", link=1e9)  # 8 s
+    assert parts(slow, strategy="bucketed", world_size=2)["communication exposed"] > 7.5
+
+
+def test_mfu_is_useful_operations_by_time_by_the_datasheet() -> None:
+    job = Job(shape=XL, compile=True, activation_checkpointing="block")
+    rates = step_sections(job, H200)[-1]
+    assert rates.value("MFU") == pytest.approx(training_flops(XL, 4, 512) / step_seconds(job, H200) / 989e12)
+
+
+def test_a_tiny_batch_is_bound_by_weights() -> None:
+    one = parts(shape=replace(XL, context_length=1), batch_size=1)
+    # Every product reads its weight, 2 bytes a parameter: at least 2 N_m / bandwidth.
+    assert one["products, forward"] >= 2 * matmul_parameters(XL) / H200.bandwidth
