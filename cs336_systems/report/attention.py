@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bench.case import Row
 from .tables import markdown_table, row_fields
-from .view import Column, Plot, View
+from .view import OUTCOMES, Column, Plot, View
 
 PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
 
@@ -15,7 +15,8 @@ PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
 def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *references: Any) -> list[Row]:
     """Rows with, as metric `name`, how many times as fast each is as the fastest of its references, by p50 of `metric`.
 
-    References are the rows whose `field` has one of those values and whose other fields and machine are the same.
+    References are the rows whose `field` has one of those values and whose other fields, machine and software are the
+    same.
     """
     best: dict[str, float] = {}
     for row in rows:
@@ -32,7 +33,7 @@ def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *refe
 
 def _others(row: Row, field: str) -> str:
     others = sorted((name, str(value)) for name, value in row.config.items() if name != field)
-    return f"{others} {row.env.get('gpu')}"
+    return f"{others} {[row.env.get(name) for name in ('gpu', 'driver', 'cuda', 'torch', 'triton')]}"
 
 
 def _against_plain_and_peers(rows: Sequence[Row]) -> list[Row]:
@@ -162,7 +163,8 @@ def _tables(setting: str, rows: Sequence[Row]) -> str:
 
     def times(row: Row) -> str:
         if row.status != "ok":
-            return {"oom": "out of memory", "error": "not served"}[row.status]
+            refused = (row.error or "").startswith("ValueError:")  # as a kernel does with what it does not serve
+            return "not served" if refused else OUTCOMES[row.status]
         fields = row_fields(row)
         three = (fields.number(f"metrics.{n}_ms.p50", ".3g") for n in ("forward", "backward", "forward_backward"))
         return f"{' / '.join(three)} ({fields.number('metrics.forward_backward_tflops', '.3g')})"

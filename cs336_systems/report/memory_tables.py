@@ -6,7 +6,10 @@ from typing import Any
 from ..bench.case import Row
 from ..profiling.wording import note_of, size_text, title_of
 from .tables import markdown_table, row_fields
+from .view import grouped, latest, machine
 
+_KEYS = ("snapshot", "size", "vocab_size", "batch_size", "context_length", "compile", "activation_checkpointing",
+         "attention", "precision", "optimizer")  # fmt: skip
 _SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 
 
@@ -19,6 +22,9 @@ def memory_table(rows: Sequence[Row]) -> str:
             what = str(config["snapshot"])
         else:
             what = f"{config.get('size')}, {config.get('batch_size', '?')} x {config.get('context_length', '?')}"
+            checkpointing = config.get("activation_checkpointing", "none")
+            what += ", compiled" if config.get("compile") else ""
+            what += "" if checkpointing == "none" else f", checkpointing {checkpointing}"
         failed = "" if row.status == "ok" else " (out of memory)"
         if not row.metrics:
             return (what, row.variant + failed, *["-"] * (4 + len(_SHOWN)))
@@ -35,7 +41,10 @@ def memory_table(rows: Sequence[Row]) -> str:
         )
 
     header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *_SHOWN]
-    return markdown_table(header, map(line, rows))
+    tables = []
+    for group in grouped(rows, ()):
+        tables.append(f"{machine(group[0])}:\n\n{markdown_table(header, map(line, latest(group, _KEYS)))}")
+    return "\n\n".join(tables)
 
 
 def memory_summary(row: Row) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import Row
-from .view import Column, Plot, common_facts, label, show
+from .view import MACHINE, Column, Plot, common_facts, differ, label, show
 
 KERNEL_COLORS = {
     "naive": "#000000",
@@ -61,18 +61,21 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
     """The picture of rows, a panel for each value of the fields in `plot.panels`."""
     from matplotlib.figure import Figure
 
-    panels = _parts(rows, [name for name in plot.panels if _differ(rows, name)]) or [[]]
+    panels = _parts(rows, [name for name in plot.panels if differ(rows, name)]) or [[]]
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(8, 4.5) if len(panels) == 1 else (9, 1.2 + 3.2 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    differing = [name for name in plot.lines if _differ(rows, name)]
+    elsewhere = (plot.x, *plot.panels, *plot.files)
+    # Also fields that the plot does not name: rows that differ in them are other lines.
+    fields = dict.fromkeys((*plot.lines, *keys, MACHINE))
+    differing = [name for name in fields if name not in elsewhere and differ(rows, name)]
     colors: dict[str, str] = {}
     for axes, part in zip(grid, panels, strict=False):
         _fill(axes, plot, part, differing, colors, _in_order(x for row in rows if (x := _x(plot, row)) is not None))
         if len(panels) > 1:
             axes.tick_params("x", labelsize=7.5)
-            names = [name for name in plot.panels if _differ(rows, name)]
+            names = [name for name in plot.panels if differ(rows, name)]
             axes.set_title(", ".join(f"{n.replace('_', ' ')} {show(part[0].config.get(n))}" for n in names), fontsize=9)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
@@ -94,10 +97,6 @@ def put_title(figure: Any, text: str) -> None:
     figure.suptitle(text, x=0.01, ha="left", fontsize=8, wrap=True)
 
 
-def _differ(rows: Sequence[Row], name: str) -> bool:
-    return len({str(row.config.get(name)) for row in rows}) > 1
-
-
 def _x(plot: Plot, row: Row) -> Any:
     value = row.config.get(plot.x)
     return tuple(value) if isinstance(value, list) else value
@@ -107,7 +106,7 @@ def _lines(plot: Plot, rows: Sequence[Row], column: Column, differing: Sequence[
     """A column over the field of the plot, by the name of its line."""
     lines: dict[str, dict[Any, float]] = {}
     for row in rows:
-        name = " ".join(label(field, row.config) for field in differing) or row.case
+        name = " ".join(label(field, row) for field in differing) or row.case
         if (value := column.value(row)) is not None:
             lines.setdefault(name, {})[_x(plot, row)] = value
     return lines

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..bench.case import Row
+from ..model_config import DEFAULT_VOCAB_SIZE
 from ..profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profiling.classes import CLASSES
 from .tables import markdown_table
+from .view import latest
 
 _PARTS = (  # label, range, and whether its matrix products alone, all but them, or everything
     ("scores: Q K^T", SCORES, True),
@@ -31,7 +33,7 @@ def kernels_table(rows: Sequence[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(setting(row), []).append(row)
-    return "\n\n".join(_group_tables(name, _latest(group)) for name, group in groups.items())
+    return "\n\n".join(_group_tables(name, latest(group, ())) for name, group in groups.items())
 
 
 def setting(row: Row) -> str:
@@ -44,15 +46,13 @@ def setting(row: Row) -> str:
         _get(row, "config.precision"),
         f"attention {_get(row, 'config.attention')}",
         "compiled" if config.get("compile") else "",
+        f"vocabulary {config.get('vocab_size')}" if config.get("vocab_size") not in (None, DEFAULT_VOCAB_SIZE) else "",
+        f"optimizer {config.get('optimizer')}" if config.get("optimizer") not in (None, "torch_fused") else "",
         f"checkpointing {checkpointing}" if (checkpointing := config.get("activation_checkpointing")) != "none" else "",
         on or config.get("device"),
         "nsys" if config.get("tool") == "nsys" else "",
     ]
     return ", ".join(str(part) for part in parts if part)
-
-
-def _latest(rows: Sequence[Row]) -> list[Row]:
-    return list({row.variant: row for row in rows}.values())
 
 
 def _get(row: Row, name: str) -> Any:

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,41 +147,3 @@ def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
     if len(set(names)) < len(names):
         names = [str(run_dir) for run_dir in run_dirs]
     plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
-
-
-def _ddp_table(rows: Sequence[Row]) -> str:
-    """A line a variant: median step eager and compiled, what it adds to a step alone, and peak memory."""
-    latest = {row.variant: row for row in rows}
-    variants = list(dict.fromkeys(variant.removesuffix(" compiled") for variant in latest))
-
-    def cells(variant: str, how: str) -> tuple[str, str, str]:
-        by_itself = "alone+graph" if "+graph" in variant else "alone"
-        row, alone = latest.get(variant + how), latest.get(by_itself + how)
-        if row is None or row.status != "ok":
-            return ("-" if row is None else "out of memory", "-", "-")
-        fields = row_fields(row)
-        added = "-"
-        if alone is not None and alone.status == "ok":
-            added = f"{row.metrics['step_ms']['p50'] / alone.metrics['step_ms']['p50'] - 1:+.1%}"
-        return (
-            fields.number("metrics.step_ms.p50", ".1f"),
-            added,
-            fields.number("metrics.peak_memory_bytes", ".1f", 2**30),
-        )
-
-    facts = row_fields(rows[0])
-    head = (
-        f"{facts.get('config.devices')} x {rows[0].env.get('gpu') or 'CPU'}, "
-        f"{facts.get('config.size')}, context {facts.get('config.context_length')}, "
-        f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory a GPU "
-        "in GiB:"
-    )
-    names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]
-    lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
-    return head + "\n\n" + markdown_table(["variant", *names], lines)
-
-
-CASE_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "ddp": _ddp_table,
-}
-"""Tables of cases that are more than a line a row."""

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,7 +63,10 @@ class View:
     """The table and the plots of a case."""
 
     keys: tuple[str, ...]
-    """Fields that tell rows apart: those that differ among the rows are columns, the others stand above."""
+    """Fields that tell rows apart: those that differ among the rows are columns, the others stand above.
+
+    Of rows that are equal in all of them, and in variant and machine, the last is shown.
+    """
     columns: tuple[Column, ...]
     plots: tuple[Plot, ...] = ()
     derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
@@ -74,26 +77,51 @@ class View:
     """Writes files of other names than the case's into a folder, instead of the table and the plots."""
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """Of rows with one configuration and machine the last, in the order in which they first came."""
+MACHINE = "machine"
+"""Stands among the fields of rows for the machine that a row is of."""
+
+
+def machine(row: Row) -> str:
+    """The machine of a row, for a person."""
+    return row.env.get("gpu") or f"CPU, {row.env.get('cpu_threads')} threads"
+
+
+def value_of(row: Row, name: str) -> Any:
+    """A field of a row's configuration, or its machine."""
+    return machine(row) if name == MACHINE else row.config.get(name)
+
+
+def differ(rows: Sequence[Row], name: str) -> bool:
+    """Whether rows have more than one value of a field, or of MACHINE."""
+    return len({str(value_of(row, name)) for row in rows}) > 1
+
+
+def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
+    """Rows that are of one machine and have the same values of some fields, in their order."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str([value_of(row, name) for name in (MACHINE, *names)]), []).append(row)
+    return list(groups.values())
+
+
+def latest(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
+    """Of rows of one variant, machine and of the same keys the last, in the order in which they first came.
+
+    The keys of a view, and not the whole configuration: what failed says less of itself than what ran, and a row of
+    today may have fields that there were not yet.
+    """
     found: dict[str, Row] = {}
     for row in rows:
-        found[f"{row.variant} {sorted(row.config.items(), key=str)} {row.env.get('gpu')}"] = row
+        found[f"{row.variant} {[value_of(row, name) for name in (MACHINE, *keys)]}"] = row
     return list(found.values())
 
 
 def common_facts(rows: Sequence[Row], keys: Sequence[str]) -> tuple[str, list[str]]:
-    """The machines and the fields that all rows have in common, as a line; and the names of those that differ."""
-    common, differing = {}, []
-    for name in keys:
-        values = [row.config.get(name) for row in rows]
-        if all(value == values[0] for value in values):
-            common[name] = values[0]
-        else:
-            differing.append(name)
-    machines = dict.fromkeys(row.env.get("gpu") or f"CPU, {row.env.get('cpu_threads')} threads" for row in rows)
+    """Machine and fields that all rows have in common, as a line; and the names of those in which they differ."""
+    differing = [name for name in (MACHINE, *keys) if differ(rows, name)]
+    common = {name: value_of(rows[0], name) for name in keys if name not in differing}
     facts = [f"{name} {show(value)}" for name, value in common.items() if value is not None]
-    return "; ".join([*machines, *facts]), differing
+    return "; ".join([*([] if MACHINE in differing else [machine(rows[0])]), *facts]), differing
 
 
 def table(rows: Sequence[Row], view: View) -> str:
@@ -108,7 +136,7 @@ def table(rows: Sequence[Row], view: View) -> str:
             raise ValueError(f"{fields.where} has no metrics that its table shows")
         if row.status != "ok":  # it may have some numbers all the same, such as those of what it would have needed
             cells[:1] = [OUTCOMES[row.status]]
-        lines.append([*([show(row.config.get(name)) for name in differing] or [row.variant]), *cells])
+        lines.append([*([show(value_of(row, name)) for name in differing] or [row.variant]), *cells])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     main = f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
@@ -122,9 +150,9 @@ def show(value: Any) -> str:
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def label(name: str, config: Mapping[str, Any]) -> str:
-    """A field in a legend: the value, of what is on or off the name."""
-    value = config.get(name)
+def label(name: str, row: Row) -> str:
+    """A field of a row in a legend: the value, of what is on or off the name."""
+    value = value_of(row, name)
     return (name if value else f"no {name}") if isinstance(value, bool) else show(value)
 
 
@@ -133,10 +161,10 @@ def csv_text(rows: Sequence[Row], view: View) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.config))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["variant", *names, "status", *(column.where for column in view.columns), "error"])
+    writer.writerow(["variant", MACHINE, *names, "status", *(column.where for column in view.columns), "error"])
     for row in rows:
         fields = row_fields(row)
         metrics = [fields.get(f"metrics.{c.where}") if fields.has(f"metrics.{c.where}") else "" for c in view.columns]
         config = [show(value) if isinstance(value, list) else value for value in map(row.config.get, names)]
-        writer.writerow([row.variant, *config, row.status, *metrics, row.error or ""])
+        writer.writerow([row.variant, machine(row), *config, row.status, *metrics, row.error or ""])
     return out.getvalue()

@@ -1,16 +1,16 @@
 """The tables and plots of every case, and the files that are made of a row file: Markdown, CSV and PNG."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..bench.case import Row
 from . import attention_sweep
 from .attention import ATTENTION_VIEWS, attention_table
+from .ddp_table import ddp_table
 from .memory_tables import memory_table
 from .plots import draw
 from .profile_tables import kernels_table
 from .saved_tensors import tensors_table
-from .tables import CASE_TABLES
 from .view import Column, Plot, View, csv_text, latest, table
 
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
@@ -18,7 +18,7 @@ _STEP = Column("step (ms)", "step_ms.p50")
 _STD = Column("std (ms)", "step_ms.std")
 _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".1f", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
-_MODEL_KEYS = ("size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
+_MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
 VIEWS: dict[str, View] = {
@@ -105,7 +105,12 @@ VIEWS: dict[str, View] = {
 }  # fmt: skip
 
 
-_TABLES = {**CASE_TABLES, "kernels": attention_table, "profile-kernels": kernels_table, "profile-memory": memory_table}
+_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "ddp": ddp_table,
+    "kernels": attention_table,
+    "profile-kernels": kernels_table,
+    "profile-memory": memory_table,
+}
 """Tables that are more than a line a row."""
 
 
@@ -118,11 +123,11 @@ def write_views(rows: Sequence[Row], folder: Path) -> list[Path]:
     for case in dict.fromkeys(row.case for row in rows):
         own, view = [row for row in rows if row.case == case], VIEWS.get(case)
         if view is not None and view.write is not None:
-            files += view.write(view.derive(latest(own)), folder)
+            files += view.write(view.derive(latest(own, view.keys)), folder)
             continue
         files.append(_write(folder / f"{case}.md", _case_table(own) + "\n"))
         if view is not None:
-            shown = view.derive(latest(own))
+            shown = view.derive(latest(own, view.keys))
             files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
             for plot in view.plots:
                 files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
@@ -152,4 +157,4 @@ def _case_table(rows: Sequence[Row]) -> str:
         return _TABLES[case](rows)
     if case not in VIEWS:
         raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
-    return table(VIEWS[case].derive(latest(rows)), VIEWS[case])
+    return table(VIEWS[case].derive(latest(rows, VIEWS[case].keys)), VIEWS[case])

@@ -113,6 +113,22 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     assert "| fsdp | out of memory | - | - | - | - | - |" in table
 
 
+def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_run_out_of_memory() -> None:
+    def row(variant: str, p50: float, gpu: str = "A", status: Any = "ok", **fields: Any) -> Row:
+        metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": 1 << 30} if status == "ok" else {}
+        config = {**as_json(quick(ALONE)[0]), **fields}
+        return Row(case="ddp", variant=variant, config=config, metrics=metrics, status=status, env={"gpu": gpu})
+
+    rows = [row("alone", 100), row("naive", 150), row("alone", 10, size="xl"), row("naive", 30, gpu="B"),
+            row("flat", 0, status="error"), row("naive", 40, devices=4)]  # fmt: skip
+    tables = rows_table(rows).split("\n\n")[1::2]
+    assert len(tables) == 4
+    assert "| naive | 150.0 | +50.0% |" in tables[0]
+    assert "| flat | failed |" in tables[0]
+    assert "| alone | 10.0 |" in tables[1]
+    assert all("| naive | " in table and "%" not in table for table in tables[2:])
+
+
 # Streams
 
 

@@ -2,14 +2,18 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cs336_systems.bench.case import Row
-from cs336_systems.report.views import VIEWS, csv_text, latest, rows_table, write_views
+from cs336_systems.report.plots import figure_of
+from cs336_systems.report.view import Column, Plot, csv_text, latest
+from cs336_systems.report.views import VIEWS, rows_table, write_views
 
+KEYS = VIEWS["model"].keys
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}
 
 
@@ -37,8 +41,29 @@ def test_what_rows_have_in_common_stands_above_their_table() -> None:
 
 
 def test_of_rows_measured_again_the_last_is_shown_in_the_first_ones_place() -> None:
-    rows = latest([*ROWS, row("small", 128, 11.0), row("small", 128, 12.0, env={"gpu": "another"})])
+    rows = latest([*ROWS, row("small", 128, 11.0), row("small", 128, 12.0, env={"gpu": "another"})], KEYS)
     assert [r.metrics.get("step_ms", {}).get("p50") for r in rows] == [11.0, 21.0, 100.0, None, 12.0]
+
+
+def test_a_row_takes_the_place_of_one_that_failed_or_said_less_of_itself() -> None:
+    old = [replace(row("small", 128, None), status="error"), row("small", 256, 9.0)]
+    new = [replace(r, config={**r.config, "steps": 3, "d_model": 8}) for r in (row("small", 128, 1.0), ROWS[1])]
+    assert latest([*old, *new], KEYS) == new
+
+
+def test_machines_are_told_apart_in_tables_and_plots() -> None:
+    rows = [ROWS[0], row("small", 128, 11.0, env={"gpu": "another"}), row("small", 128, 12.0, env={"cpu_threads": 2})]
+    lines = rows_table(rows).splitlines()
+    assert lines[0] == "size small; context_length 128; batch_size 4; mode train_step; compile no:"
+    assert [line.split(" | ")[0] for line in lines[4:]] == ["| NVIDIA Made-up", "| another", "| CPU, 2 threads"]
+    bars = figure_of(VIEWS["model"].plots[0], rows, KEYS).axes[0].containers
+    assert [bar.get_label() for bar in bars] == ["NVIDIA Made-up", "another", "CPU, 2 threads"]
+
+
+def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines() -> None:
+    plot = Plot(name="p", y=Column("y", "step_ms.p50"), x="context_length", lines=("size",))
+    rows = [*ROWS[:2], *(replace(r, config={**r.config, "batch_size": 8}) for r in ROWS[:2])]
+    assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["4", "8"]
 
 
 def test_one_row_alone_has_its_variant() -> None:

@@ -1,0 +1,41 @@
+"""The table of the case `ddp`: what each strategy adds to a step of one GPU alone."""
+
+from collections.abc import Sequence
+
+from ..bench.case import Row
+from .tables import markdown_table, row_fields
+from .view import OUTCOMES, grouped, machine
+
+_SETTING = ("devices", "size", "context_length", "batch_size", "precision")
+
+
+def ddp_table(rows: Sequence[Row]) -> str:
+    """A table a machine and setting: the median step of each variant, eager and compiled, what it adds, its memory."""
+    return "\n\n".join(map(_setting_table, grouped(rows, _SETTING)))
+
+
+def _setting_table(rows: Sequence[Row]) -> str:
+    last = {row.variant: row for row in rows}
+    variants = list(dict.fromkeys(variant.removesuffix(" compiled") for variant in last))
+
+    def cells(variant: str, how: str) -> tuple[str, str, str]:
+        by_itself = "alone+graph" if "+graph" in variant else "alone"
+        row, alone = last.get(variant + how), last.get(by_itself + how)
+        if row is None or row.status != "ok":
+            return ("-" if row is None else OUTCOMES[row.status], "-", "-")
+        fields, added = row_fields(row), "-"
+        if alone is not None and alone.status == "ok":
+            added = f"{row.metrics['step_ms']['p50'] / alone.metrics['step_ms']['p50'] - 1:+.1%}"
+        step, peak = (fields.number("metrics.step_ms.p50", ".1f"),
+                      fields.number("metrics.peak_memory_bytes", ".1f", 2**30))  # fmt: skip
+        return step, added, peak
+
+    facts = row_fields(rows[0])
+    head = (
+        f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
+        f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
+        f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory a GPU in GiB:"
+    )
+    names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]
+    lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
+    return head + "\n\n" + markdown_table(["variant", *names], lines)
