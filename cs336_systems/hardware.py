@@ -91,19 +91,28 @@ def check_precision(device: torch.device, precision: str) -> None:
                 )
 
 
+def gpu_count() -> int:
+    """How many GPUs PyTorch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_name() -> str | None:
+    """The name of the first GPU that PyTorch sees, or None."""
+    return torch.cuda.get_device_name() if gpu_count() else None
+
+
 def environment() -> dict[str, Any]:
     """What a measurement was made with: GPU name and count, versions, commit. Plain JSON types."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
-        "gpu": torch.cuda.get_device_name() if gpus else None,
-        "gpu_count": gpus,
+        "gpu": gpu_name(),
+        "gpu_count": gpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "platform": platform.machine(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
-        "driver": _driver_version() if gpus else None,
+        "driver": _driver_version() if gpu_count() else None,
         "commit": _commit(),
     }
 

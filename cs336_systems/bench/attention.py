@@ -21,7 +21,7 @@ from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
 from ..training.metrics import summarise
 from .case import Row
-from .outcome import failed, free_memory, measured
+from .outcome import current_gpu_state, failed, free_memory, is_sound, measured, with_gpu_states
 from .sweep import as_json, swept
 from .timing import time_ms, wait_for
 
@@ -125,11 +125,13 @@ def _measure(case: str, works: Sequence[str], configs: Sequence[KernelBench]) ->
             yield failed(case, config.kernel, as_json(config), error)
         return
     subjects = [_Subject(case, config, inputs, works) for config in configs]
-    for subject in subjects:
-        subject.run(subject.first_call)
-    for _ in range(configs[0].rounds):
-        for subject in subjects:
-            subject.run(subject.time_all)
+    steps = [(subject, subject.first_call) for subject in subjects]
+    steps += [(subject, subject.time_all) for _ in range(configs[0].rounds) for subject in subjects]
+    for subject, step in steps:
+        subject.run(step)
+        if subject.failure is not None and not is_sound():
+            yield subject.failure
+            raise RuntimeError("the GPU is lost to this process; the other kernels are measured in another")
     for subject in subjects:
         yield subject.row()
 
@@ -155,6 +157,7 @@ class _Subject:
         self.facts: dict[str, Any] = {}
         self.ran: dict[str, Any] = {}
         self.failure: Row | None = None
+        self.states: list[dict[str, Any]] = [{}, {}]  # of the GPU, before the first and after the last round
 
     def attention(self) -> Tensor:
         q, k, v = self.qkv
@@ -172,6 +175,8 @@ class _Subject:
         except Exception as error:  # a kernel of others may raise anything; the other rows are wanted all the same
             self.failure = failed(self.case, self.config.kernel, as_json(self.config), error)
         if self.failure is not None:
+            if not is_sound():
+                return  # whoever measures leaves this process
             self.clear()
             free_memory()
 
@@ -212,9 +217,11 @@ class _Subject:
             "forward_sum_backward": lambda: self.attention().sum().backward(),
         }
         warmup_ms, rep_ms = self.config.warmup_ms, self.config.rep_ms
+        self.states[0] = self.states[0] or current_gpu_state()
         for name in self.works:
             times = time_ms(todo[name], self.do.device, warmup_ms, rep_ms, self.qkv)
             self.times.setdefault(name, []).extend(times)
+        self.states[1] = current_gpu_state()
         self.clear()
 
     def row(self) -> Row:
@@ -225,7 +232,8 @@ class _Subject:
             flops = attention_flops(self.do.shape, self.qkv[1].shape[-2], self.config.is_causal, WORKS[name])
             metrics[f"{name}_ms"] = summarise(times)
             metrics[f"{name}_tflops"] = flops / metrics[f"{name}_ms"]["p50"] / 1e9
-        return measured(self.case, self.config.kernel, as_json(self.config), self.ran, metrics)
+        row = measured(self.case, self.config.kernel, as_json(self.config), self.ran, metrics)
+        return with_gpu_states(row, *self.states)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -4,10 +4,12 @@ import functools
 import gc
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from ..hardware import gpu_state
 from .case import Row
 from .sweep import as_json
 
@@ -34,12 +36,25 @@ def each(
 def attempt(
     case: str, variant: str, asked: dict[str, Any], measure: Callable[[], tuple[dict[str, Any], dict[str, Any]]]
 ) -> Row:
-    """The row of a measurement, or of what went wrong with it."""
+    """The row of a measurement, or of what went wrong with it; with the state of a GPU before and after it."""
+    before = current_gpu_state()
     try:
         ran, metrics = measure()
     except Exception as error:  # a kernel, a compiler or a driver may raise anything: the sweep goes on
         return failed(case, variant, asked, error)
-    return measured(case, variant, asked, ran, metrics)
+    after = current_gpu_state()  # before anything else: a reason for a lower clock is gone in a moment
+    return with_gpu_states(measured(case, variant, asked, ran, metrics), before, after)
+
+
+def current_gpu_state() -> dict[str, Any]:
+    """`gpu_state` of the current GPU; {} where this process has not begun to use one."""
+    return gpu_state(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_initialized() else {}
+
+
+def with_gpu_states(row: Row, before: dict[str, Any], after: dict[str, Any]) -> Row:
+    """A row that has the states of its GPU too, those that are known."""
+    states = {name: state for name, state in (("gpu_before", before), ("gpu_after", after)) if state}
+    return replace(row, env={**row.env, **states})
 
 
 def measured(case: str, variant: str, asked: dict[str, Any], ran: dict[str, Any], metrics: dict[str, Any]) -> Row:
@@ -60,14 +75,18 @@ def failed(case: str, variant: str, asked: dict[str, Any], error: Exception) -> 
     return Row(case=case, variant=variant, config=asked, status=status, metrics=metrics, error=message)
 
 
-def failure(error: Exception) -> tuple[Status, str]:
-    """Status and error of the row of something that raised."""
-    line = str(error).split("\n")[0]
-    # For a CPU PyTorch has no error of its own, and that of another process comes as its message.
-    said = "can't allocate memory" in line or "out of memory" in line
-    if said or isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "oom", line
-    return "error", f"{type(error).__name__}: {line}"
+def failure(error: BaseException) -> tuple[Status, str]:
+    """Status and error of the row of something that raised; what a compiler or an executor wraps is unwrapped."""
+    while (inner := getattr(error, "inner_exception", None)) is not None:
+        error = inner
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    # For a CPU PyTorch has no error of its own, and that of another process or of a compiler comes as its message.
+    short = next((line for line in lines if "can't allocate memory" in line or "out of memory" in line), None)
+    if short is not None or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "oom", short or lines[0]
+    # Of a message that ends its first line with a colon the last line says more: "at 1:0:".
+    line = " ".join((lines[0], lines[-1])) if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return "error", f"{type(error).__name__}: {line}".strip()
 
 
 def requested_bytes(message: str) -> int | None:
@@ -81,3 +100,13 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def is_sound() -> bool:
+    """Whether the GPU still computes: after an illegal access nothing in its process does."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True

@@ -1,6 +1,5 @@
 """What each process of the case `ddp` does: measures every variant together with the others; rank 0 writes the rows."""
 
-import gc
 import json
 import re
 import sys
@@ -23,7 +22,7 @@ from ..training.loop import Trainer
 from ..training.metrics import summarise
 from .case import Row, append_row
 from .cases.ddp import DDPBench, name_of
-from .outcome import measured
+from .outcome import free_memory, measured
 from .streams import record_step
 from .sweep import as_json
 
@@ -38,7 +37,7 @@ def measure_on_rank(configs: Sequence[DDPBench], device: torch.device, at_work: 
             is_last = round_ == config.rounds - 1
             with comm.alone() if config.is_alone else nullcontext():
                 everything[config].append(_measure_variant(config, device, is_last))
-            _free(device)
+            free_memory()  # what the variant before has held, compiled code's references too
             if is_last:
                 ranks = comm.gather_objects(merged(everything[config]), "what was measured")
                 ran = {"run": config.run_config().to_dict()}
@@ -66,13 +65,6 @@ def _measure_variant(config: DDPBench, device: torch.device, is_last: bool) -> d
             file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json")
             record_step(trainer.train_step, file if comm.rank() == 0 else None, device)
     return {"steps_ms": times, "peak_memory_bytes": peak, "held_before_bytes": held}
-
-
-def _free(device: torch.device) -> None:
-    """Give back what the variant before has held, compiled code's references too."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..hardware import gpu_count, gpu_name
 from .case import Row, append_row, read_rows
 from .outcome import failed
 from .sweep import Case, as_json, describe_among, groups, is_of
@@ -26,11 +27,13 @@ def run_case(
     """Measure; append each row to the file at `path`, then yield it.
 
     Processes of their own measure, and whatever ends one is a row of status error: the others are measured by the next.
-    resume: leave out what the file has rows of, but for those that are errors. timeout_s: for each configuration.
-    isolated: whether each group has a process of its own (default: as the case says). progress: called with the number
-    of configurations done, that of all, and the one at work, as `describe_among` all of them.
+    resume: leave out what the file has rows of this machine's GPUs of, but for those that are errors. timeout_s: for
+    each configuration. isolated: whether each group has a process of its own (default: as the case says). progress:
+    called with the number of configurations done, that of all, and the one at work, as `describe_among` all of them.
     """
-    known = [row for row in read_rows(path) if row.case == case.name] if resume and path.exists() else []
+    known = read_rows(path) if resume and path.exists() else []
+    here = (gpu_name(), gpu_count())
+    known = [row for row in known if row.case == case.name and (row.env.get("gpu"), row.env.get("gpu_count")) == here]
     left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]
     if len(left) < len(configs):
         logger.info("%d of %d configurations are in %s already", len(configs) - len(left), len(configs), path)

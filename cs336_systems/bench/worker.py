@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 from .case import Row
+from .outcome import is_sound
 from .sweep import Case
 
 # From a server that has PyTorch loaded and has never touched CUDA, which does not survive a fork: that spares each
@@ -58,6 +58,8 @@ class Worker:
                 if isinstance(got, bool):
                     self.is_sound = got
                     return
+                if isinstance(got, str):
+                    raise WorkerEndedError(got)
                 yield got
         except (EOFError, OSError) as error:
             self._process.join(10)
@@ -99,16 +101,26 @@ def _work(pipe: Connection, lifeline: Connection, module: str, environ: Mapping[
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one ends this
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     case: Case = import_module(module).CASE
+    _refuse_eager_fallback()
     while True:
         try:
             configs = pipe.recv()
         except EOFError:
             return
-        before = _gpu_state()
-        for row in case.measure(configs):
-            state = {"gpu_before": before, "gpu_after": _gpu_state()} if before else {}
-            pipe.send(replace(row, env={**row.env, **state}))
-        pipe.send(_is_sound())
+        try:
+            for row in case.measure(configs):
+                pipe.send(row)
+            pipe.send(is_sound())
+        except Exception as error:  # what no row is of: the configurations that are left are measured one by one
+            pipe.send(f"{type(error).__name__}: {error}")
+            return
+
+
+def _refuse_eager_fallback() -> None:
+    """Let what is compiled too often fail. PyTorch would go on without compiling it, and its row say it is compiled."""
+    from torch._dynamo import config
+
+    config.fail_on_recompile_limit_hit = True
 
 
 def _end_with(lifeline: Connection) -> None:
@@ -116,25 +128,3 @@ def _end_with(lifeline: Connection) -> None:
     with contextlib.suppress(EOFError):
         lifeline.recv()
     os._exit(1)
-
-
-def _gpu_state() -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return {}
-    from ..hardware import gpu_state
-
-    return gpu_state(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _is_sound() -> bool:
-    """Whether the GPU still computes: after an illegal access nothing in its process does."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
-    return True

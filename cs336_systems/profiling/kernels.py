@@ -11,7 +11,7 @@ import torch
 
 from ..accounting import attention_product_flops, softmax_flops
 from ..bench.case import Row, append_row
-from ..bench.outcome import free_memory
+from ..bench.outcome import failure, free_memory
 from ..bench.ranges import named_range
 from ..bench.timing import wait_for
 from ..bench.workload import Workbench, Workload
@@ -73,9 +73,12 @@ def measure(
         try:
             ran, metrics, totals = profile(config, mode, out)
             row = Row(case=CASE, variant=mode, config=ran | given, metrics=metrics)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            status, reason = failure(error)
+            if status != "oom":
+                raise
             asked = asdict(config.workload_of(mode)) | asdict(config.workload.shape) | given
-            row = Row(case=CASE, variant=mode, config=asked, status="oom", error=str(error).splitlines()[0])
+            row = Row(case=CASE, variant=mode, config=asked, status=status, error=reason)
         append_row(out / "rows.jsonl", row)
         free_memory()
         yield row, totals

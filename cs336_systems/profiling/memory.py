@@ -4,12 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cs336_basics.shape import ModelShape
 
 from ..accounting import num_parameters
 from ..bench.case import Row, append_row, check_row_file
+from ..bench.outcome import failure
 from ..bench.workload import Workload
 from .history import history_of
 from .page import write_page
@@ -33,9 +32,11 @@ def profile(config: Workload, folder: Path, warmup: int = 2, detail: int = 5000,
     _check_folder(folder)
     try:
         record(config, warmup, folder)
-    except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
-        row = Row(case=CASE, variant=config.mode, config=dataclasses.asdict(config), status="oom", error=reason)
+    except Exception as error:
+        status, reason = failure(error)
+        if status != "oom":
+            raise
+        row = Row(case=CASE, variant=config.mode, config=dataclasses.asdict(config), status=status, error=reason)
         append_row(folder / ROWS_FILE, row)
         return row
     return draw(folder / SNAPSHOT_FILE, folder, detail, min_bytes)

@@ -155,8 +155,11 @@ def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
         calls.append(x.grad)
         x.sum().backward()
 
-    times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=1.0, gradients_of=[x])
-    assert len(calls) == 1 + len(times)  # one to see how long a call takes
+    times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=1000.0, gradients_of=[x])
+    assert len(calls) == 5 + len(times)  # five to see how long a call takes
+    calls.clear()
+    times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=0.0, gradients_of=[x])
+    assert len(calls) == 1 + len(times) == 2  # of a long one, one
     assert all(grad is None for grad in calls)
 
 

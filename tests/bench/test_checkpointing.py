@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.bench.case import Row
-from cs336_systems.bench.cases.checkpointing import CASE, CheckpointingBench, _counted, measure
+from cs336_systems.bench.cases.checkpointing import CASE, CheckpointingBench, _counted
 from cs336_systems.bench.live_bytes import LiveBytes
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.report.plots import figure_of
@@ -21,7 +21,9 @@ QUICK = dict(size="quick", num_layers=8, batch_size=2, context_length=16, precis
 
 def measured(policy: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     how = dict(attention="naive", warmup=0, steps=1, activation_checkpointing=policy)
-    return measure(CheckpointingBench(**{**QUICK, **how, **fields}))
+    (row,) = CASE.measure([CheckpointingBench(**{**QUICK, **how, **fields})])
+    assert row.error is None
+    return row.config, row.metrics
 
 
 # Memory

@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench import outcome
+from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
@@ -158,6 +161,54 @@ def test_a_row_is_of_a_configuration_that_it_has_more_to_say_of() -> None:
 )  # fmt: skip
 def test_the_bytes_that_were_asked_for_are_read_from_the_message(message: str, expected: int | None) -> None:
     assert requested_bytes(message) == expected
+
+
+class Wrapped(RuntimeError):
+    """As torch.compile wraps what a backend, or a kernel, has raised."""
+
+    def __init__(self, inner: Exception) -> None:
+        super().__init__("backend='inductor' raised:\nand what it was")
+        self.inner_exception = inner
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (Wrapped(torch.OutOfMemoryError("CUDA out of memory. Tried")), ("oom", "CUDA out of memory. Tried")),
+        (Wrapped(Wrapped(KeyError("x"))), ("error", "KeyError: 'x'")),
+        (RuntimeError("at 1:0:\n^\n\nno such thing"), ("error", "RuntimeError: at 1:0: no such thing")),
+        (RuntimeError("rank 1 failed\nCUDA out of memory. Tried"), ("oom", "CUDA out of memory. Tried")),
+        (RuntimeError(""), ("error", "RuntimeError:")),
+    ],
+)
+def test_what_a_compiler_wraps_is_unwrapped(error: Exception, expected: tuple[str, str]) -> None:
+    assert failure(error) == expected
+
+
+def test_a_row_has_the_state_of_its_gpu_before_and_after_also_where_it_was_not_begun_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = [{}, {"sm_mhz": 1}, {"sm_mhz": 2}, {"sm_mhz": 3}]
+    monkeypatch.setattr(outcome, "current_gpu_state", lambda: states.pop(0))
+    rows = list(CASE.measure(configurations(CASE, {"kind": ("none",), "number": (1, 2)})))
+    assert "gpu_before" not in rows[0].env
+    assert rows[0].env["gpu_after"] == {"sm_mhz": 1}
+    assert (rows[1].env["gpu_before"], rows[1].env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
+
+
+def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    (own,) = run(path, kinds=("none",))
+    path.unlink()
+    append_row(path, replace(own, env={**own.env, "gpu": "another", "gpu_count": 8}))
+    assert len(run(path, kinds=("none",), resume=True)) == 1
+    assert run(path, kinds=("none",), resume=True) == []
+
+
+def test_what_is_raised_beside_the_rows_is_the_error_of_what_is_left(tmp_path: Path) -> None:
+    rows = run(tmp_path / "rows", kinds=("none", "raises beside", "oom"))
+    assert [row.status for row in rows] == ["ok", "error", "oom"]
+    assert rows[1].error == "WorkerEndedError: ValueError: nobody has caught this"
 
 
 def test_a_short_memory_is_told_from_other_failures() -> None:

@@ -62,6 +62,7 @@ class AttentionBench:
 def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and its metrics."""
     device = use_device(config.device)
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # by libraries, and what came before
     attention: Any = get_attention(config.kernel)
     if config.compile:
         torch._dynamo.reset()  # or the next size would be compiled for all sizes
@@ -73,8 +74,8 @@ def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]
         metrics[f"{name}_ms"] = summarise(laps)
         metrics[f"{name}_tflops"] = flops / metrics[f"{name}_ms"]["p50"] / 1e9
     if device.type == "cuda":
-        metrics["memory_before_backward_bytes"] = in_use
-        metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+        metrics["memory_before_backward_bytes"] = in_use - held
+        metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - held
     ran = dict(zip(("batch_size", "length", "head_size"), shape, strict=True))
     ran |= {"compile": hasattr(attention, "_torchdynamo_orig_callable"), "repeats": len(times["forward"])}
     return {**ran, "device": str(device)}, metrics | {"timer": Stopwatch.METHOD}

@@ -9,7 +9,8 @@ Compiled blocks cast inside.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from cs336_basics.shape import ModelShape
 from ...accounting import best_group, checkpointed_activation_bytes
 from ...fields import require_at_least
 from ...training.metrics import summarise
+from ..case import Row
 from ..live_bytes import LiveBytes
 from ..outcome import each
 from ..sweep import Case, swept
@@ -86,7 +88,7 @@ def measure(config: CheckpointingBench) -> tuple[dict[str, Any], dict[str, Any]]
         metrics |= _gpu_memory(bench)
     elif not config.compile:
         metrics |= _cpu_memory(bench)
-    return bench.read_back() | _policy(config), metrics | _counted(config)
+    return bench.read_back(), metrics
 
 
 def _policy(config: CheckpointingBench) -> dict[str, Any]:
@@ -149,13 +151,21 @@ def variant(config: CheckpointingBench) -> str:
     return f"{config.activation_checkpointing} {config.precision} {compiled}{config.attention}"
 
 
+def measure_all(configs: Sequence[CheckpointingBench]) -> Iterable[Row]:
+    """Rows, each with what is checkpointed and what is counted: also where memory was short."""
+    for config in configs:
+        for row in each("checkpointing", variant, measure)([config]):
+            told = {**row.config, **_policy(config)}
+            yield replace(row, config=told, metrics={**row.metrics, **_counted(config)})
+
+
 CASE = Case(
     name="checkpointing",
     about="Peak memory and time of a step by which blocks are checkpointed, and how many together.",
     module=__name__,
     config=CheckpointingBench,
     variant=variant,
-    measure=each("checkpointing", variant, measure),
+    measure=measure_all,
     isolated=True,
     wanted=_wanted,
 )

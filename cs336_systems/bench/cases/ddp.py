@@ -137,7 +137,7 @@ def measure(configs: Sequence[DDPBench]) -> Iterator[Row]:
                     left.remove(next(config for config in left if name_of(config) == row.variant))
                     yield row
                 return
-            except RuntimeError as error:
+            except Exception as error:  # whatever the first rank to fail has raised
                 at_work = (place / "at_work").read_text() if (place / "at_work").exists() else ""
                 culprit = next((config for config in left if name_of(config) == at_work), left[0])
                 left.remove(culprit)
