@@ -56,7 +56,7 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
     if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
         return unknown_field(f"{found[1]}.{found[2]}", parser)
     # Of several keys the last one is the field: a group that is given as JSON repeats what its field says.
-    if found := re.match(r'.*Parser key "(?P<name>[^"]+)": (?P<rest>.*)', message):
+    if found := re.match(r'.*Parser key "(?P<name>[^"]+)"(?: element \d+)?: (?P<rest>.*)', message):
         return _wrong_type(found["name"], found["rest"], parser)
     return message
 

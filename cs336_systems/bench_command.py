@@ -1,6 +1,7 @@
 """`cs336 bench CASE`: reads the case's options, measures, appends rows, and makes tables and plots of them."""
 
 import dataclasses
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,21 +28,31 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
+_LONGEST_S = 1e7
+
+
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, read_rows
-    from .bench.sweep import configurations
+    from .bench.sweep import configurations, is_of
     from .report.views import rows_table, write_views
 
     options = parse(_parser(case), arguments)
     names = [field.name for field in dataclasses.fields(case.config)]
-    given = {name: tuple(values) for name in names if (values := getattr(options, name)) is not None}
+    given = {name: tuple(values) for name in names if (values := getattr(options, name, None)) is not None}
     configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
     folder = Path(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
+    if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
+        raise ValueError(f"timeout_s is {options.timeout_s:g}: it must be above 0 and at most {_LONGEST_S:g}")
+    say(f"{len(configs)} to measure; rows go to {path} as they come")
     rows = _measure(case, configs, path, options)
-    say("" if not rows else f"\n{rows_table(rows)}\n")
-    files = write_views([row for row in read_rows(path) if row.case == case.name], folder)
-    say(f"rows are in {path}; of all of them {', '.join(map(str, files))}")
+    known = [row for row in read_rows(path) if row.case == case.name]
+    asked = [row for row in known if any(is_of(row, config) for config in configs)]
+    say(f"\n{rows_table(asked or rows)}\n")
+    if options.quick:
+        say("A quick run shows that it works; its times mean little.")
+    files = ", ".join(map(str, write_views(known, folder)))
+    say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
     return int(bool(rows) and all(row.status == "error" for row in rows))
 
 
@@ -79,11 +90,19 @@ def _parser(case: "Case") -> Any:
         text = told.get(field.name) or field.name
         text += "" if "(default: " in text else f" (default: {values})"
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
-        parser.add_argument(*options, nargs="+", type=kind, default=None, help=text)
-    parser.add_argument("--sweep", nargs="+", type=str, default=[], help="Fields to take all their values of.")
+        parser.add_argument(*options, nargs="+", type=kind, default=SUPPRESS, help=text)
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        type=str,
+        default=[],
+        help="Fields to take their usual values of, more than by default for most.",
+    )
     parser.add_argument("--quick", action="store_true", help="Tiny, seconds on a CPU; other options win over it.")
     parser.add_argument("--resume", action="store_true", help="Leave out what the row file has already.")
-    parser.add_argument("--timeout_s", type=float, default=None, help="End a configuration that takes longer.")
+    parser.add_argument(
+        "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: none is ended)."
+    )
     parser.add_argument("--out", type=str, default="runs/bench", help="Folder of rows, tables and plots.")
     return parser
 

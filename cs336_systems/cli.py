@@ -143,7 +143,8 @@ def _train(arguments: Sequence[str]) -> int:
         say(f"speed            {result.tokens_per_s:,.0f} tokens/s{part}")
     say(f"time             {time.perf_counter() - started:.0f} s")
     if result.sample is not None:
-        say(f'\nmore of it: {_program()} generate {result.run_dir} --prompt "One day"')
+        prompt = "One day" if config.data.source in ("stories", "tinystories") else "The"
+        say(f'\nmore of it: {_program()} generate {result.run_dir} --prompt "{prompt}"')
     return 0
 
 
@@ -222,14 +223,17 @@ def make_report(arguments: Sequence[str]) -> str:
     if options.what == "update":
         changed = {path: update_document(path, make_report) for path in paths}
         return "\n".join(f"{path}: {'made again' if new else 'up to date'}" for path, new in changed.items())
-    if options.plot:
-        (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
+    if options.plot and options.what not in ("runs", "streams"):
+        raise ValueError(f"plot is {options.plot!r}: it must be left out with {options.what}")
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
     if options.what in ("rows", "tables"):
         rows = [row for path in paths for row in read_rows(path)]
         return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, Path(options.out))))
-    return (streams_table if options.what == "streams" else runs_table)(paths)
+    text = (streams_table if options.what == "streams" else runs_table)(paths)
+    if options.plot:
+        (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
+    return text
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -287,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_COMMANDS[arguments[0]][0](arguments[1:]))
     except KeyboardInterrupt:
         _fail(RuntimeError("interrupted"), 130)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:  # the last: of a package that is not always needed
         _fail(error, 2)
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)

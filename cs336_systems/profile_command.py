@@ -129,7 +129,8 @@ def _memory(arguments: Sequence[str]) -> int:
     (folder / memory.SUMMARY_FILE).write_text(memory_summary(row) + "\n", encoding="utf-8")
     say(memory_summary(row))
     if row.metrics:
-        say(f"\nto look at: {folder / memory.PAGE_FILE} (any browser), {folder / memory.PICTURE_FILE}")
+        say(f"\nto look at: {folder / memory.PAGE_FILE} (any browser), {folder / memory.PICTURE_FILE}; this text is in "
+            f"{folder / memory.SUMMARY_FILE}, its numbers in {folder / memory.ROWS_FILE}")  # fmt: skip
     return 0
 
 

@@ -1,8 +1,10 @@
 """The row: one JSON object a measurement, the only place that tables, plots and docs take numbers from."""
 
+import contextlib
 import json
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +35,8 @@ class Row:
             value = getattr(self, name)
             if not isinstance(value, cls):
                 raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
+        if not isinstance(self.error, str | None):
+            raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")
         if self.status not in _STATUSES:
             raise ValueError(
                 f"status of a row of case {self.case!r}, variant {self.variant!r} is {self.status!r}: "
@@ -53,23 +57,38 @@ def check_row_file(path: str | os.PathLike[str]) -> Path:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to a JSON Lines file, as a line of its own; a row that cannot be written whole leaves nothing."""
+    """Append a row to a JSON Lines file, as a line of its own; a row that cannot be written whole leaves nothing.
+
+    Processes that append to one file take turns.
+    """
     left = (json.dumps(asdict(row)) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+", buffering=0) as file:  # unbuffered: closing must not write what failed once more
+    with path.open("ab+", buffering=0) as file, _locked(file):  # unbuffered: closing must not write again what failed
         file.seek(0)
         last = file.read().rpartition(b"\n")[2]
         length = file.seek(0, os.SEEK_END)
-        if last and _is_json(last):
-            left = b"\n" + left
-        elif last:  # what a process that was killed has left: no row, and it would spoil the line
+        if last.startswith(b'{"case"') and not _is_json(last):  # half a row, which a process that was killed has left
             length = file.truncate(length - len(last))
+        elif last:
+            left = b"\n" + left
         try:
             while left:
                 left = left[file.write(left) :]
         except BaseException:
             file.truncate(length)
             raise
+
+
+@contextlib.contextmanager
+def _locked(file: Any) -> Iterator[None]:
+    """Alone with a file among the processes of this machine; where there are no such locks, not."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+    yield
 
 
 def _is_json(line: bytes) -> bool:
@@ -87,8 +106,9 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
-    if path.is_dir():
-        raise ValueError(f"row file {path} is a folder: it must be a file with a row a line")
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ValueError(f"row file {path} is {kind}: it must be a file with a row a line")
     content = path.read_bytes()
     lines = content.splitlines()
     rows = []

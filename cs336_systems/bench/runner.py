@@ -31,7 +31,8 @@ def run_case(
     each configuration. isolated: whether each group has a process of its own (default: as the case says). progress:
     called with the number of configurations done, that of all, and the one at work, as `describe_among` all of them.
     """
-    known = read_rows(path) if resume and path.exists() else []
+    known = read_rows(path) if path.exists() else []  # also where none counts: a damaged file is refused beforehand
+    known = known if resume else []
     here = (gpu_name(), gpu_count())
     known = [row for row in known if row.case == case.name and (row.env.get("gpu"), row.env.get("gpu_count")) == here]
     left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]

@@ -23,6 +23,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "cs336_systems.bench.workload"])
 
 
+SCRATCH = "CS336_SCRATCH"
+"""Names, in the environment of a case that measures, a folder that is removed however its process ends."""
+
+
 class WorkerEndedError(RuntimeError):
     """The process has ended, or was ended, before all rows were there; the message says how."""
 
@@ -36,12 +40,13 @@ class Worker:
         self._stack = ExitStack()
         self._pipe, theirs = _CONTEXT.Pipe()
         lifeline, self._lifeline = _CONTEXT.Pipe(duplex=False)
-        environ: dict[str, str] = {}
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336-", ignore_cleanup_errors=True))
+        environ = {SCRATCH: folder}
         if empty_caches:
-            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336-", ignore_cleanup_errors=True))
-            environ = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+            environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
-        self._process.start()
+        with _ignoring_interrupts():  # as the server that is started first then does, for good
+            self._process.start()
         theirs.close()
         lifeline.close()
 
@@ -86,11 +91,24 @@ class Worker:
         self.close()
 
 
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _how(code: int | None) -> str:
     if code is None:
         return "its process does not answer"
     if code < 0:
-        name = signal.Signals(-code).name
+        known = {number.value: number.name for number in signal.Signals}
+        name = known.get(-code, f"signal {-code}")
         return f"its process was ended by {name}" + (" (was the machine's memory full?)" if name == "SIGKILL" else "")
     return f"its process ended with exit code {code}"
 

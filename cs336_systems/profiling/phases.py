@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .snapshot import printable
+
 SNAPSHOT_FILE, PHASES_FILE = "snapshot.pickle", "phases.json"
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer state", "gradients"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
@@ -79,6 +81,10 @@ def _phases(content: Any) -> Phases:
     for name, kinds in optional.items():
         if not isinstance(content.get(name), kinds):
             raise _WrongError(f"{name} is missing or a {type(content.get(name)).__name__}")
+    for name, value in content["allocator"].items():
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise _WrongError(f"allocator.{name[:40]} must be an integer from 0 to 2^63 - 1")
+    names = [printable(name) for name in names]
     rest = {name: content[name] for name in ("counts", *optional)}
     return Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **rest)
 

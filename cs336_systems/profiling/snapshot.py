@@ -12,6 +12,7 @@ from .unpickling import load_plain
 
 _MOST_ENTRIES = 5_000_000
 _MOST_FRAMES = 256
+_MOST_BYTES = 1 << 48
 _STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 
@@ -111,7 +112,8 @@ class _Reader:
         if action == "oom":
             return Event(action, 0, 0, _number(entry, "time_us", where), 0, ())
         frames = self._stack(entry.get("frames", [])) if action == "alloc" else ()
-        address, size, time_us = (_number(entry, name, where) for name in ("addr", "size", "time_us"))
+        address, time_us = (_number(entry, name, where) for name in ("addr", "time_us"))
+        size = _size(entry, "size", where)
         return Event(action[:40], address, size, time_us, _number(entry, "stream", where, 0), frames)
 
     def _active_blocks(self, segment: dict[str, Any]) -> Iterable[Block]:
@@ -120,10 +122,10 @@ class _Reader:
         stream = _number(segment, "stream", "a segment", 0)
         for block in self._counted(_get(segment, "blocks", list, "a segment")):
             block = _dict(block, "a block")
-            size = _number(block, "size", "a block")
+            size = _size(block, "size", "a block")
             address = _number(block, "address", "a block", address)
             if _get(block, "state", str, "a block") in _STATES:
-                asked = _number(block, "requested_size", "a block", size)
+                asked = _size(block, "requested_size", "a block", size)
                 yield Block(address, asked, stream, self._stack(block.get("frames", [])))
             address += size
 
@@ -137,7 +139,7 @@ class _Reader:
     def _frame(self, frame: Any) -> Frame:
         if id(frame) not in self._frames:
             content = _dict(frame, "a frame")
-            file, name = (_get(content, key, str, "a frame")[:500] for key in ("filename", "name"))
+            file, name = (printable(_get(content, key, str, "a frame")[:500]) for key in ("filename", "name"))
             line = _get(content, "line", int, "a frame")
             self._frames[id(frame)] = Frame(file, line if 0 <= line < 1 << 40 else 0, name)
         return self._frames[id(frame)]
@@ -164,6 +166,18 @@ def _number(content: dict[str, Any], name: str, where: str, default: int | None 
     if not 0 <= value < 1 << 64:  # addresses of a GPU may use the upper half
         raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be at least 0 and below 2^64")
     return value
+
+
+def _size(content: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = _number(content, name, where, default)
+    if value >= _MOST_BYTES:  # so that sums of them are numbers of 64 bits
+        raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be below 2^48")
+    return value
+
+
+def printable(text: str) -> str:
+    """Text with everything replaced that a terminal, a table or a font might stumble over."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _shown(value: Any) -> str:

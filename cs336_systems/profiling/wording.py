@@ -36,7 +36,7 @@ def note_of(row: Row) -> str:
     categories = {
         "tensors": "Parameters, optimizer state and gradients are known by their addresses; activations are what the "
         "forward pass has allocated and the backward pass begins with; other is what else was there before.",
-        "lifetimes": "There are no phases beside this snapshot: categories are lifetimes within the recording, nothing "
-        "more is known.",
+        "lifetimes": "There is no phases.json beside this snapshot: categories are lifetimes within the recording, and "
+        "nothing more is known.",
     }
     return f"{counts[row.metrics['counts']]} {categories[row.metrics['categories_from']]}"

@@ -55,9 +55,9 @@ def _with_kernel(rows: Sequence[Row]) -> list[Row]:
 
 _FORWARD, _BACKWARD = (Column(f"{phase} (ms)", f"{phase}_ms.p50", ".4g") for phase in ("forward", "backward"))
 _BOTH = Column("both (ms)", "forward_backward_ms.p50", ".4g")
-_BOTH_TFLOPS = Column("both (TFLOP/s)", "forward_backward_tflops", ".1f")
-_TFLOPS = (*(Column(f"{phase} (TFLOP/s)", f"{phase}_tflops", ".1f") for phase in ("forward", "backward")), _BOTH_TFLOPS)
-_BEFORE_BACKWARD = Column("in use before backward (GiB)", "memory_before_backward_bytes", ".3f", 2**30)
+_BOTH_TFLOPS = Column("both (TFLOP/s)", "forward_backward_tflops", ".3g")
+_TFLOPS = (*(Column(f"{phase} (TFLOP/s)", f"{phase}_tflops", ".3g") for phase in ("forward", "backward")), _BOTH_TFLOPS)
+_BEFORE_BACKWARD = Column("in use before backward (GiB)", "memory_before_backward_bytes", ".3g", 2**30)
 
 
 _SUM = Column("forward + backward (ms)", _BOTH.where)
@@ -77,10 +77,10 @@ ATTENTION_VIEWS: dict[str, View] = {
             Column("forward (x eager)", "forward_speedup"),
             Column("backward (x eager)", "backward_speedup"),
             _BEFORE_BACKWARD,
-            Column("peak (GiB)", "peak_memory_bytes", ".3f", 2**30),
-            Column("counted: a matrix of scores (GiB)", "counted_bytes.scores", ".3f", 2**30),
-            Column("saved for backward (GiB)", "counted_bytes.saved_for_backward", ".3f", 2**30),
-            Column("needed in backward (GiB)", "counted_bytes.backward_peak", ".3f", 2**30),
+            Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30),
+            Column("counted: a matrix of scores (GiB)", "counted_bytes.scores", ".3g", 2**30),
+            Column("saved for backward (GiB)", "counted_bytes.saved_for_backward", ".3g", 2**30),
+            Column("needed in backward (GiB)", "counted_bytes.backward_peak", ".3g", 2**30),
         ),
         plots=tuple(
             Plot(name=name, y=y, x="length", lines=("compile", "is_causal", "dtype"), log="xy", panels=("head_size",))
@@ -130,7 +130,7 @@ ATTENTION_VIEWS: dict[str, View] = {
             *(Column(f"{name} (ms)", f"forward_sum_backward_ms.{name}", ".3f") for name in ("p20", "p50", "p80")),
             Column("std (ms)", "forward_sum_backward_ms.std", ".3f"),
             Column("calls", "calls", ","),
-            Column("TFLOP/s", "forward_sum_backward_tflops", ".1f"),
+            Column("TFLOP/s", "forward_sum_backward_tflops", ".3g"),
             Column("peak (GiB)", "peak_memory_bytes", ".2f", 2**30),
         ),
     ),

@@ -85,8 +85,8 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
         axes.set_xlabel(plot.x.replace("_", " "))
     known = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(known) > 1:
-        place = {"loc": "outside lower center", "ncols": 5} if len(panels) > 1 else {"loc": "outside right upper"}
-        figure.legend([*known.values()], [*known], frameon=False, fontsize=8, **place)
+        columns = max(1, min(5, 110 // max(len(name) + 6 for name in known)))
+        figure.legend([*known.values()], [*known], frameon=False, fontsize=8, loc="outside lower center", ncols=columns)
     if rows and keys:
         put_title(figure, common_facts(rows, keys)[0].replace("_", " "))
     return figure
@@ -120,6 +120,16 @@ def _draw_line(axes: Any, points: dict[Any, float], xs: Sequence[Any], **style: 
         axes.plot(found, [points[x] for x in found], ms=4, lw=1.4, **style)
 
 
+def _is_wide(values: Sequence[float]) -> bool:
+    """Whether values span so much that equal steps would hide the small ones."""
+    return min(values, default=1.0) > 0 and max(values, default=1.0) > 10 * min(values, default=1.0)
+
+
+def _plain_number(value: float, _: Any = None) -> str:
+    """A label of a logarithmic axis: of a decade only its first numbers, 0.2 and not 2 x 10^-1."""
+    return f"{value:g}" if f"{value:e}"[0] in "125" else ""
+
+
 def _fill(
     axes: Any, plot: Plot, rows: Sequence[Row], differing: Sequence[str], colors: dict[str, str], xs: Sequence[Any]
 ) -> None:
@@ -143,8 +153,10 @@ def _fill(
         axes.minorticks_off()
     if plot.kind == "bar" and sum(len(show(x)) for x in xs) > 40:
         axes.tick_params("x", rotation=45)
-    if "y" in plot.log:
+    if "y" in plot.log and _is_wide([value for points in lines.values() for value in points.values()]):
         axes.set_yscale("log")
+        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            which(_plain_number)
     axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -140,6 +140,8 @@ def table(rows: Sequence[Row], view: View) -> str:
     names = [name.replace("_", " ") for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     main = f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
+    reasons = dict.fromkeys(f"- failed: {row.error}" for row in rows if row.status == "error")
+    main = "\n\n".join([main, *(["\n".join(reasons)] if reasons else [])])
     return "\n\n".join([main, *(view.details(row) for row in rows if view.details and row.status == "ok")])
 
 

@@ -1,6 +1,7 @@
 """The tables and plots of every case, and the files that are made of a row file: Markdown, CSV and PNG."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..bench.case import Row
@@ -16,7 +17,7 @@ from .view import Column, Plot, View, csv_text, latest, table
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
 _STEP = Column("step (ms)", "step_ms.p50")
 _STD = Column("std (ms)", "step_ms.std")
-_PEAK = Column("peak (GiB)", "peak_memory_bytes", ".1f", 2**30)
+_PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
@@ -29,7 +30,7 @@ VIEWS: dict[str, View] = {
             _STEP,
             _STD,
             *_RATES,
-            Column("TFLOP/s", "tflops", ".1f"),
+            Column("TFLOP/s", "tflops", ".3g"),
             _PEAK,
         ),
         plots=(
@@ -117,21 +118,35 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 def write_views(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write a table (.md, .csv) and plots (.png) a case into a folder, or what the case writes instead; the files.
 
-    Raises ValueError for rows of a case that has no table.
+    A plot that would show nothing is left out. Raises ValueError for rows of a case that has no table, or not as its
+    table needs them.
     """
     files = []
-    for case in dict.fromkeys(row.case for row in rows):
-        own, view = [row for row in rows if row.case == case], VIEWS.get(case)
-        if view is not None and view.write is not None:
-            files += view.write(view.derive(latest(own, view.keys)), folder)
-            continue
-        files.append(_write(folder / f"{case}.md", _case_table(own) + "\n"))
-        if view is not None:
-            shown = view.derive(latest(own, view.keys))
-            files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
-            for plot in view.plots:
+    for case, own in _by_case(rows).items():
+        with _naming_the_case(case):
+            files += _write_case(case, own, folder)
+    return files
+
+
+def _write_case(case: str, rows: Sequence[Row], folder: Path) -> list[Path]:
+    view = VIEWS.get(case)
+    shown = [] if view is None else view.derive(latest(rows, view.keys))
+    if view is not None and view.write is not None:
+        return view.write(shown, folder)
+    files = [_write(folder / f"{case}.md", _case_table(rows) + "\n")]
+    if view is not None:
+        files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
+        for plot in view.plots:
+            if any(plot.y.value(row) is not None for row in shown):
                 files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
     return files
+
+
+def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.case, []).append(row)
+    return found
 
 
 def _write(path: Path, text: str) -> Path:
@@ -145,10 +160,20 @@ def rows_table(rows: Sequence[Row]) -> str:
 
     Raises ValueError for a case that there is no table for, and for a row without what its table shows.
     """
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row.case, []).append(row)
-    return "\n\n".join(map(_case_table, by_case.values()))
+    tables = []
+    for case, own in _by_case(rows).items():
+        with _naming_the_case(case):
+            tables.append(_case_table(own))
+    return "\n\n".join(tables)
+
+
+@contextlib.contextmanager
+def _naming_the_case(case: str) -> Iterator[None]:
+    """Rows may come from anywhere: what a table or a plot stumbles over is said as what is wrong with them."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValueError(f"a row of case {case!r} is not as its table or plot needs it: {error!r}") from error
 
 
 def _case_table(rows: Sequence[Row]) -> str:

@@ -6,6 +6,7 @@ on each GPU without any communication: the rest is what data parallelism adds.
 """
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from ...training.launch import check_devices, run_processes
 from ..case import Row, read_rows
 from ..outcome import failed
 from ..sweep import Case, as_json, swept
+from ..worker import SCRATCH
 from ..workload import Workload
 
 ALONE = "alone"
@@ -129,7 +131,7 @@ def measure(configs: Sequence[DDPBench]) -> Iterator[Row]:
     """A row each, in one launch of processes; where one of them ends it, the others in another."""
     left = list(configs)
     while left:
-        with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
+        with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as folder:
             place = Path(folder)
             (place / "configs.json").write_text(json.dumps([asdict(config) for config in left]))
             try:

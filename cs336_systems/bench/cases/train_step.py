@@ -108,7 +108,10 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
 
 def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ValueError("variant hf_llama needs the package transformers: pip install transformers") from error
 
     device, shape = use_device(config.train.device), config.model.shape
     started = time.perf_counter()
