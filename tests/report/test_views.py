@@ -33,9 +33,9 @@ def test_what_rows_have_in_common_stands_above_their_table() -> None:
     assert header == "| size | context length | step (ms) | std (ms) | MFU | peak (GiB) |"
     assert rule == "| --- | --- | ---: | ---: | ---: | ---: |"
     assert lines == [
-        "| small | 128 | 10.00 | 0.50 | 25.0% | 3.0 |",
-        "| small | 256 | 21.00 | 0.50 | 25.0% | 3.0 |",
-        "| xl | 128 | 100.00 | 0.50 | 25.0% | 3.0 |",
+        "| small | 128 | 10.00 | 0.50 | 25.0% | 3 |",
+        "| small | 256 | 21.00 | 0.50 | 25.0% | 3 |",
+        "| xl | 128 | 100.00 | 0.50 | 25.0% | 3 |",
         "| xl | 256 | out of memory | - | - | - |",
     ]
 
