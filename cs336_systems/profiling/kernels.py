@@ -14,12 +14,13 @@ from ..bench.case import Row, append_row
 from ..bench.outcome import free_memory
 from ..bench.ranges import named_range
 from ..bench.timing import wait_for
+from ..bench.trace import read_trace
 from ..bench.workload import Workbench, Workload
 from ..fields import require
 from ..hardware import check_precision, select_device
 from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
 from .summary import SPANS, KernelTotal, add_up, busy_ms, kernel_metrics
-from .trace import cpu_kernels, gpu_kernels, read_trace
+from .trace import cpu_kernels, gpu_kernels
 
 CASE = "profile-kernels"
 MODES = ("forward", "train_step")
