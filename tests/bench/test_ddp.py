@@ -60,7 +60,17 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
 
 
-def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_writes_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(program: list[str], devices: int, folder: Path) -> None:
+        (fields,) = json.loads((folder / "configs.json").read_text())
+        metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}
+        config = as_json(DDPBench(**fields))
+        append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, metrics=metrics))
+
+    monkeypatch.setattr(case, "run_processes", launch)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "ddp", "--quick", "--variant", "alone", "--out", str(tmp_path)])
     assert ended.value.code == 0
