@@ -1,7 +1,5 @@
 """The profile `kernels`: where the time of a forward pass and of a training step goes, kernel by kernel."""
 
-import functools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,13 +11,14 @@ from ..accounting import attention_product_flops, softmax_flops
 from ..bench.case import Row, append_row
 from ..bench.outcome import failure, free_memory
 from ..bench.ranges import named_range
-from ..bench.timing import wait_for
+from ..bench.timing import Stopwatch, wait_for
+from ..bench.trace import read_trace
 from ..bench.workload import Workbench, Workload
 from ..fields import require
 from ..hardware import check_precision, select_device
 from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
 from .summary import SPANS, KernelTotal, add_up, busy_ms, kernel_metrics
-from .trace import cpu_kernels, gpu_kernels, read_trace
+from .trace import cpu_kernels, gpu_kernels
 
 CASE = "profile-kernels"
 MODES = ("forward", "train_step")
@@ -97,27 +96,22 @@ def warm_bench(config: KernelProfile, mode: str) -> tuple[Workbench, bool]:
 
 def wall_times(bench: Workbench, steps: int) -> dict[str, Any]:
     """Without a profiler: the time of a step in ms by the host's clock, and of each phase, waited for one by one."""
-    together: dict[str, float] = {}
-    _timed(bench, together, "step", lambda: [bench.step() for _ in range(steps)])
-    phases: dict[str, float] = {}
+    watch = Stopwatch(bench.device)
     for _ in range(steps):
-        loss = _timed(bench, phases, "forward", bench.forward)
-        if "backward" in bench.phases:
-            _timed(bench, phases, "backward", functools.partial(bench.backward, loss))
-            _timed(bench, phases, "optimizer", bench.optimizer_step)
-    return {
-        "wall_ms": together["step"] / steps,
-        "phase_wall_ms": {phase: phases[phase] / steps for phase in bench.phases},
-    }
-
-
-def _timed(bench: Workbench, times: dict[str, float], name: str, call: Callable[[], Any]) -> Any:
-    """What the call returns, once the device is done; adds its time in ms to `times`."""
-    started = time.perf_counter()
-    result = call()
-    wait_for(bench.device)
-    times[name] = times.get(name, 0.0) + (time.perf_counter() - started) * 1e3
-    return result
+        bench.step()
+    step_ms = watch.lap_ms() / steps
+    laps: dict[str, float] = dict.fromkeys(bench.phases, 0.0)
+    for _ in range(steps):
+        loss = bench.forward()
+        laps["forward"] += watch.lap_ms()
+        if "backward" in laps:
+            bench.backward(loss)
+            laps["backward"] += watch.lap_ms()
+            bench.optimizer_step()  # without an optimizer it clears the gradients, which is no phase
+            cleared = watch.lap_ms()
+            if "optimizer" in laps:
+                laps["optimizer"] += cleared
+    return {"wall_ms": step_ms, "phase_wall_ms": {phase: laps[phase] / steps for phase in bench.phases}}
 
 
 def attention_operations(workload: Workload) -> dict[str, int]:
@@ -155,11 +149,13 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # The profiler's own first step, in which it sets itself up, is thrown away.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
-    times: dict[str, float] = {}
+    times = []
     with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
-        for i in range(steps + 1):
+        for _ in range(steps + 1):
+            watch = Stopwatch(bench.device)
+            bench.step()
             # Waited for: a kernel that were still running when recording begins would have no launch.
-            _timed(bench, times, "recorded" if i else "thrown away", bench.step)
+            times.append(watch.lap_ms())
             profiler.step()
     profiler.export_chrome_trace(str(trace))
-    return times["recorded"] / steps
+    return sum(times[1:]) / steps

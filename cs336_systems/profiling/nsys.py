@@ -78,12 +78,17 @@ def profile_with_nsys(config: KernelProfile, mode: str, out: Path) -> Profiled:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints. Raises RuntimeError with the last line that it said where it fails."""
+    """What a command prints.
+
+    Raises, where it fails, OutOfMemoryError with the line that says so, which nsys and libraries may have lines after,
+    or else RuntimeError with its last line.
+    """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
+        for line in f"{done.stderr}\n{done.stdout}".splitlines():
+            if "out of memory" in line.lower():
+                raise torch.OutOfMemoryError(line.strip())
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        if said and "out of memory" in said[0]:
-            raise torch.OutOfMemoryError(said[0])
         raise RuntimeError(f"{' '.join(command[:2])} ended with code {done.returncode}: {' '.join(said)}")
     return done.stdout
 

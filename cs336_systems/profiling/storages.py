@@ -6,7 +6,6 @@ What an operator uses inside and gives back before it returns is not seen; on a 
 import pickle
 import sys
 import time
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -14,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..bench.live_bytes import StorageFollower
 
 _MOST_FRAMES = 40
 
 
-class StorageRecorder(TorchDispatchMode):
-    """While entered, notes each storage that an operator returns, and when it is freed; `save` writes a snapshot.
+class StorageRecorder(StorageFollower):
+    """While entered, notes each storage that an operator makes, and when it is freed; `save` writes a snapshot.
 
     `held` are tensors that were there before. The snapshot has the form of those of the GPU's allocator.
     """
@@ -30,25 +29,27 @@ class StorageRecorder(TorchDispatchMode):
         super().__init__()
         self._events: list[dict[str, Any]] = []
         self._alive: dict[int, tuple[int, list[dict[str, Any]]]] = {}
-        self._finalizers: list[weakref.finalize] = []
-        for tensor in held:
-            self._watch(tensor.untyped_storage(), [])
+        for storage in (tensor.untyped_storage() for tensor in held):
+            if self.is_new(storage):
+                self._alive[storage.data_ptr()] = storage.nbytes(), []
+                self.follow(storage, storage.data_ptr())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                storage = leaf.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in self._alive:
-                    frames = _stack(sys._getframe(1))
-                    self._note("alloc", storage.data_ptr(), storage.nbytes(), frames)
-                    self._watch(storage, frames)
-        return out
+    def made(self, storage: torch.UntypedStorage) -> int:
+        """Note it and who asked for it; `freed` knows it by its address."""
+        address, size, frames = storage.data_ptr(), storage.nbytes(), _stack(_caller_of_operator())
+        self._note("alloc", address, size, frames)
+        self._alive[address] = size, frames
+        return address
+
+    def freed(self, number: int) -> None:
+        """Note it."""
+        size, _ = self._alive.pop(number)
+        for action in ("free_requested", "free_completed"):
+            self._note(action, number, size, [])
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for finalizer in self._finalizers:
-            finalizer.detach()
+        self.stop()
 
     def save(self, path: Path) -> None:
         """Write what was seen as a snapshot: one trace, and a segment for each storage that is alive."""
@@ -63,21 +64,17 @@ class StorageRecorder(TorchDispatchMode):
         with path.open("wb") as file:
             pickle.dump({"segments": segments, "device_traces": [self._events]}, file)
 
-    def _watch(self, storage: torch.UntypedStorage, frames: list[dict[str, Any]]) -> None:
-        address, size = storage.data_ptr(), storage.nbytes()
-        if size and address not in self._alive:
-            self._alive[address] = size, frames
-            self._finalizers.append(weakref.finalize(storage, self._freed, address))
-            self._finalizers[-1].atexit = False
-
-    def _freed(self, address: int) -> None:
-        size, _ = self._alive.pop(address)
-        for action in ("free_requested", "free_completed"):
-            self._note(action, address, size, [])
-
     def _note(self, action: str, address: int, size: int, frames: list[dict[str, Any]]) -> None:
         event = dict(action=action, addr=address, size=size, stream=0, time_us=time.time_ns() // 1000)
         self._events.append({**event, "frames": frames})
+
+
+def _caller_of_operator() -> FrameType | None:
+    """The frame in which the operator was called that is followed: the one outside of the dispatch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not StorageFollower.__torch_dispatch__.__code__:
+        frame = frame.f_back
+    return frame and frame.f_back
 
 
 def _stack(frame: FrameType | None) -> list[dict[str, Any]]:

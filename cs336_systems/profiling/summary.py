@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.streams import length, merge
+from ..bench.intervals import length, merge
 from .annotated import ATTENTION_RANGES
 from .classes import CLASSES, kernel_class
 from .trace import OUTSIDE, Kernel

@@ -1,4 +1,4 @@
-"""Kernels out of a Chrome trace as `torch.profiler` exports it, each with the phase and range that it belongs to.
+"""Kernels out of a trace, each with the phase and range that it belongs to.
 
 On a GPU work runs after the host has launched it, so a kernel belongs to the range in which its launch lies: kernel and
 launch carry the same `correlation`. The backward pass is launched by a thread of its own. Its phase goes by time alone;
@@ -6,25 +6,21 @@ its range of attention is that of the forward operation which it differentiates,
 profiler draws from autograd's sequence numbers.
 """
 
-import gzip
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ..bench.trace import Event, gpu_events
 from ..bench.workload import PHASES
 from .annotated import ATTENTION_RANGES
 
 OUTSIDE = "outside"
-_GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 # What autograd does around its operators: time of the host, as Python's is.
 _AUTOGRAD = re.compile(r"^autograd::engine|torch::autograd::|Backward\d*$|^TorchDynamo|^AOTDispatcher|^Pregraph")
 
-Event = dict[str, Any]
 Thread = tuple[Any, Any]
 
 
@@ -44,15 +40,6 @@ class Kernel:
     stream: str = ""
 
 
-def read_trace(path: Path) -> list[Event]:
-    """The events of a Chrome trace, .json or .json.gz. Raises ValueError naming a file that is none."""
-    try:
-        content = json.loads((gzip.open if path.suffix == ".gz" else open)(path, "rb").read())
-        return [event for event in content["traceEvents"] if isinstance(event, dict)]
-    except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from error
-
-
 def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
     """Everything that the GPU did, in order of time. Raises RuntimeError for a trace without any kernel."""
     where = _Ranges(events)
@@ -61,13 +48,12 @@ def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
         if event.get("cat") in _LAUNCH_CATEGORIES:
             launches.setdefault(event.get("args", {}).get("correlation"), event)
     found = []
-    for event in events:
-        if event.get("cat") in _GPU_CATEGORIES and event.get("ph") == "X":
-            args = event.get("args", {})
-            launch = launches.get(args.get("correlation"))
-            phase, part = (OUTSIDE, None) if launch is None else where.of(launch)
-            stream = f"{args.get('device')}:{args.get('stream')}"
-            found.append(Kernel(event["name"], event["ts"], event["dur"], phase, part, stream))
+    for event in gpu_events(events):
+        args = event.get("args", {})
+        launch = launches.get(args.get("correlation"))
+        phase, part = (OUTSIDE, None) if launch is None else where.of(launch)
+        stream = f"{args.get('device')}:{args.get('stream')}"
+        found.append(Kernel(event["name"], event["ts"], event["dur"], phase, part, stream))
     if not found:
         raise RuntimeError("the profiler has recorded no GPU kernels: CUPTI, which it needs, cannot be used here")
     return sorted(found, key=lambda kernel: kernel.start_us)

@@ -153,7 +153,8 @@ def _fill(
         axes.minorticks_off()
     if plot.kind == "bar" and sum(len(show(x)) for x in xs) > 40:
         axes.tick_params("x", rotation=45)
-    if "y" in plot.log and _is_wide([value for points in lines.values() for value in points.values()]):
+    values = [value for points in lines.values() for value in points.values()]
+    if "y" in plot.log and (plot.kind == "line" or _is_wide(values)):  # a bar's length says nothing on such an axis
         axes.set_yscale("log")
         for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
             which(_plain_number)

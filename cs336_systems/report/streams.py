@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.streams import Interval, length, merge, overlap
+from ..bench.intervals import Interval, length, merge, overlap
 from .tables import markdown_table
 
 _COLORS = {"compute": "C0", "communication": "C3"}

@@ -1,6 +1,5 @@
 """Kernels in turns, in the case `kernels`: rows of those that run, that cannot, that run out of memory."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 
 from cs336_systems.bench import attention as bench
 from cs336_systems.bench import runner
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases.kernels import CASE, SHAPES, KernelsBench, parse_shape
-from cs336_systems.bench.sweep import Case, configurations, groups
+from cs336_systems.bench.sweep import configurations, groups
 from cs336_systems.bench.timing import time_ms
 from cs336_systems.cli import main
 from cs336_systems.kernels.attention.contract import visible_pairs
@@ -161,17 +160,6 @@ def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
     times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=0.0, gradients_of=[x])
     assert len(calls) == 1 + len(times) == 2  # of a long one, one
     assert all(grad is None for grad in calls)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_case(case: Case, configs: Sequence[Any], path: Path, **_: Any) -> Iterator[Row]:
-        for group in groups(case, configs):
-            for row in case.measure(group):
-                append_row(path, row)
-                yield row
-
-    monkeypatch.setattr(runner, "run_case", run_case)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -177,6 +177,7 @@ def test_the_sweeps_default_tiers_are_squares_and_rectangles_from_128_to_2048() 
     assert {config.kernel for config in configs} == {"naive", "vectorized_torch", "flash_torch", "flash_triton", "sdpa"}
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_command_writes_the_sweeps_files(tmp_path: Path) -> None:
     arguments = ["--kernels", "naive", "sdpa", "--tiers", "16:8", "8:8", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:

@@ -10,7 +10,6 @@ from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import ddp as case
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure
 from cs336_systems.bench.ranks import slowest
-from cs336_systems.bench.streams import intervals, length, merge, overlap
 from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.cli import main, make_report
 from cs336_systems.report.streams import plot_streams, streams_table
@@ -61,7 +60,17 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
 
 
-def test_the_command_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_writes_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(program: list[str], devices: int, folder: Path) -> None:
+        (fields,) = json.loads((folder / "configs.json").read_text())
+        metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}
+        config = as_json(DDPBench(**fields))
+        append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, metrics=metrics))
+
+    monkeypatch.setattr(case, "run_processes", launch)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "ddp", "--quick", "--variant", "alone", "--out", str(tmp_path)])
     assert ended.value.code == 0
@@ -130,23 +139,6 @@ def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_
 
 
 # Streams
-
-
-def test_spans_that_touch_are_one() -> None:
-    assert merge([(3, 4), (0, 1), (1, 2), (1.5, 1.8)]) == [(0, 2), (3, 4)]
-    assert merge([(0, 1), (1.2, 2)], gap=0.3) == [(0, 2)]
-    assert length([(0, 2), (3, 4)]) == 3
-
-
-def test_overlap_is_the_time_of_both() -> None:
-    assert overlap([(0, 4), (6, 8)], [(1, 2), (3, 7)]) == 1 + 1 + 1
-    assert overlap([(0, 1)], [(1, 2)]) == 0
-    assert overlap([], [(1, 2)]) == 0
-
-
-def test_kernels_are_told_apart_by_their_names() -> None:
-    kernels = [("gemm", 1000.0, 3000.0), ("ncclDevKernel_AllReduce", 2000.0, 6000.0), ("add", 2500.0, 4000.0)]
-    assert intervals(kernels) == {"compute": [(0.0, 3.0)], "communication": [(1.0, 5.0)]}
 
 
 def test_a_step_in_numbers_and_as_a_picture(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
         assert row.config["run"] == config.run_config().to_dict()
         assert row.config["run"]["train"]["batch_size"] == 2
         mean = row.metrics["step_ms"]["mean"]
-        assert 0 < mean < 1e3 * row.metrics["startup_s"]
+        assert mean > 0
+        assert row.metrics["startup_s"] > 0
         assert row.metrics["tokens_per_s"] == pytest.approx(2 * 16 / (mean / 1e3))
         assert row.metrics["mfu"] is None  # a CPU's peak is not known
     assert rows_table(rows).count("\n| ") == 4

@@ -149,6 +149,18 @@ def test_storages_are_seen_from_their_making_to_their_last_reference(tmp_path: P
         ("free_completed", 256),
     ]
     assert total.item() == 7 * 8 * 8
+    assert late["device_traces"][0][0]["frames"][0]["filename"] == __file__  # who asked, not who looked on
+
+
+def test_what_is_gone_after_the_recording_is_alive_in_it(tmp_path: Path) -> None:
+    with StorageRecorder([]) as recorder:
+        x = torch.ones(8)
+        empty = torch.ones(0)
+    del x, empty
+    recorder.save(tmp_path / "after.pickle")
+    content = pickle.loads((tmp_path / "after.pickle").read_bytes())
+    assert [event["action"] for event in content["device_traces"][0]] == ["alloc"]
+    assert [segment["total_size"] for segment in content["segments"]] == [32]
 
 
 def test_a_step_that_runs_out_of_memory_is_recorded_up_to_there(

@@ -116,15 +116,24 @@ def test_the_tables_of_nsys_are_those_of_torch_as_far_as_they_go(stand_in: Path,
     assert "| attention | GFLOP forward | forward, train step (ms) |\n" in table
 
 
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
 @pytest.mark.parametrize(
-    "said, error", [("boom", RuntimeError), ("torch.OutOfMemoryError: CUDA out of memory.", torch.OutOfMemoryError)]
+    "script, error, message",
+    [
+        ("echo Traceback >&2; echo boom >&2", RuntimeError, "nsys profile ended with code 3: boom$"),
+        (f"echo Traceback >&2; echo '{OOM}' >&2", torch.OutOfMemoryError, f"^{OOM}$"),
+        (f"echo '{OOM}' >&2; echo 'Failed to write the report.' >&2", torch.OutOfMemoryError, f"^{OOM}$"),
+        (f"echo '{OOM}'; echo Generated report; echo boom >&2", torch.OutOfMemoryError, f"^{OOM}$"),
+    ],
 )
 def test_a_program_that_fails_under_nsys_says_why(
-    said: str, error: type[Exception], stand_in: Path, tmp_path: Path
+    script: str, error: type[Exception], message: str, stand_in: Path, tmp_path: Path
 ) -> None:
-    stand_in.write_text(f"#!/bin/sh\necho Traceback >&2\necho '{said}' >&2\nexit 3\n")
+    stand_in.write_text(f"#!/bin/sh\n{script}\nexit 3\n")
     config = KernelProfile(workload=Workload(size="quick", device="cpu"))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         profile_with_nsys(config, "forward", tmp_path)
 
 

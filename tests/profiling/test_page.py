@@ -20,7 +20,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-default-apps"),
-    *("--window-size=1200,900", "--virtual-time-budget=4000"),
+    *("--window-size=1200,900", "--virtual-time-budget=10000"),
 )
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">&lt;&"
@@ -37,11 +37,14 @@ def page(folder: Path, detail: int = 100, content: dict | None = None) -> Path:
 def browse(path: Path, folder: Path, script: str = "", *more: str) -> str:
     """The page after it has been drawn and a script has run in it; or, with `more`, what the browser does instead."""
     if script:
-        text = path.read_text()
-        frames = "window.requestAnimationFrame = (work) => setTimeout(work, 16);"  # without a screen there are none
-        test = f"<script>addEventListener('load', () => setTimeout(() => {{ {frames} {script} }}, 500))</script></body>"
+        # Without a screen there may be no frames for long, and the browser's time runs ahead when it has nothing to do.
+        frames = "<script>window.requestAnimationFrame = (work) => setTimeout(work, 16)</script>"
+        drawn = "document.querySelector('canvas').dataset.milliseconds"
+        begin = f"const begin = () => {{ if (!{drawn}) return void setTimeout(begin, 50); {script} }};"
+        test = f"<script>{begin} addEventListener('load', begin)</script>"
+        text = path.read_text().replace("<head>", f"<head>{frames}").replace("</body>", f"{test}</body>")
         path = folder / "with_test.html"
-        path.write_text(text.replace("</body>", test))
+        path.write_text(text)
     profile = folder / f"browser{time.time_ns()}"
     command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *(more or ("--dump-dom",)), path.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

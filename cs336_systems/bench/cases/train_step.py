@@ -6,6 +6,7 @@ the wait for it. The peer is compiled as a whole, which is what its users do, an
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -108,41 +109,14 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
 
 def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
+    try:  # before the clock starts, as all that ours needs is imported before
+        from transformers import LlamaForCausalLM
     except ImportError as error:
         raise ValueError("variant hf_llama needs the package transformers: pip install transformers") from error
 
-    device, shape = use_device(config.train.device), config.model.shape
+    device = use_device(config.train.device)
     started = time.perf_counter()
-    with device:
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(  # type: ignore[call-arg]
-                vocab_size=shape.vocab_size,
-                hidden_size=shape.d_model,
-                intermediate_size=shape.d_ff,
-                num_hidden_layers=shape.num_layers,
-                num_attention_heads=shape.num_heads,
-                max_position_embeddings=shape.context_length,
-                use_cache=False,
-                attn_implementation="sdpa",
-            )
-        )
-    if config.train.compile:
-        model = torch.compile(model)
-    adamw = config.optimizer
-    optimizer = torch.optim.AdamW(
-        model.parameters(), adamw.lr, adamw.betas, adamw.eps, weight_decay=adamw.weight_decay, fused=True
-    )
-    tokens = torch.randint(0, shape.vocab_size, (config.train.batch_size, shape.context_length), device=device)
-
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+    step = hf_llama_step(LlamaForCausalLM, config, device)
     step()
     wait_for(device)
     startup_s = time.perf_counter() - started
@@ -156,6 +130,39 @@ def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, An
     mean = (time.perf_counter() - begin) / steps * 1e3
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {"step_ms": {"mean": mean}, "startup_s": startup_s, "peak_memory_bytes": peak}
+
+
+def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callable[[], None]:
+    """Build a LlamaForCausalLM of the run's shape with its optimizer; returns its step, always on the same tokens."""
+    shape, adamw = config.model.shape, config.optimizer
+    with device:
+        model: Any = llama(
+            llama.config_class(
+                vocab_size=shape.vocab_size,
+                hidden_size=shape.d_model,
+                intermediate_size=shape.d_ff,
+                num_hidden_layers=shape.num_layers,
+                num_attention_heads=shape.num_heads,
+                max_position_embeddings=shape.context_length,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+    if config.train.compile:
+        model = torch.compile(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), adamw.lr, adamw.betas, adamw.eps, weight_decay=adamw.weight_decay, fused=True
+    )
+    tokens = torch.randint(0, shape.vocab_size, (config.train.batch_size, shape.context_length), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,55 @@
+"""What ran when on a GPU in one step, from made-up traces whose every microsecond is known."""
+
+from cs336_systems.bench.intervals import length, merge, overlap
+from cs336_systems.bench.streams import intervals, step_intervals
+from cs336_systems.bench.trace import gpu_events
+from tests.profiling.gpu_trace import COPY, MUL, SGEMM, Trace, training_steps
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def test_spans_that_touch_are_one() -> None:
+    assert merge([(3, 4), (0, 1), (1, 2), (1.5, 1.8)]) == [(0, 2), (3, 4)]
+    assert merge([(0, 1), (1.2, 2)], gap=0.3) == [(0, 2)]
+    assert length([(0, 2), (3, 4)]) == 3
+
+
+def test_overlap_is_the_time_of_both() -> None:
+    assert overlap([(0, 4), (6, 8)], [(1, 2), (3, 7)]) == 1 + 1 + 1
+    assert overlap([(0, 1)], [(1, 2)]) == 0
+    assert overlap([], [(1, 2)]) == 0
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    kernels = [("gemm", 1000.0, 3000.0), ("ncclDevKernel_AllReduce", 2000.0, 6000.0), ("add", 2500.0, 4000.0)]
+    assert intervals(kernels) == {"compute": [(0.0, 3.0)], "communication": [(1.0, 5.0)]}
+
+
+def test_ranges_drawn_on_the_gpu_are_no_work_of_it() -> None:
+    """Between the kernels the GPU is idle, or only communicates, although ranges cover all of it."""
+    trace = Trace()
+    trace.annotation("Optimizer.step#AdamW.step", 0.0, 90.0, (1000.0, 9000.0))
+    trace.annotation("comm: updated parameters, round 2", 10.0, 20.0, (1000.0, 9000.0))
+    trace.annotation("updated parameters, round 2", 10.0, 20.0, (1000.0, 9000.0))
+    trace.annotation("nccl:all_reduce", 30.0, 40.0, (1000.0, 9000.0))
+    trace.kernel(COPY, 5.0, (1000.0, 1500.0), stream=20, category="gpu_memcpy", api="cudaMemcpyAsync")
+    trace.kernel("Memset (Device)", 6.0, (1500.0, 1600.0), category="gpu_memset", api="cudaMemsetAsync")
+    trace.kernel(SGEMM, 8.0, (2000.0, 4000.0))
+    trace.kernel(ALL_REDUCE, 35.0, (3000.0, 6000.0), stream=24)
+    trace.kernel(MUL, 60.0, (8000.0, 8500.0))
+    assert step_intervals(trace.events) == {
+        "compute": [(0.0, 0.6), (1.0, 3.0), (7.0, 7.5)],
+        "communication": [(2.0, 5.0)],
+    }
+    assert [event["name"] for event in gpu_events(trace.events)] == [COPY, "Memset (Device)", SGEMM, ALL_REDUCE, MUL]
+
+
+def test_a_training_step_is_idle_before_its_optimizer_and_after() -> None:
+    """Gaps of 60 and of 30 us, the second inside of the range `optimizer` as it is drawn on the GPU."""
+    found = step_intervals(training_steps(1))
+    assert found == {"compute": [(0.0, 2.18), (2.24, 2.51), (2.54, 2.57)], "communication": []}
+
+
+def test_a_trace_of_a_cpu_has_no_intervals() -> None:
+    events = [event for event in training_steps() if event["pid"] != 0]
+    assert step_intervals(events) == {"compute": [], "communication": []}
