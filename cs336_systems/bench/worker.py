@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,8 +46,9 @@ class Worker:
         if empty_caches:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
-        with _ignoring_interrupts():  # as the server that is started first then does, for good
-            self._process.start()
+        with _ignoring_interrupts():  # as the server then does, for good: a terminal's Ctrl-C is for this process
+            forkserver.ensure_running()
+        self._process.start()
         theirs.close()
         lifeline.close()
 

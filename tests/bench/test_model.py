@@ -153,6 +153,9 @@ def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.
         (["--steps", "x"], "steps"),
         (["--sweep", "speed"], "sweep has 'speed'"),
         (["--speed", "1"], "unknown field speed"),
+        (["--batch_size", "2", "many"], "batch_size is many: it must be an integer"),
+        (["--timeout_s", "0"], "timeout_s is 0: it must be above 0"),
+        (["--timeout_s", "1e300"], "timeout_s is 1e+300: it must be"),
         (["--quick", "--out", "/proc/nowhere"], "out is '/proc/nowhere/model.jsonl'"),
     ],
 )

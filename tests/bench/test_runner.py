@@ -1,5 +1,7 @@
 """The runner: every configuration becomes one row, whatever happens to the process that measures it."""
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench import outcome
+from cs336_systems.bench import outcome, worker
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import run_case
@@ -101,10 +103,10 @@ def test_a_sweep_that_was_killed_goes_on_with_no_row_lost_or_doubled(tmp_path: P
     while not (tmp_path / "started").exists() or "hangs 1" not in started(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
-    worker = int((tmp_path / "started").read_text().split()[-1])
+    process = int((tmp_path / "started").read_text().split()[-1])
     sweep.send_signal(signal.SIGKILL)
     sweep.wait()
-    while Path(f"/proc/{worker}").exists() and sys.platform == "linux":  # its process ends, too
+    while Path(f"/proc/{process}").exists() and sys.platform == "linux":  # its process ends, too
         assert time.monotonic() < end
         time.sleep(0.05)
     before = read_rows(path)
@@ -215,3 +217,67 @@ def test_a_short_memory_is_told_from_other_failures() -> None:
     assert failure(MemoryError("no")) == ("oom", "no")
     assert failure(RuntimeError("DefaultCPUAllocator: can't allocate memory: you"))[0] == "oom"
     assert failure(KeyError("x")) == ("error", "KeyError: 'x'")
+
+
+def append_many(path: str, number: int) -> None:
+    for i in range(100):
+        append_row(Path(path), Row(case="a", variant=f"{number} {i}", config={"long": "x" * 9000}, env={}))
+
+
+def test_processes_that_append_to_one_file_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=append_many, args=(str(path), number)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert sorted(row.variant for row in read_rows(path)) == sorted(f"{n} {i}" for n in range(3) for i in range(100))
+
+
+def test_only_half_a_row_is_cut_off_and_a_damaged_file_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("somebody's notes\nmore of them")
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        run(path, kinds=("none",), folder=str(tmp_path))
+    assert not (tmp_path / "started").exists()
+    append_row(path, Row(case="a", variant="b", config={}, env={}))
+    assert path.read_text().startswith("somebody's notes\nmore of them\n{")
+
+
+def test_however_a_process_was_ended_it_has_a_name() -> None:
+    assert "SIGKILL" in worker._how(-9)
+    assert "signal 36" in worker._how(-36)
+    assert "exit code 3" in worker._how(3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cs336_systems", "bench", "model", "--quick", "--mode", "forward"]
+    command += ["--steps", "900000000", "--out", str(tmp_path)]
+    sweep = subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end, begun = time.monotonic() + 60, False
+    while not begun and time.monotonic() < end:  # as soon as there is a second process, which may still be importing
+        time.sleep(0.05)
+        begun = len(members(sweep.pid)) > 1
+    assert begun
+    os.killpg(sweep.pid, signal.SIGINT)
+    said, complained = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert "--resume goes on" in said
+    assert complained == "cs336: interrupted\n"
+    while members(sweep.pid):
+        assert time.monotonic() < end + 60
+        time.sleep(0.05)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(int(process.name))
+    return found

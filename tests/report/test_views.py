@@ -95,3 +95,19 @@ def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
     for view in VIEWS.values():
         for plot in view.plots:
             assert {plot.x, *plot.lines, *plot.panels, *plot.files} <= set(view.keys)
+
+
+@pytest.mark.parametrize(
+    "case, row",
+    [
+        ("ddp", dict(config={"devices": 2, "size": "xl", "context_length": 8, "batch_size": 1, "precision": "bf16"})),
+        ("attention", dict(metrics={"forward_ms": 3})),
+        ("residuals", dict(metrics={"saved_bytes": 1, "tensors": 3})),
+        ("attention-sweep", dict(metrics={"forward_ms": {"p50": 1}})),
+        ("model", dict(metrics={"mfu": 10**400})),
+    ],
+)
+def test_a_row_that_is_not_as_its_table_needs_it_is_a_line(case: str, row: dict[str, Any], tmp_path: Path) -> None:
+    rows = [Row(case=case, variant="v", env={}, **{"config": {}, **row})]
+    with pytest.raises(ValueError, match=f"row of case '{case}'"):
+        print(write_views(rows, tmp_path))
