@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..bench.case import Row
 from .tables import Fields, markdown_table, row_fields
 
+_WORDS = {"compile": ("compiled", "eager"), "is_causal": ("causal", "not causal")}  # true, false
 OUTCOMES = {"oom": "out of memory", "error": "failed"}
 
 
@@ -155,7 +156,9 @@ def show(value: Any) -> str:
 def label(name: str, row: Row) -> str:
     """A field of a row in a legend: the value, of what is on or off the name."""
     value = value_of(row, name)
-    return (name if value else f"no {name}") if isinstance(value, bool) else show(value)
+    if isinstance(value, bool):
+        return _WORDS.get(name, (name, f"no {name}"))[not value]
+    return show(value)
 
 
 def csv_text(rows: Sequence[Row], view: View) -> str:
