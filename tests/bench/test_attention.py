@@ -215,3 +215,19 @@ def test_the_command_refuses_before_it_measures(
     said = capsys.readouterr().err
     assert said.startswith(f"cs336: {message.replace('TMP', str(tmp_path))}")
     assert said.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_times_agree_with_tritons_benchmark() -> None:
+    from triton.testing import do_bench
+
+    q, k, v = (torch.randn(8, 16, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def work() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    ratios = []
+    for _ in range(3):  # in turns: the clock moves
+        theirs = do_bench(work, warmup=25, rep=100, return_mode="median")
+        ratios.append(statistics.median(time_ms(work, q.device, warmup_ms=25, rep_ms=100)) / theirs)
+    assert statistics.median(ratios) == pytest.approx(1, rel=0.02)
