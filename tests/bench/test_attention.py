@@ -1,5 +1,6 @@
 """Kernels in turns, in the case `kernels`: rows of those that run, that cannot, that run out of memory."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
