@@ -258,19 +258,23 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
     sweep = subprocess.Popen(
         command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    end, begun = time.monotonic() + 60, False
-    while not begun and time.monotonic() < end:  # as soon as there is a second process, which may still be importing
-        time.sleep(0.05)
-        begun = len(members(sweep.pid)) > 1
-    assert begun
-    os.killpg(sweep.pid, signal.SIGINT)
-    said, complained = sweep.communicate(timeout=60)
-    assert sweep.returncode == 130
-    assert "--resume goes on" in said
-    assert complained == "cs336: interrupted\n"
-    while members(sweep.pid):
-        assert time.monotonic() < end + 60
-        time.sleep(0.05)
+    try:
+        end, begun = time.monotonic() + 60, False
+        while not begun and time.monotonic() < end:  # as soon as there is a second one, which may still be importing
+            time.sleep(0.05)
+            begun = len(members(sweep.pid)) > 1
+        assert begun
+        os.killpg(sweep.pid, signal.SIGINT)
+        said, complained = sweep.communicate(timeout=60)
+        assert sweep.returncode == 130
+        assert "--resume goes on" in said
+        assert complained == "cs336: interrupted\n"
+        while members(sweep.pid):
+            assert time.monotonic() < end + 60
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(sweep.pid, signal.SIGKILL)
 
 
 def members(group: int) -> list[int]:
