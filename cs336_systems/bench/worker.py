@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -46,7 +46,8 @@ class Worker:
         if empty_caches:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
-        with _ignoring_interrupts():  # as the server then does, for good: a terminal's Ctrl-C is for this process
+        resource_tracker.ensure_running()  # which the server needs; where it is started, it lets interrupts through
+        with _interrupts_later():  # the server is to get none: a terminal's Ctrl-C is for this process
             forkserver.ensure_running()
         self._process.start()
         theirs.close()
@@ -94,15 +95,13 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_later() -> Iterator[None]:
+    """An interrupt that comes now is not lost but comes afterwards; a process that is started now gets none at all."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _how(code: int | None) -> str:
