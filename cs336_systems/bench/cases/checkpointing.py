@@ -19,13 +19,12 @@ from cs336_basics.shape import ModelShape
 
 from ...accounting import best_group, checkpointed_activation_bytes
 from ...fields import require_at_least
-from ...training.metrics import summarise
 from ..case import Row
 from ..live_bytes import LiveBytes
 from ..outcome import each
 from ..sweep import Case, swept
-from ..timing import Stopwatch
 from ..workload import Workbench, Workload
+from .model import time_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +77,7 @@ def measure(config: CheckpointingBench) -> tuple[dict[str, Any], dict[str, Any]]
     bench = Workbench(config)
     for _ in range(config.warmup):
         bench.step()
-    watch = Stopwatch(bench.device)
-    steps_ms = []
-    for _ in range(config.steps):
-        bench.step()
-        steps_ms.append(watch.lap_ms())
-    metrics: dict[str, Any] = {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
+    metrics = time_steps(bench, config.steps)
     if bench.device.type == "cuda":
         metrics |= _gpu_memory(bench)
     elif not config.compile:

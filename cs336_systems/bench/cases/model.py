@@ -59,17 +59,22 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
         bench.step()
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.device)
-    watch = Stopwatch(bench.device)
-    steps_ms = []
-    for _ in range(config.steps):
-        bench.step()
-        steps_ms.append(watch.lap_ms())
-    metrics: dict[str, Any] = {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
+    metrics = time_steps(bench, config.steps)
     metrics |= _rates(config, bench.device, metrics["step_ms"]["p50"])
     if bench.device.type == "cuda":
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
     phases = _time_phases(bench, config.steps)
-    return {**bench.read_back(), "warmup": config.warmup, "steps": len(steps_ms)}, metrics | phases
+    return {**bench.read_back(), "warmup": config.warmup, "steps": len(metrics["steps_ms"])}, metrics | phases
+
+
+def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
+    """The times of whole steps, as a row has them."""
+    watch = Stopwatch(bench.device)
+    steps_ms = []
+    for _ in range(steps):
+        bench.step()
+        steps_ms.append(watch.lap_ms())
+    return {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
 
 
 def _rates(config: ModelBench, device: torch.device, step_ms: float) -> dict[str, Any]:
