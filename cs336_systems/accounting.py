@@ -78,7 +78,9 @@ def least_training_bytes(
     return state + rotary + 8 * batch_size * length + 2 * micro_batch * length * shape.vocab_size
 
 
-def naive_attention_bytes(batch: int, n_q: int, n_k: int, head_size: int, is_causal: bool) -> dict[str, int]:
+def naive_attention_bytes(
+    batch: int, n_q: int, n_k: int, head_size: int, is_causal: bool, on_gpu: bool = False
+) -> dict[str, int]:
     """Memory that plain attention holds in float32, term by term, besides q, k, v, o and their gradients.
 
     S = 4 B N_q N_k is a matrix of scores, B sequences times heads; M = N_q N_k a mask, 0 if not causal.
@@ -86,7 +88,8 @@ def naive_attention_bytes(batch: int, n_q: int, n_k: int, head_size: int, is_cau
     - scores S; masked_scores S, if causal; softmax S; masks 2 M: of what is visible, and of what is not
     - saved_for_backward: S + M + 4 B D (N_q + 2 N_k), for the softmax's output, a mask, q / sqrt(D), k and v
     - forward_peak: 2 S + 2 M + 4 B D N_q, two matrices of scores at a time
-    - backward_peak: 3 S + M + 4 B D (N_q + N_k), for the softmax's output, its gradient, that of the scores, and dV
+    - backward_peak: 3 S + M + 4 B D (N_q + N_k), for the softmax's output, its gradient, that of the scores, and dV.
+      One S more on a GPU, where PyTorch's softmax_backward_cuda keeps the product of output and gradient
 
     Quadratic in the length: what FlashAttention does not hold. Inputs of another type are copied to float32 besides.
     """
@@ -99,7 +102,7 @@ def naive_attention_bytes(batch: int, n_q: int, n_k: int, head_size: int, is_cau
         "masks": 2 * mask,
         "saved_for_backward": scores + mask + queries + 2 * keys,
         "forward_peak": 2 * scores + 2 * mask + queries,
-        "backward_peak": 3 * scores + mask + queries + keys,
+        "backward_peak": (4 if on_gpu else 3) * scores + mask + queries + keys,
     }
 
 

@@ -80,6 +80,14 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
 
 
+def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:
+    """Bytes that tensors on a GPU have asked for, now or at most since the last `reset_peak_memory_stats`.
+
+    `torch.cuda.memory_allocated` counts what they were given: blocks that can be up to 1 MiB larger.
+    """
+    return torch.cuda.memory_stats(device)[f"requested_bytes.all.{'peak' if peak else 'current'}"]
+
+
 def check_precision(device: torch.device, precision: str) -> None:
     """Raise ValueError where the device does not compute in `train.precision` itself."""
     if device.type == "cuda" and precision == "bf16":

@@ -185,12 +185,9 @@ def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_configuration_twice_takes_the_same_time() -> None:
-    config = case.ModelBench(size="small", mode="train_step", precision="bf16", compile=True, device="cuda",
-                             attention="sdpa", context_length=1024, steps=20)  # fmt: skip
-
-    def best_of_three() -> float:  # what else the machine does only ever makes a step longer
-        return min(case.measure(config)[1]["step_ms"]["p50"] for _ in range(3))
-
-    first, second = best_of_three(), best_of_three()
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_configuration_twice_takes_the_same_time(precision: str) -> None:
+    # Kernels longer than it takes to launch them: how long that takes is the host's, and moves by more.
+    config = case.ModelBench(size="medium", mode="train_step", precision=precision, device="cuda", context_length=1024)
+    first, second = (case.measure(config)[1]["step_ms"]["p50"] for _ in range(2))
     assert first == pytest.approx(second, rel=0.03)

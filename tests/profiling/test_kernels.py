@@ -314,7 +314,7 @@ def test_on_a_gpu_every_kernel_has_its_phase_and_the_sums_match(precision: str, 
         assert m["kernel_ms"] == pytest.approx(sum(total.ms for total in totals))
         assert whole["kernel_ms"] == pytest.approx(m["kernel_ms"])
         assert m["outside_ms"] <= 0.001 * m["kernel_ms"]
-        assert m["busy_ms"] <= m["kernel_ms"] * (1 + 1e-9)
+        assert m["busy_ms"] <= m["kernel_ms"] * (1 + 1e-5)  # of times in ns: each end is rounded
         assert m["busy_ms"] <= m["profiled_wall_ms"]
         assert m["kernel_ms"] <= m["profiled_wall_ms"] * m["streams"]
         assert whole["share"]["matmul"] > 0.1

@@ -262,7 +262,7 @@ def test_the_snapshots_peak_is_the_allocators_own(fields: dict[str, Any], tmp_pa
     row = profile(workload, tmp_path)
     own = row.metrics["allocator"]
     assert row.metrics["peak_bytes"] == pytest.approx(own["peak_requested_bytes"], rel=1e-4)
-    assert row.metrics["peak_bytes"] == pytest.approx(own["peak_allocated_bytes"], rel=0.01)
+    assert row.metrics["peak_bytes"] <= own["peak_allocated_bytes"]  # which are rounded up
     assert row.metrics["warnings"] == []
     parameters, tensors = 4 * num_parameters(workload.shape), 2 + 12 * 9 + 1
     counted_parameters = row.metrics["at_peak_bytes"]["parameters"]

@@ -117,9 +117,9 @@ def measure(configs: Sequence[AttentionBench]) -> Iterable[Row]:
     """Rows, each with the memory that eager attention needs by count: also where it was not there."""
     for row in each("attention", variant, measure_one)(configs):
         if row.config["kernel"] == "naive":
+            length, on_gpu = row.config["length"], row.config["device"] != "cpu"
             sizes = {name: row.config[name] for name in ("head_size", "is_causal")}
-            length = row.config["length"]
-            counted = naive_attention_bytes(row.config["batch_size"], length, length, **sizes)
+            counted = naive_attention_bytes(row.config["batch_size"], length, length, **sizes, on_gpu=on_gpu)
             row = replace(row, metrics={**row.metrics, "counted_bytes": counted})
         yield row
 

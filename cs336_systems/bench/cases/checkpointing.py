@@ -19,6 +19,7 @@ from cs336_basics.shape import ModelShape
 
 from ...accounting import best_group, checkpointed_activation_bytes
 from ...fields import require_at_least
+from ...hardware import requested_gpu_bytes
 from ..case import Row
 from ..live_bytes import LiveBytes
 from ..outcome import each
@@ -100,15 +101,15 @@ def _prepare_gradients(bench: Workbench) -> None:
 
 
 def _gpu_memory(bench: Workbench) -> dict[str, int]:
-    """Bytes beyond weights and gradients that are allocated after forward, and at most until backward is over."""
+    """Bytes beyond weights and gradients that tensors ask for after forward, and at most until backward is over."""
     _prepare_gradients(bench)
     torch.cuda.reset_peak_memory_stats(bench.device)
-    before = torch.cuda.memory_allocated(bench.device)
+    before = requested_gpu_bytes(bench.device)
     loss = bench.forward()
-    held = torch.cuda.memory_allocated(bench.device) - before
+    held = requested_gpu_bytes(bench.device) - before
     bench.backward(loss)
-    peak = torch.cuda.max_memory_allocated(bench.device)
-    return {"held_bytes": held, "peak_bytes": peak - before, "peak_memory_bytes": peak}
+    peak = requested_gpu_bytes(bench.device, peak=True) - before
+    return {"held_bytes": held, "peak_bytes": peak, "peak_memory_bytes": torch.cuda.max_memory_allocated(bench.device)}
 
 
 def _cpu_memory(bench: Workbench) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cs336_basics.model import RotaryEmbedding, TransformerBlock
 
 from ...accounting import activation_bytes, weight_copy_bytes
-from ...hardware import check_precision, use_device
+from ...hardware import check_precision, requested_gpu_bytes, use_device
 from ...kernels.attention import get_attention
 from ...training.loop import AUTOCAST_DTYPES
 from ..outcome import each
@@ -86,15 +86,15 @@ class BlockBench:
         return saved
 
     def gpu_memory(self) -> dict[str, int]:
-        """Bytes that are allocated after a forward pass, and at most in it, beyond those before; {} on a CPU."""
+        """Bytes that tensors ask for after a forward pass, and at most in it, beyond those before; {} on a CPU."""
         if self.device.type != "cuda":
             return {}
-        before = torch.cuda.memory_allocated(self.device)
+        before = requested_gpu_bytes(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         output = self.forward()
-        held = torch.cuda.memory_allocated(self.device) - before
+        held = requested_gpu_bytes(self.device) - before
         del output
-        return {"held_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated(self.device) - before}
+        return {"held_bytes": held, "peak_bytes": requested_gpu_bytes(self.device, peak=True) - before}
 
     def _autocast(self) -> AbstractContextManager:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
