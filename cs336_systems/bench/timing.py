@@ -18,6 +18,8 @@ def time_ms(
 ) -> list[float]:
     """The time of each call of `work` in ms, over about `rep_ms` after about `warmup_ms`; once at least.
 
+    A call that alone takes longer than both is not called again: what comes before it has warmed it up, or it itself.
+
     On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does it; time on the
     host counts as far as the flush, about 0.1 ms, does not hide it. On a CPU: the clock around each call. The gradients
     of some tensors are set to None before each call, so that nothing is added up.
@@ -26,6 +28,8 @@ def time_ms(
     estimate = measure(work, 1, gradients_of, device)[0]
     if 0 < estimate <= rep_ms:
         estimate = min(estimate, *measure(work, 4, gradients_of, device))  # one alone may be the host's hiccup
+    elif estimate > warmup_ms + rep_ms:
+        return [estimate]
     measure(work, int(warmup_ms / estimate), gradients_of, device)
     return measure(work, max(1, int(rep_ms / estimate)), gradients_of, device)
 
