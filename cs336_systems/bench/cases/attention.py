@@ -62,8 +62,7 @@ class AttentionBench:
 def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and its metrics."""
     device = use_device(config.device)
-    _small_passes(device)
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # by libraries, and what came before
+    held = _held_bytes(device)
     attention: Any = get_attention(config.kernel)
     if config.compile:
         torch._dynamo.reset()  # or the next size would be compiled for all sizes
@@ -109,10 +108,14 @@ def _time_passes(
     return times, o.shape, in_use
 
 
-def _small_passes(device: torch.device) -> None:
-    """So that cuBLAS has its workspace, which it takes with its first product in each thread."""
-    q = torch.ones(1, 2, 2, device=device, requires_grad=True)
-    get_attention("naive")(q, q, q, True).sum().backward()
+def _held_bytes(device: torch.device) -> int:
+    """What a GPU's allocator holds of what came before, and of cuBLAS: a workspace since its first product a thread."""
+    if device.type != "cuda":
+        return 0
+    x = torch.ones(2, 2, device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    return torch.cuda.memory_allocated(device)
 
 
 def variant(config: AttentionBench) -> str:
