@@ -33,9 +33,10 @@ VIEWS: dict[str, View] = {
             Column("TFLOP/s", "tflops", ".3g"),
             _PEAK,
         ),
-        plots=(
-            Plot(name="step", y=_STEP, x="context_length", lines=("size", "mode", "precision", "compile", "attention"),
-                 kind="bar", log="y"),
+        plots=tuple(
+            Plot(name=name, y=y, x="context_length", panels=("size",), log="xy",
+                 lines=("mode", "precision", "compile", "attention"))
+            for name, y in (("step", _STEP), ("peak", _PEAK))
         ),
     ),
     "warmup": View(

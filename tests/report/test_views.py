@@ -56,8 +56,8 @@ def test_machines_are_told_apart_in_tables_and_plots() -> None:
     lines = rows_table(rows).splitlines()
     assert lines[0] == "size small; context_length 128; batch_size 4; mode train_step; compile no:"
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| NVIDIA Made-up", "| another", "| CPU, 2 threads"]
-    bars = figure_of(VIEWS["model"].plots[0], rows, KEYS).axes[0].containers
-    assert [bar.get_label() for bar in bars] == ["NVIDIA Made-up", "another", "CPU, 2 threads"]
+    drawn = figure_of(VIEWS["model"].plots[0], rows, KEYS).axes[0].lines
+    assert [line.get_label() for line in drawn] == ["NVIDIA Made-up", "another", "CPU, 2 threads"]
 
 
 def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines() -> None:
@@ -81,7 +81,7 @@ def test_csv_has_every_field_and_unrounded_numbers() -> None:
 
 def test_files_of_every_case(tmp_path: Path) -> None:
     files = write_views(ROWS, tmp_path)
-    assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png"]
+    assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png", "model-peak.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no reason to fail
 
