@@ -30,7 +30,7 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
 
     Rows without the number are left out. keys: fields that stand above the picture where they are the same in all rows.
     """
-    measured = [row for row in rows if plot.y.value(row) is not None]
+    measured = [point for row in rows for point in plot.each(row) if plot.y.value(point) is not None]
     parts = _parts(measured, plot.files)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = []

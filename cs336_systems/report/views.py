@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
@@ -21,6 +22,15 @@ _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
+
+
+def _steps(row: Row) -> list[Row]:
+    """A row for each step that a row has the time of, numbered from the first step of the process."""
+    return [
+        replace(row, config={**row.config, "step": row.config["warmup"] + i}, metrics={"step_ms": {"p50": ms}})
+        for i, ms in enumerate(row.metrics.get("steps_ms", ()), 1)
+    ]
+
 
 VIEWS: dict[str, View] = {
     "model": View(
@@ -43,6 +53,9 @@ VIEWS: dict[str, View] = {
         keys=_MODEL_KEYS,
         columns=(_STEP, Column("mean (ms)", "step_ms.mean"), _STD, Column("first (ms)", "steps_ms.0"),
                  Column("second (ms)", "steps_ms.1"), Column("last (ms)", "steps_ms.-1")),
+        plots=(
+            Plot(name="steps", y=_STEP, x="step", panels=("size",), lines=("mode", "warmup"), log="y", each=_steps),
+        ),
     ),
     "train-step": View(
         keys=("size", "variant", "context_length", "batch_size", "precision", "compile"),

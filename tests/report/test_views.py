@@ -63,7 +63,16 @@ def test_machines_are_told_apart_in_tables_and_plots() -> None:
 def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines() -> None:
     plot = Plot(name="p", y=Column("y", "step_ms.p50"), x="context_length", lines=("size",))
     rows = [*ROWS[:2], *(replace(r, config={**r.config, "batch_size": 8}) for r in ROWS[:2])]
-    assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["4", "8"]
+    assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
+
+
+def test_every_step_is_a_point_after_the_warm_up() -> None:
+    rows = [
+        replace(row("small", 128, 2.0), config={"size": "small", "warmup": 1}, metrics={"steps_ms": [5.0, 2.0, 2.5]})
+    ]
+    (plot,) = VIEWS["warmup"].plots
+    (line,) = figure_of(plot, [point for row in rows for point in plot.each(row)], ()).axes[0].lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 3, 4], [5.0, 2.0, 2.5])
 
 
 def test_one_row_alone_has_its_variant() -> None:
@@ -94,7 +103,8 @@ def test_a_case_without_a_table_is_named() -> None:
 def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
     for view in VIEWS.values():
         for plot in view.plots:
-            assert {plot.x, *plot.lines, *plot.panels, *plot.files} <= set(view.keys)
+            made = {"step"} if view is VIEWS["warmup"] else set()  # by the plot's `each`
+            assert {plot.x, *plot.lines, *plot.panels, *plot.files} <= {*view.keys, *made}
 
 
 @pytest.mark.parametrize(
