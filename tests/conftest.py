@@ -30,7 +30,7 @@ def pytest_sessionstart() -> None:
 
 
 def _spare_the_interpreter() -> None:
-    """For each call of a function in a kernel Triton's interpreter goes through all of triton.language: once will do."""
+    """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do."""
     from triton import language as tl
     from triton.runtime import interpreter
 
