@@ -245,8 +245,8 @@ def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tup
     if checkpointed is None:
         return [(1, False)] * num_layers
     policy, number = checkpointed
-    if policy == "every":
-        return [(1, i % number == 0) for i in range(num_layers)]
+    if policy != "groups":
+        return [(1, i < number if policy == "first" else i % number == 0) for i in range(num_layers)]
     return [(min(number, num_layers - first), True) for first in range(0, num_layers, number)]
 
 

@@ -22,7 +22,7 @@ from ..fields import check_types, require
 from ..hardware import check_precision, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
-from ..training.loop import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
+from ..training.build import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
 from .ranges import named_range
 
 QUICK_SIZE = "quick"
@@ -51,7 +51,7 @@ class Workload:
     attention: str = "naive"
     """Attention kernel by its registered name."""
     activation_checkpointing: str = "none"
-    """none, block, every_K or groups_K."""
+    """none, block, first_K, every_K or groups_K."""
     optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
     """Implementation of AdamW."""
     device: str = "auto"
