@@ -101,6 +101,16 @@ VIEWS: dict[str, View] = {
                  lines=("size", "context_length", "precision", "compile", "attention", "policy")),
         ),
     ),
+    "leaderboard-2026": View(
+        keys=("strategy", "size", "context_length", "devices", "batch_size", "precision", "weight_dtype", "attention",
+              "activation_checkpointing", "compile", "compile_memory_budget", "loss_chunk_tokens"),
+        columns=(_STEP, _STD, *_RATES, Column("TFLOP/s a GPU", "tflops", ".1f"), _PEAK,
+                 Column("start-up (s)", "startup_s", ".1f")),
+        plots=(
+            Plot(name="step", y=_STEP, x="activation_checkpointing", kind="bar",
+                 lines=("strategy", "weight_dtype", "attention", "compile", "compile_memory_budget")),
+        ),
+    ),
     **ATTENTION_VIEWS,
     "attention-sweep": attention_sweep.VIEW,
 }  # fmt: skip

@@ -16,6 +16,7 @@ NAMES = (
     "flash",
     "kernels",
     "leaderboard-2025",
+    "leaderboard-2026",
     "attention-sweep",
     "residuals",
     "checkpointing",
