@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep
+from . import attention_sweep, lm_matrix
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -113,6 +113,7 @@ VIEWS: dict[str, View] = {
     ),
     **ATTENTION_VIEWS,
     "attention-sweep": attention_sweep.VIEW,
+    "lm-matrix": lm_matrix.VIEW,
 }  # fmt: skip
 
 

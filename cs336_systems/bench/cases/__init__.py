@@ -21,6 +21,7 @@ NAMES = (
     "residuals",
     "checkpointing",
     "ddp",
+    "lm-matrix",
 )
 
 
