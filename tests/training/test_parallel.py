@@ -90,6 +90,11 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
         ("bucketed", dict(activation_checkpointing="groups_3")),
         ("fsdp", dict(activation_checkpointing="first_1", loss_chunk_tokens=5)),
         ("torch_fsdp", dict(loss_chunk_tokens=5)),
+        pytest.param(
+            "fsdp",
+            dict(compile=True, compile_memory_budget=0.75, activation_checkpointing="first_1", loss_chunk_tokens=8),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
