@@ -98,7 +98,7 @@ class Leaderboard2026Bench(RanksBench):
             train=TrainConfig(
                 batch_size=self.batch_size * self.devices, **{name: getattr(self, name) for name in names}
             ),
-            parallel=ParallelConfig(devices=self.devices, strategy=self.strategy),
+            parallel=ParallelConfig(devices=self.devices, strategy=self.strategy, step_timeout_s=self.step_timeout_s),
         )
 
     def read_back(self, trainer: Trainer) -> dict[str, Any]:
