@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from .nn_utils import linear_cross_entropy
+
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
@@ -58,6 +60,21 @@ class Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         return nn.functional.linear(x, self.weight)
+
+
+class LMHead(Linear):
+    """The last layer: a Linear to logits or, told the targets, to their cross-entropy.
+
+    `loss` is `linear_cross_entropy`, and may be any faster function that does the same.
+    """
+
+    def __init__(self, d_model: int, vocab_size: int) -> None:
+        super().__init__(d_model, vocab_size)
+        self.loss: Callable[..., Tensor] = linear_cross_entropy
+
+    def forward(self, x: Float[Tensor, "... d_model"], targets: Int[Tensor, "..."] | None = None) -> Tensor:
+        """Logits (..., vocab_size); with targets, the sum of their -log softmax(logits)[target] in nats."""
+        return super().forward(x) if targets is None else self.loss(x, self.weight, targets, reduction="sum")
 
 
 class Embedding(nn.Module):
@@ -198,7 +215,7 @@ class TransformerBlock(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Token IDs in, logits of the next token out.
+    """Token IDs in, logits of the next token out; with the next tokens, their loss.
 
     `attention` follows the contract of `scaled_dot_product_attention` and may be any faster function that does.
     Raises ValueError where d_model does not divide into num_heads heads of even size.
@@ -226,12 +243,20 @@ class TransformerLM(nn.Module):
             TransformerBlock(d_model, num_heads, d_ff, rope, attention) for _ in range(num_layers)
         )
         self.ln_final = RMSNorm(d_model)
-        self.lm_head = Linear(d_model, vocab_size)
+        self.lm_head = LMHead(d_model, vocab_size)
 
-    def forward(self, token_ids: Int[Tensor, "B T"], cache: list[LayerCache] | None = None) -> Float[Tensor, "B T V"]:
-        """Logits for each position. With a cache, token_ids continue what the cache holds."""
-        x = self.through_blocks(self.token_embeddings(token_ids), cache)
-        return self.lm_head(self.ln_final(x))
+    def forward(
+        self,
+        token_ids: Int[Tensor, "B T"],
+        cache: list[LayerCache] | None = None,
+        targets: Int[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B T V"] | Float[Tensor, ""]:
+        """Logits for each position; with targets, the sum of their cross-entropies in nats, from `lm_head.loss`.
+
+        With a cache, token_ids continue what the cache holds.
+        """
+        x = self.ln_final(self.through_blocks(self.token_embeddings(token_ids), cache))
+        return self.lm_head(x) if targets is None else self.lm_head(x, targets)
 
     def through_blocks(
         self,

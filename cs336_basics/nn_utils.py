@@ -30,6 +30,28 @@ def cross_entropy(
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
+def linear_cross_entropy(
+    x: Float[Tensor, "... d"],
+    weight: Float[Tensor, "vocab d"],
+    targets: Int[Tensor, "..."],
+    reduction: str = "mean",
+) -> Float[Tensor, "..."]:
+    """The cross-entropy of the logits x W^T, as it is written: all of them are in memory.
+
+    `cs336_systems.kernels.linear_cross_entropy.chunked_linear_cross_entropy` gives the same, some tokens at a time.
+    """
+    return cross_entropy(nn.functional.linear(x, weight), targets, reduction)
+
+
+def gradient_norms(gradients: list[Tensor]) -> list[Float[Tensor, ""]]:
+    """The 2-norm of each gradient, in float32 at least: 8 bits would not hold the sum of their squares."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
+    norms = (torch._foreach_norm(some, 2, dtype=dtype) for dtype, some in by_dtype.items())
+    return [norm for some in norms for norm in some]
+
+
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
     """Scale all gradients in place so that their common 2-norm is at most max_norm (Pascanu et al. 2013).
 
@@ -39,7 +61,7 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norm = torch.linalg.vector_norm(torch.stack(gradient_norms(gradients)))
     if max_norm != float("inf"):
         # 1e-6 as in torch.nn.utils.clip_grad_norm_: no division by a norm of zero.
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -120,9 +120,12 @@ _FLASH = (
 )
 
 
-def residual_bytes(shape: ModelShape, batch_size: int, length: int) -> int:
-    """The residual stream between two blocks: 4 T d, T = B N tokens. It is float32 under autocast too."""
-    return 4 * batch_size * length * shape.d_model
+def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
+    """The residual stream between two blocks: 4 T d, T = B N tokens. It is float32 under autocast too.
+
+    number_bytes: 2 where the weights that compute are of 16 bits, and it with them.
+    """
+    return number_bytes * batch_size * length * shape.d_model
 
 
 def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
@@ -131,7 +134,12 @@ def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
 
 
 def activation_bytes(
-    shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
+    shape: ModelShape,
+    batch_size: int,
+    length: int,
+    precision: str = "fp32",
+    attention: str = "naive",
+    has_narrow_weights: bool = False,
 ) -> dict[str, int]:
     """What an eager TransformerBlock saves for backward besides its input and weights, by the part that saves it.
 
@@ -146,6 +154,9 @@ def activation_bytes(
         ln2          8 T d + 4 T, with its own input, the residual stream between attention and ffn
         ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
 
+    Where the weights that compute are of 16 bits, so is the residual stream: norms make float32 of it, 4 T d more in
+    ln1 and nothing else in ln2, and what they give is one tensor for all products that read it, 2 T d.
+
     Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels
     may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for a
     kernel that is not known.
@@ -158,13 +169,14 @@ def activation_bytes(
         inside = 4 * c * tokens * d + 4 * tokens * shape.num_heads
     else:
         raise ValueError(f"attention is {attention!r}: it must be one of {', '.join((*_HOLD_SCORES, *_FLASH))}")
+    read = 2 * tokens * d if has_narrow_weights else 4 * tokens * d  # by w1 and w3
     return {
-        "ln1": 4 * tokens + 4 * tokens * d,
-        "qkv_proj": (4 if c == 4 else 3 * 2) * tokens * d,
+        "ln1": 4 * tokens + (8 if has_narrow_weights else 4) * tokens * d,
+        "qkv_proj": read if c == 4 or has_narrow_weights else 3 * 2 * tokens * d,
         "attention": inside,
         "output_proj": c * tokens * d,
         "ln2": 4 * tokens + 8 * tokens * d,
-        "ffn": 4 * tokens * d + 4 * c * tokens * shape.d_ff,
+        "ffn": read + 4 * c * tokens * shape.d_ff,
     }
 
 
@@ -246,8 +258,8 @@ def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tup
     if checkpointed is None:
         return [(1, False)] * num_layers
     policy, number = checkpointed
-    if policy == "every":
-        return [(1, i % number == 0) for i in range(num_layers)]
+    if policy != "groups":
+        return [(1, i < number if policy == "first" else i % number == 0) for i in range(num_layers)]
     return [(min(number, num_layers - first), True) for first in range(0, num_layers, number)]
 
 

@@ -119,14 +119,22 @@ class TrainConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast type. Weights stay float32; fp16 scales the loss."""
+    """Autocast type; fp16 scales the loss. Weights are what weight_dtype says."""
+    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of weights, gradients and optimizer state. bf16, with precision bf16: half the memory, but an update below a
+    256th of a weight is lost."""
     compile: bool = False
     """torch.compile, block by block."""
+    compile_memory_budget: float = 1.0
+    """With compile, the share of a block's activations that may be kept: below 1 PyTorch computes what is cheapest
+    again in the backward pass (its activation_memory_budget; at 0.75 norms and the product of the gated layer)."""
     cuda_graph: bool = False
     """Record forward and backward as a CUDA graph and replay it: no launch overhead, which decides for small models."""
     activation_checkpointing: str = "none"
-    """none; block: a block keeps only its input, the rest is computed again in the backward pass; every_K: so with
-    every K-th block; groups_K: K blocks together keep only the input of the first."""
+    """none; block: a block keeps only its input, the rest is computed again in the backward pass; first_K: so with the
+    first K blocks; every_K: with every K-th; groups_K: K blocks together keep only the input of the first."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits are in memory at a time, for large vocabularies (default: those of all)."""
     deterministic: bool = False
     """Deterministic algorithms on the GPU too (slower), for runs that must repeat bit for bit."""
     validation_interval: int = 100
@@ -144,6 +152,20 @@ class TrainConfig:
             self, "train", 1, "max_steps", "batch_size", "gradient_accumulation_steps", "validation_sequences"
         )
         require_at_least(self, "train", 0, "validation_interval")
+        require_at_least(self, "train", 1, "loss_chunk_tokens")
+        require(
+            self.weight_dtype == "fp32" or self.precision == "bf16",
+            "train.weight_dtype",
+            self.weight_dtype,
+            f"'fp32' with train.precision {self.precision!r}",
+        )
+        budget = self.compile_memory_budget
+        require(
+            budget == 1 or (0 <= budget < 1 and self.compile),
+            "train.compile_memory_budget",
+            budget,
+            "from 0 to 1, and 1 without train.compile",
+        )
         require(0 <= self.seed < 1 << 63, "train.seed", self.seed, "at least 0 and below 2^63")
         require(
             not (self.cuda_graph and self.precision == "fp16"),
@@ -162,15 +184,15 @@ class TrainConfig:
             f"a divisor of train.batch_size, {self.batch_size}",
         )
         require(
-            re.fullmatch(r"none|block|(every|groups)_[1-9]\d{0,8}", self.activation_checkpointing) is not None,
+            re.fullmatch(r"none|block|(first|every|groups)_[1-9]\d{0,8}", self.activation_checkpointing) is not None,
             "train.activation_checkpointing",
             self.activation_checkpointing,
-            "none, block, every_K or groups_K with a number K",
+            "none, block, first_K, every_K or groups_K with a number K",
         )
 
     @property
     def checkpointed(self) -> tuple[str, int] | None:
-        """Which blocks are checkpointed: ("every", K), ("groups", K), or None for none of them."""
+        """Which blocks are checkpointed: ("first", K), ("every", K), ("groups", K), or None for none of them."""
         if self.activation_checkpointing == "none":
             return None
         if self.activation_checkpointing == "block":

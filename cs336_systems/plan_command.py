@@ -13,7 +13,8 @@ from .planner.job import Job
 from .planner.working import Section, as_json, as_text
 
 _MODEL = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
-_STEP = ("batch_size", "precision", "attention", "activation_checkpointing", "compile", "cuda_graph")
+_STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
+         "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
 _SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
 _OPTIONS: dict[str, tuple[Any, str]] = {
     "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
@@ -24,8 +25,11 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "num_heads": (int, "Attention heads."),
     "batch_size": (int, "Sequences a GPU (default: 4)."),
     "precision": (str, "Autocast type: fp32, bf16 or fp16 (default: bf16)."),
+    "weight_dtype": (str, "Type of weights, gradients and optimizer state: fp32 or bf16 (default: fp32)."),
+    "loss_chunk_tokens": (int, "Tokens whose logits are in memory at a time (default: those of all)."),
+    "compile_memory_budget": (float, "Share of a compiled block's activations that may be kept (default: 1)."),
     "attention": (str, "naive, flash, or a kernel's registered name (default: flash)."),
-    "activation_checkpointing": (str, "none, block, every_K or groups_K (default: none)."),
+    "activation_checkpointing": (str, "none, block, first_K, every_K or groups_K (default: none)."),
     "compile": (bool, "torch.compile, block by block."),
     "cuda_graph": (bool, "The step recorded as a CUDA graph."),
     "strategy": (str, "How GPUs share the work (default: none, or bucketed for several)."),

@@ -22,7 +22,7 @@ from ..fields import check_types, require
 from ..hardware import check_precision, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
-from ..training.loop import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
+from ..training.build import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
 from .ranges import named_range
 
 QUICK_SIZE = "quick"
@@ -51,7 +51,7 @@ class Workload:
     attention: str = "naive"
     """Attention kernel by its registered name."""
     activation_checkpointing: str = "none"
-    """none, block, every_K or groups_K."""
+    """none, block, first_K, every_K or groups_K."""
     optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
     """Implementation of AdamW."""
     device: str = "auto"
@@ -153,7 +153,6 @@ class Workbench:
         """The workload and the resolved architecture, as what was built and has run shows them: for its row."""
         blocks: list[Any] = list(self.model.layers)
         precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        is_compiled = any(hasattr(function, "_torchdynamo_orig_callable") for function in _wrapped(blocks[0].forward))
         return dataclasses.asdict(self.config) | dict(
             vocab_size=self.model.vocab_size,
             d_model=blocks[0].ln1.weight.shape[0],
@@ -163,14 +162,19 @@ class Workbench:
             batch_size=self.inputs.shape[0],
             context_length=self.inputs.shape[1],
             precision=self.config.precision if self._logits_dtype is None else precisions[self._logits_dtype],
-            compile=is_compiled,
+            compile=is_compiled(blocks[0]),
             device=str(self.device),
         )
 
 
-def _wrapped(function: Any) -> Iterator[Any]:
+def is_compiled(block: Any) -> bool:
+    """Whether a block's forward is compiled, also where it is checkpointed."""
+    return any(hasattr(function, "_torchdynamo_orig_callable") for function in wrapped(block.forward))
+
+
+def wrapped(function: Any) -> Iterator[Any]:
     """A function and those inside it: of partials their first arguments."""
     yield function
     if isinstance(function, functools.partial):
         for inner in (function.func, *function.args[:1]):
-            yield from _wrapped(inner)
+            yield from wrapped(inner)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from cs336_basics.nn_utils import gradient_norms
+
 from . import comm
 from .fsdp_units import EMBEDDINGS, Unit, divide
 from .strategy import Strategy, weak_hook
@@ -261,7 +263,7 @@ class FSDP(Strategy):
                 gradients[id(p) in self._sharded].append(p.grad)
         squares = {}
         for kind, some in gradients.items():
-            norms = torch._foreach_norm(some) if some else [torch.zeros((), device=self._device)]
+            norms = gradient_norms(some) if some else [torch.zeros((), device=self._device)]
             squares[kind] = torch.stack(norms).square().sum()
         comm.mean([squares[True]], "norm of the gradients")
         norm = (squares[True] * comm.world_size() + squares[False]).sqrt()

@@ -24,43 +24,56 @@ def block_parts(job: Job) -> dict[str, int]:
         attention   flash: q, k, v, o, o by tokens, logsumexp                5 c T d + 4 T H
                     naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T d + 4 B H N^2 + N^2 + 8 T H
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
+
+    Weights of 16 bits have an input of 2 T d. Below a memory budget of 1 the partitioner keeps at most that share of
+    all but the input; what goes first, and as a whole, is what needs no product: c T d of each norm, the ffn's product.
     """
     s, c, t = job.shape, job.number_bytes, job.tokens
     length, d = s.context_length, s.d_model
     if not job.compile:
-        parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel)
-        return {"input": residual_bytes(s, job.batch_size, length), **parts}
+        parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
+        return {"input": residual_bytes(s, job.batch_size, length, job.residual_number_bytes), **parts}
     inside = 5 * c * t * d + 4 * t * s.num_heads
     if job.holds_scores:
         scores = 4 * job.batch_size * s.num_heads * length * length + length * length
         inside = 4 * c * t * d + scores + 8 * t * s.num_heads
-    norms = 3 * c * t * d
-    return {"input": 4 * t * d + 8 * t, "norms, output_proj": norms, "attention": inside, "ffn": 3 * c * t * s.d_ff}
+    entry, budget = job.residual_number_bytes * t * d + 8 * t, job.compile_memory_budget
+    rest = {"norms, output_proj": 3 * c * t * d, "attention": inside, "ffn": 3 * c * t * s.d_ff}
+    most = int(budget * sum(rest.values()))
+    if budget < 1:
+        rest |= {"norms, output_proj": c * t * d, "ffn": 2 * c * t * s.d_ff}
+    if sum(rest.values()) > most:
+        rest = {"within the budget": most}
+    return {"input": entry, **rest}
 
 
 def kept_blocks(job: Job) -> tuple[int, int, int]:
     """How many blocks keep all that they save, how many inputs stay for the others, how many are made again at once.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": every: ceil(L / K) blocks keep their input and
-    are computed again one at a time. groups: ceil(L / K) groups keep the input of their first, K blocks at once.
+    are computed again one at a time; first: so the first K. groups: ceil(L / K) groups keep the input of their first,
+    K blocks at once.
     """
     policy, k = job.checkpointing
     layers = job.shape.num_layers
     if policy == "none":
         return layers, 0, 0
-    count = -(-layers // k)
-    return (layers - count, count, 1) if policy == "every" else (0, count, min(k, layers))
+    count = min(k, layers) if policy == "first" else -(-layers // k)
+    return (0, count, min(k, layers)) if policy == "groups" else (layers - count, count, 1)
 
 
 def saved_bytes(job: Job) -> tuple[int, int]:
     """Activations of the blocks at the end of the forward pass, and what backward makes again beside them at most.
 
     L S without checkpointing, (L - n) S + n I and S, or n I and K S, with S what a block saves and I its input. The
-    input of the first block that is made again is there already.
+    input of the first block that is made again is there already. Where the last block is kept and the first ones are
+    not (first), S is gone before any is made again.
     """
     whole = sum(block_parts(job).values())
-    entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length)
+    entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length, job.residual_number_bytes)
     kept, inputs, again = kept_blocks(job)
+    if job.checkpointing[0] == "first" and kept:
+        again = 0
     return kept * whole + inputs * entry, max(0, again * whole - entry * (again > 0))
 
 

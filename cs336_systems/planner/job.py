@@ -26,13 +26,19 @@ class Job:
     batch_size: int = 4
     """Sequences a GPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Autocast type; weights, gradients and optimizer state are float32."""
+    """Autocast type."""
+    weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of weights, gradients and optimizer state."""
     attention: str = "flash"
     """naive, or a kernel that keeps no scores."""
     activation_checkpointing: str = "none"
-    """none, block, every_K or groups_K."""
+    """none, block, first_K, every_K or groups_K."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits are in memory at a time (default: those of all)."""
     compile: bool = False
     """torch.compile, block by block."""
+    compile_memory_budget: float = 1.0
+    """Share of a compiled block's activations that may be kept."""
     cuda_graph: bool = False
     """The step recorded as a CUDA graph."""
     strategy: str = "none"
@@ -66,6 +72,26 @@ class Job:
         return NUMBER_BYTES[self.precision]
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of a number of weights, gradients and optimizer state."""
+        return NUMBER_BYTES[self.weight_dtype]
+
+    @property
+    def computes_narrow(self) -> bool:
+        """Whether the weights that compute are of 16 bits, and with them the residual stream."""
+        return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)
+
+    @property
+    def residual_number_bytes(self) -> int:
+        """Bytes of a number of the residual stream."""
+        return 2 if self.computes_narrow else 4
+
+    @property
+    def logits_tokens(self) -> int:
+        """Tokens whose logits are in memory at a time."""
+        return min(self.tokens, self.loss_chunk_tokens or self.tokens)
+
+    @property
     def holds_scores(self) -> bool:
         """Whether attention keeps its scores in memory."""
         return self.attention in SCORES
@@ -87,7 +113,7 @@ class Job:
 
     @property
     def checkpointing(self) -> tuple[str, int]:
-        """Policy (none, every or groups) and its K."""
+        """Policy (none, first, every or groups) and its K."""
         if self.activation_checkpointing == "none":
             return "none", 1
         name, _, number = self.activation_checkpointing.partition("_")
@@ -96,12 +122,16 @@ class Job:
 
 def _check(job: Job) -> None:
     check_types(job, "")
-    require_at_least(job, "", 1, "batch_size", "world_size")
+    require_at_least(job, "", 1, "batch_size", "world_size", "loss_chunk_tokens")
+    narrow, budget = job.weight_dtype == "bf16", job.compile_memory_budget
+    require(not narrow or job.precision == "bf16", "weight_dtype", "bf16", f"fp32 with precision {job.precision!r}")
+    accepted = budget == 1 or (0 <= budget < 1 and job.compile)
+    require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
     require(job.attention in SCORES + FLASH, "attention", job.attention, f"one of {', '.join(SCORES + FLASH)}")
     require(job.strategy in STRATEGIES, "strategy", job.strategy, f"one of {', '.join(STRATEGIES)}")
     policy = job.activation_checkpointing
-    accepted = re.fullmatch(r"none|block|(every|groups)_[1-9]\d{0,8}", policy) is not None
-    require(accepted, "activation_checkpointing", policy, "none, block, every_K or groups_K with a number K")
+    accepted = re.fullmatch(r"none|block|(first|every|groups)_[1-9]\d{0,8}", policy) is not None
+    require(accepted, "activation_checkpointing", policy, "none, block, first_K, every_K or groups_K with a number K")
     size = job.bucket_size_mb
     require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
     alone = job.strategy == "none" and job.world_size > 1

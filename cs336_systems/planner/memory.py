@@ -1,8 +1,8 @@
 """Memory of a training step on one GPU: what is there all the time, what comes and goes, and when it is most.
 
 Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes a parameter (Rajbhandari et al. 2020, ZeRO,
-section 3.1, count mixed precision with float16 weights in the same way). The peak is at one of five moments, because
-in between, block by block, activations go and gradients come at a steady pace.
+section 3.1, count mixed precision with float16 weights in the same way), or half of that in bfloat16. The peak is at
+one of five moments, because in between, block by block, activations go and gradients come at a steady pace.
 """
 
 from collections.abc import Iterator
@@ -43,14 +43,15 @@ def constant_terms(job: Job) -> list[Term]:
     w = job.world_size if job.is_sharded else 1
     # The sharded optimizer moves weights into large tensors, so the allocator adds nothing.
     packed = job.shard_optimizer and job.world_size > 1
-    weights = 4 * n if packed else parameter_bytes(s, 4, w)
-    terms = [Term("weights", f"4 N{_over(w)} = 4 x {n:,}{_over(w)}", weights)]
+    b = job.weight_bytes
+    weights = b * n if packed else parameter_bytes(s, b, w)
+    terms = [Term("weights", f"{b} N{_over(w)} = {b} x {n:,}{_over(w)}", weights)]
     if job.optimizer:
-        state = 2 * parameter_bytes(s, 4, w) / (job.state_parts / w)
+        state = 2 * parameter_bytes(s, b, w) / (job.state_parts / w)
         over = _over(job.state_parts)
-        terms.append(Term("optimizer state", f"8 N{over} = 8 x {n:,}{over}", state))
+        terms.append(Term("optimizer state", f"{2 * b} N{over} = {2 * b} x {n:,}{over}", state))
     if job.strategy in IN_BUCKETS:
-        terms.append(Term("gradients in buckets", f"4 N, in buckets of {job.bucket_size_mb:g} MiB", _buckets(job)))
+        terms.append(Term("gradients in buckets", f"{b} N, in buckets of {job.bucket_size_mb:g} MiB", _buckets(job)))
     length, half = s.context_length, s.d_model // s.num_heads // 2
     small = 8 * length * half + 16 * job.tokens
     terms.append(Term("rotary tables, tokens", f"4 N_ctx d_head + 16 T, T = {job.tokens:,}", small))
@@ -63,13 +64,9 @@ def _over(parts: int) -> str:
 
 def _buckets(job: Job) -> float:
     """Flat tensors of up to bucket_size_mb; a larger gradient is a bucket of its own."""
-    most = (job.bucket_size_mb or 0) * MIB
-    alone = [
-        (count, 4 * rows * columns) for count, rows, columns in tensors(job.shape) if 4 * rows * columns > most / 2
-    ]
-    together = sum(
-        4 * count * rows * columns for count, rows, columns in tensors(job.shape) if 8 * rows * columns <= most
-    )
+    most, sizes = (job.bucket_size_mb or 0) * MIB, [(n, job.weight_bytes * r * c) for n, r, c in tensors(job.shape)]
+    alone = [(count, nbytes) for count, nbytes in sizes if nbytes > most / 2]
+    together = sum(count * nbytes for count, nbytes in sizes if 2 * nbytes <= most)
     return together + sum(count * allocated_bytes(nbytes) for count, nbytes in alone)
 
 
@@ -78,8 +75,9 @@ def gradient_term(job: Job) -> Term:
     if job.strategy in IN_BUCKETS:
         return Term("gradients", "in their buckets", 0)
     w = job.world_size if job.is_sharded else 1
-    working = f"4 N{_over(w)} = 4 x {num_parameters(job.shape):,}{_over(w)}"
-    return Term("gradients", working, parameter_bytes(job.shape, 4, w))
+    b = job.weight_bytes
+    working = f"{b} N{_over(w)} = {b} x {num_parameters(job.shape):,}{_over(w)}"
+    return Term("gradients", working, parameter_bytes(job.shape, b, w))
 
 
 def copy_terms(job: Job) -> tuple[Term, Term]:
@@ -87,14 +85,15 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
 
     Autocast casts each weight once and keeps the copy until it is left, after the loss; the graph keeps those of blocks
     that are not checkpointed until their backward. Compiled code casts for itself and keeps only the latter. Where a
-    strategy gathers weights in the type of computation there are none.
+    strategy gathers weights in the type of computation, or they have it, there are none.
     """
     s = job.shape
-    if job.precision == "fp32" or job.is_sharded:
+    if job.precision == "fp32" or job.computes_narrow:
         nothing = Term("weight copies", "none", 0)
         return nothing, nothing
     rounding = parameter_bytes(s, 2) / (2 * num_parameters(s))
-    a_block, head = weight_copy_bytes(s, job.precision) * rounding, 2 * s.vocab_size * s.d_model
+    a_block = weight_copy_bytes(s, job.precision) * rounding
+    head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts for itself
     kept = kept_blocks(job)[0]
     cached = kept if job.compile else s.num_layers
 
@@ -110,7 +109,8 @@ def head_term(job: Job) -> Term:
     """What the last norm and the head save, the weight's copy and the logits left out."""
     s, t, c = job.shape, job.tokens, job.number_bytes
     if job.compile:
-        return Term("last norm, head", f"4 T d + {c} T d + 8 T", (4 + c) * t * s.d_model + 8 * t)
+        r = job.residual_number_bytes
+        return Term("last norm, head", f"{r} T d + {c} T d + 8 T", (r + c) * t * s.d_model + 8 * t)
     copy = 0 if job.precision == "fp32" else c * s.vocab_size * s.d_model
     saved = head_bytes(s, job.batch_size, s.context_length, job.precision) - 4 * t * s.vocab_size - copy
     return Term("last norm, head", f"8 T d + {c} T d + 8 T", saved)
@@ -123,8 +123,14 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
     where they are not), which `gather` and `logsumexp` save; logsumexp's exponentials are 4 T V more. Its backward pass
     has three of float32, grad * (x - result).exp(). Compiled, one kernel writes the gradient, c T V, and a float32 copy
     of it, 4 T V: what `gather` gives back is scattered into zeros, which are in memory.
+
+    In chunks of C tokens (`kernels.linear_cross_entropy`) there are C V logits and their gradient, 2 c C V, eager with
+    three of float32 or so between them; of the weight a float32 gradient and what is added to it, 8 V d, and a copy in
+    the type of computation. What stays is the gradient, V d numbers, until its own backward.
     """
     c, numbers = job.number_bytes, job.tokens * job.shape.vocab_size
+    if job.loss_chunk_tokens is not None:
+        return _chunk_terms(job)
     wide = 0 if job.compile or c == 4 else 4
     forward, backward = (0, 4 + c) if job.compile else (4, 12)
     at_loss, in_backward = c + wide + forward, c + wide + backward
@@ -135,17 +141,37 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
     )
 
 
-def unit_terms(job: Job) -> tuple[Term, Term]:
-    """FSDP's units in the forward and in the backward pass: at most two blocks are whole, and two blocks' gradients.
+def _chunk_terms(job: Job) -> tuple[Term, Term, Term]:
+    s, c = job.shape, job.number_bytes
+    numbers, weight = job.logits_tokens * s.vocab_size, s.vocab_size * s.d_model
+    logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
+    products = c * numbers + (0 if c == 4 else 4) * weight  # added up from a product of its own
+    copy = 0 if c == 4 or job.computes_narrow else c
+    stays = (2 if job.computes_narrow else 4) * weight
+    working = f"{job.logits_tokens:,} tokens at a time, and the weight's gradient"
+    return (
+        Term("logits and loss", working, max(logits, products) + (4 + copy) * weight),
+        Term("gradient of the head", f"{stays // weight} V d", stays),
+        Term("logits", "none", 0),
+    )
 
-    c P bytes a block of P parameters, and for each what is sent or has come, c P / w.
+
+def unit_terms(job: Job) -> dict[str, Term]:
+    """FSDP's whole units by the moment, and their gradients: c P bytes a block of P parameters, c V d an embedding.
+
+    At the loss the head alone; then the last block comes, too. In the backward pass at most two blocks are whole, and
+    have gradients, of which c P / w have come; of the head those leave at first. At the end the embedding's do.
     """
     s, w, c = job.shape, job.world_size, job.number_bytes
-    p = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff
+    p, e = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff, s.vocab_size * s.d_model
     if not job.is_sharded:
-        return Term("whole units", "none", 0), Term("whole units", "none", 0)
-    forward = Term("whole units", f"2 c P + c P / {w}, P = {p:,}", (2 + 1 / w) * c * p)
-    return forward, Term("whole units, gradients", f"4 c P + 2 c P / {w}, P = {p:,}", (4 + 2 / w) * c * p)
+        return dict.fromkeys(("loss", "loss_backward", "backward", "end"), Term("whole units", "none", 0))
+    return {
+        "loss": Term("whole units", "c V d", c * e),
+        "loss_backward": Term("whole units", "c V d + c P", c * (e + p)),
+        "backward": Term("whole units, gradients", f"4 c P + 2 c P / {w}, P = {p:,}", (4 + 2 / w) * c * p),
+        "end": Term("whole units, gradients", f"c V d + c V d / {w}", (1 + 1 / w) * c * e),
+    }
 
 
 def block_term(job: Job) -> Term:
@@ -154,11 +180,14 @@ def block_term(job: Job) -> Term:
     That is made in the type of computation and then in float32: (c + 4) d d_ff under autocast.
     """
     s, c = job.shape, job.number_bytes
-    wide = 0 if c == 4 else c + 4
+    wide = 0 if c == 4 or job.computes_narrow else c + 4
     inside = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel)
+    inside -= (4 - job.residual_number_bytes) * job.tokens * s.d_model
     matrix = wide * s.d_model * s.d_ff
     return Term(
-        "gradients in a block", f"4 T d + 2 c T d_ff + {wide} d d_ff = {inside:,} + {matrix:,}", inside + matrix
+        "gradients in a block",
+        f"{job.residual_number_bytes} T d + 2 c T d_ff + {wide} d d_ff = {inside:,} + {matrix:,}",
+        inside + matrix,
     )
 
 
@@ -167,10 +196,10 @@ def moments(job: Job) -> dict[str, list[Term]]:
     constant, grads = constant_terms(job), gradient_term(job)
     cached, held = copy_terms(job)
     logits = logits_terms(job)
-    units, units_back = unit_terms(job)
+    units = unit_terms(job)
     saved, again = saved_bytes(job)
     kept, inputs, at_once = kept_blocks(job)
-    copies = 0 if job.is_sharded else at_once * weight_copy_bytes(job.shape, job.precision)
+    copies = 0 if job.computes_narrow else at_once * weight_copy_bytes(job.shape, job.precision)
     entry = f" and {inputs} inputs of blocks" if inputs else ""
     whole = sum(block_parts(job).values())
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
@@ -178,20 +207,21 @@ def moments(job: Job) -> dict[str, list[Term]]:
     one = Term("activations", "the first block's", whole)
     first = [activations, head_term(job)]
     in_buckets = job.strategy in IN_BUCKETS
-    head_grad = Term("gradient of the head", "4 V d", 0 if in_buckets else 4 * job.shape.vocab_size * job.shape.d_model)
+    b, e = job.weight_bytes, job.shape.vocab_size * job.shape.d_model
+    head_grad = units["end"] if job.is_sharded else Term("gradient of the head", f"{b} V d", 0 if in_buckets else b * e)
+    back = [block_term(job), units["backward"]]
     found = {
-        "the loss": [*constant, *first, cached, logits[0], units],
-        "backward of the loss": [*constant, *first, held, logits[1], units],
-        "backward of the last block": [*constant, activations, recomputed, held, logits[2], head_grad, block_term(job),
-                                       units_back],
-        "backward of the first block": [*constant, one, logits[2], grads, block_term(job), units_back],
-    }  # fmt: skip
+        "the loss": [*constant, *first, cached, logits[0], units["loss"]],
+        "backward of the loss": [*constant, *first, held, logits[1], units["loss_backward"]],
+        "backward of the last block": [*constant, activations, recomputed, held, logits[2], head_grad, *back],
+        "backward of the first block": [*constant, one, logits[2], grads, *back],
+    }
     if job.strategy == "flat" and job.world_size > 1:
         flat = Term("all gradients flat", "4 N", 4 * num_parameters(job.shape))
         found["gradients flattened"] = [*constant, logits[2], grads, flat]
     wire = 0 if job.grad_dtype in ("same", "fp32") or job.is_sharded or job.strategy in ("none", "naive") else 2
     sent = Term("gradients on their way", f"{wire} N", wire * num_parameters(job.shape))
-    found["the end of backward"] = [*constant, logits[2], grads, sent]
+    found["the end of backward"] = [*constant, logits[2], grads, units["end"], sent]
     return found
 
 

@@ -25,7 +25,7 @@ class Measured(Protocol):
 
 def job_of(row: Measured) -> Job:
     """What ran. Raises ValueError saying why for a row of which nothing is predicted."""
-    if row.case in ("ddp", "train-step"):
+    if row.case in ("ddp", "train-step", "leaderboard-2026"):
         return _training_job(row.case, row.variant, row.config)
     if row.case == "model":
         return _model_job(row.config)
@@ -46,8 +46,11 @@ def _training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         batch_size=batch,
         precision=train["precision"],
         attention=run["model"]["attention"],
+        weight_dtype=train.get("weight_dtype", "fp32"),  # rows of before have none of these
         activation_checkpointing=train.get("activation_checkpointing", "none"),
+        loss_chunk_tokens=train.get("loss_chunk_tokens"),
         compile=train["compile"],
+        compile_memory_budget=train.get("compile_memory_budget", 1.0),
         cuda_graph=train["cuda_graph"],
         strategy=strategy,
         world_size=world_size,

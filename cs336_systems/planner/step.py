@@ -33,6 +33,9 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
                    silu(w1 x) w3 x                                                            3 c T d_ff
         backward   gradients of sums and norms 40, their casts and the rest 16 c              (40 + 16 c) T d
                    of w1 x and w3 x                                                           5 c T d_ff
+        again      below a memory budget of 1, norms and silu(w1 x) w3 x                      4 c T d + 3 c T d_ff
+
+    The 16 and the 40 are those of a residual stream in float32, and half of that where it is of 16 bits.
 
     Eager, each operation is a kernel: a norm reads and writes 28 bytes a number, its casts 4 + c for each product that
     reads it (five), rotary 32 + 3 c for q and for k, sums 8 + c, silu and the product 5 c of d_ff; twice as much
@@ -40,7 +43,8 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
     """
     c, td, tf = job.number_bytes, job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
     if job.compile:
-        return (16 + 11 * c) * td + 3 * c * tf, (40 + 16 * c) * td + 5 * c * tf
+        r, again = job.residual_number_bytes, (4 * c * td + 3 * c * tf) * (job.compile_memory_budget < 1)
+        return (4 * r + 11 * c) * td + 3 * c * tf, (10 * r + 16 * c) * td + 5 * c * tf + again
     casts = 5 * (4 + c) if c < 4 else 0
     forward = (2 * 28 + casts + 2 * (32 + 3 * c) + 2 * c + 2 * (8 + c)) * td + 5 * c * tf
     return forward, 2 * forward
@@ -69,8 +73,14 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     attention = attention_seconds(job, card)
     small = [layers * size / card.bandwidth for size in elementwise_bytes(job)]
     nm = matmul_parameters(s)
-    casts = 0 if job.precision == "fp32" else 12 * nm / card.bandwidth / (job.world_size if job.is_sharded else 1)
+    casts = (
+        0
+        if job.precision == "fp32" or job.weight_bytes == 2
+        else 12 * nm / card.bandwidth / (job.world_size if job.is_sharded else 1)
+    )
     loss = (4 if job.compile else 40) * job.number_bytes / 2 * job.tokens * s.vocab_size / card.bandwidth
+    if job.loss_chunk_tokens:  # each chunk's gradient of the weight is written, and added to that of those before
+        loss += -(-job.tokens // job.loss_chunk_tokens) * 16 * s.vocab_size * s.d_model / card.bandwidth
     operations = 2 * nm * job.tokens
     elementwise = f"{layers * sum(elementwise_bytes(job)) / 1e9:.4g} GB / {card.bandwidth / 1e12:g} TB/s"
     terms = [
@@ -99,17 +109,19 @@ def _attention_working(job: Job, card: Card) -> str:
 
 
 def update_terms(job: Job, card: Card) -> list[Term]:
-    """Clipping and the optimizer: 4 N to read and 8 N to scale; 28 N for AdamW.
+    """Clipping and the optimizer: 4 N to read and 8 N to scale; 28 N for AdamW; of weights in bfloat16 half of that.
 
     Fused, it reads weight, gradient and two moments and writes all but the gradient: 7 float32 numbers a parameter.
     """
     n, w = num_parameters(job.shape), job.world_size if job.is_sharded else 1
-    terms = []
+    terms, b = [], job.weight_bytes
     if job.clip:
-        terms.append(Term("gradient norm and clipping", "12 N / bandwidth", 12 * n / w / card.bandwidth, "s"))
+        working = f"{3 * b} N / {w} / bandwidth"
+        terms.append(Term("gradient norm and clipping", working, 3 * b * n / w / card.bandwidth, "s"))
     if job.optimizer:
         parts = job.state_parts
-        terms.append(Term("optimizer", f"28 N / {parts} / bandwidth", 28 * n / parts / card.bandwidth, "s"))
+        working = f"{7 * b} N / {parts} / bandwidth"
+        terms.append(Term("optimizer", working, 7 * b * n / parts / card.bandwidth, "s"))
     return terms
 
 
@@ -164,10 +176,11 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     counts = [
         Term("parameters", "N = 2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d", n, ""),
         Term("operations", "3 (2 N_m T + 2 L B N_ctx^2 d), N_m without embedding and norms", flops, "FLOP"),
-        Term("bytes of the optimizer", f"28 N / {job.state_parts}", 28 * n / job.state_parts),
+        Term("bytes of the optimizer", f"{7 * job.weight_bytes} N / {job.state_parts}",
+             7 * job.weight_bytes * n / job.state_parts),
         Term("bytes of elementwise", "see elementwise_bytes", s.num_layers * sum(elementwise_bytes(job))),
-        Term("gradients", "4 N", parameter_bytes(s, 4)),
-    ]
+        Term("gradients", f"{job.weight_bytes} N", parameter_bytes(s, job.weight_bytes)),
+    ]  # fmt: skip
     if job.world_size > 1:
         all_sent = sent(job, card)
         counts.append(Term("sent by a GPU", all_sent.working, all_sent.bytes_a_gpu))

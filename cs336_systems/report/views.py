@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep
+from . import attention_sweep, lm_matrix
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -115,8 +115,19 @@ VIEWS: dict[str, View] = {
                  lines=("size", "context_length", "precision", "compile", "attention", "policy")),
         ),
     ),
+    "leaderboard-2026": View(
+        keys=("strategy", "size", "context_length", "devices", "batch_size", "precision", "weight_dtype", "attention",
+              "activation_checkpointing", "compile", "compile_memory_budget", "loss_chunk_tokens"),
+        columns=(_STEP, _STD, *_RATES, Column("TFLOP/s a GPU", "tflops", ".1f"), _PEAK,
+                 Column("start-up (s)", "startup_s", ".1f")),
+        plots=(
+            Plot(name="step", y=_STEP, x="activation_checkpointing", kind="bar",
+                 lines=("strategy", "weight_dtype", "attention", "compile", "compile_memory_budget")),
+        ),
+    ),
     **ATTENTION_VIEWS,
     "attention-sweep": attention_sweep.VIEW,
+    "lm-matrix": lm_matrix.VIEW,
 }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ parallelism are chosen elsewhere.
 """
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -23,24 +22,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from cs336_basics.data import count_starts, gather_sequences, sequence_starts
-from cs336_basics.model import LayerCache, TransformerLM
+from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.optimizer import AdamW, get_cosine_lr
+from cs336_basics.optimizer import get_cosine_lr
 
 from ..accounting import training_flops
-from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..config import RunConfig
 from ..hardware import device_peak_flops, use_device_in_thread
-from ..parallel import STRATEGIES, Options, comm, failure
-from ..parallel.strategy import Strategy
+from ..parallel import comm, failure
+from .build import AUTOCAST_DTYPES, build_optimizer, prepare_model, wrap_model
 from .graph import RecordedStep
 
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.unsignedinteger]
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_LOSS_SCALE = 2.0**-10
 
 
@@ -115,60 +112,6 @@ class BatchLoader:
         self._pool.shutdown(cancel_futures=True)
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has its part of the state."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
-    cls: type[torch.optim.Optimizer] = AdamW
-    if config.implementation != "own":
-        cls = torch.optim.AdamW
-        common |= {name: config.implementation == f"torch_{name}" for name in ("fused", "foreach")}
-    if sharded:
-        from ..parallel.zero1 import ShardedOptimizer
-
-        return ShardedOptimizer(groups, cls, **common)
-    return cls(groups, **common)
-
-
-def compile_model(model: TransformerLM) -> None:
-    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them.
-
-    Only the blocks' own forward, so that what a strategy hangs on them from outside stays outside of the graphs.
-    """
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward)
-    model.ln_final.compile()
-
-
-def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
-    """Make blocks forget what they computed and compute it again in the backward pass (Chen et al. 2016).
-
-    What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are
-    checkpointed from outside of their blocks: sharded weights of a whole group are gathered to compute it again.
-    """
-    if config.checkpointed is None:
-        return
-    policy, number = config.checkpointed
-    # No random numbers in a block: their state need not be saved.
-    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if policy == "every":
-        for layer in list(model.layers)[::number]:
-            layer.forward = functools.partial(again, layer.forward)
-        return
-    through_blocks = model.through_blocks
-
-    def in_groups(x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
-        for first in range(0, len(model.layers), number):
-            x = again(through_blocks, x, cache, first, first + number)
-        return x
-
-    model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
-
-
 def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: int) -> npt.NDArray[np.int64]:
     """Where the sequences of a validation start: up to `wanted`, one after another from the beginning, (batches, B).
 
@@ -177,17 +120,6 @@ def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: in
     count = min(wanted, (num_tokens - 1) // length)
     micro_batch = min(count, micro_batch)
     return (np.arange(count - count % micro_batch) * length).reshape(-1, micro_batch)
-
-
-def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
-    """The model in the strategy that the configuration asks for, on this many processes."""
-    wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
-    options = Options(
-        bucket_size_mb=config.parallel.bucket_size_mb,
-        grad_dtype={"fp32": torch.float32, **AUTOCAST_DTYPES}.get(config.parallel.grad_dtype),
-        compute_dtype=AUTOCAST_DTYPES.get(config.train.precision),
-    )
-    return wrap(model, options)
 
 
 @dataclass
@@ -210,9 +142,7 @@ class Trainer:
         self.config, self.model, self.device = config, model, device
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
-        if config.train.compile:
-            compile_model(model)
-        checkpoint_activations(model, config.train)
+        prepare_model(model, config.train)
         self.strategy = wrap_model(config, model)
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer)
         if (config.optimizer.warmup_steps or 0) > config.train.max_steps:
@@ -235,8 +165,15 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        dtype = AUTOCAST_DTYPES.get(self.config.train.precision)
+        train = self.config.train
+        dtype = AUTOCAST_DTYPES.get(train.precision) if train.weight_dtype == "fp32" else None
         return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+
+    def _sum_of_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of the model, from logits or from the head itself, which then never has all of them."""
+        if self.config.train.loss_chunk_tokens is None:
+            return self._loss(self.strategy(inputs), targets, reduction="sum")
+        return self.strategy(inputs, targets=targets)
 
     def learning_rate(self, step: int) -> float:
         """The rate of step 1, 2, ... max_steps; the last step has min_lr, if the warm-up is over by then."""
@@ -311,8 +248,7 @@ class Trainer:
             last = i == len(pieces) - 1
             with contextlib.nullcontext() if last else self.strategy.no_sync():
                 with self._autocast():
-                    logits = self.strategy(x)
-                    loss = self._loss(logits, y, reduction="sum") / targets.numel()
+                    loss = self._sum_of_losses(x, y) / targets.numel()
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         self.strategy.finish_gradient_synchronization()
@@ -359,8 +295,8 @@ class Trainer:
             # A strategy may need all ranks in every forward pass, so one without a batch repeats the last.
             both = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
             with self._autocast():
-                logits = self.strategy(both[:, :-1].contiguous())
-                loss = self._loss(logits, both[:, 1:].contiguous(), reduction="sum") / (starts.size * length)
+                loss = self._sum_of_losses(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+                loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0
         comm.mean([total], "all-reduce of the validation loss")
         return total.item() * world_size

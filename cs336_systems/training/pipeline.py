@@ -22,11 +22,12 @@ from ..config import RunConfig, SampleConfig
 from ..hardware import check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
 from ..parallel import comm
+from .build import AUTOCAST_DTYPES
 from .checkpoint import set_newer_aside
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
 from .launch import check_launch, launch, use_device_of_rank
 from .load import LoadedModel, load_model
-from .loop import AUTOCAST_DTYPES, Position, Trainer
+from .loop import Position, Trainer
 from .manifest import Manifest, check_identity, find_checkpoints, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
 from .prepare import PreparedData, prepare_data

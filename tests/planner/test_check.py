@@ -31,7 +31,7 @@ def test_peak_memory_within_one_per_cent_and_two_at_small(row: Any) -> None:
     found = error(compare(row).memory)
     assert found is not None
     if row.variant in SUBTRACTED:
-        assert found > 0.04  # what is measured is too little; a new row may be met, then this is to go
+        assert found > 0.01  # what is measured is too little; a new row may be met, then this is to go
     else:
         assert abs(found) < (0.02 if row.config["size"] == "small" else 0.01)
 

@@ -64,13 +64,14 @@ def test_an_eager_block_has_its_input_beside_what_it_saves() -> None:
 @pytest.mark.parametrize(
     "policy, expected",
     [("none", (6, 0, 0)), ("block", (0, 6, 1)), ("every_2", (3, 3, 1)), ("every_4", (4, 2, 1)), ("groups_4", (0, 2, 4)),
-     ("groups_9", (0, 1, 6))],
+     ("groups_9", (0, 1, 6)), ("first_2", (4, 2, 1)), ("first_9", (0, 6, 1))],
 )  # fmt: skip
 def test_checkpointing_keeps_inputs(policy: str, expected: tuple[int, int, int]) -> None:
     checkpointed = job(activation_checkpointing=policy)
     assert kept_blocks(checkpointed) == expected
     whole, entry = sum(block_parts(checkpointed).values()), 4 * 2 * 8 * 16
     kept, inputs, again = expected
+    again = 0 if policy == "first_2" else again  # what the last blocks keep is gone by then
     assert saved_bytes(checkpointed) == (kept * whole + inputs * entry, max(0, again * whole - entry))
 
 
@@ -119,7 +120,10 @@ def test_what_is_computed_again_has_its_copies_of_weights() -> None:
 
     saved = saved_bytes(job(activation_checkpointing="groups_2"))[1]
     assert again() == saved + 2 * 2 * (4 * 16 * 16 + 3 * 16 * 32)  # two blocks, two bytes a number
-    assert again(strategy="fsdp") == saved  # the weights themselves are in the type of computation
+    # The weights themselves are in the type of computation, and so is the residual stream: in each block 4 T d more in
+    # ln1, 4 less for q, k and v, 2 less in ffn, and 2 less for the input; once less for that of the first.
+    narrow = job(activation_checkpointing="groups_2", strategy="fsdp")
+    assert again(strategy="fsdp") == saved_bytes(narrow)[1] == saved - 2 * (4 + 2 + 2 - 4) * 16 * 16 + 2 * 16 * 16
 
 
 def test_gradients_that_are_copied_for_the_way() -> None:
@@ -140,10 +144,12 @@ def test_small_things_by_hand() -> None:
 
 
 def test_fsdp_has_two_whole_units_and_their_gradients() -> None:
-    # P = 4 x 1600^2 + 3 x 1600 x 6400 = 40,960,000, 2 bytes each. Forward: two units, and half of one that is sent.
+    # P = 4 x 1600^2 + 3 x 1600 x 6400 = 40,960,000, 2 bytes each, and the head's 10,000 x 1600.
     at = moments(Job(shape=XL, strategy="fsdp", world_size=2))
     forward, backward = at["the loss"][-1], at["backward of the last block"][-1]
-    assert forward.value == 2.5 * 81_920_000
+    assert forward.value == 32_000_000
+    assert at["backward of the loss"][-1].value == 32_000_000 + 81_920_000
+    assert at["the end of backward"][-2].value == 1.5 * 32_000_000  # the embedding's gradient, and the half that came
     assert backward.value == 5 * 81_920_000  # two units, two blocks' gradients, half of one sent and half of one come
     assert moments(job())["the loss"][-1].value == 0
 
@@ -182,6 +188,63 @@ def test_eager_cross_entropy_holds_float32_copies_of_the_logits() -> None:
     assert full["logits and loss"] == (4 + 12) * numbers  # there is nothing to convert
 
 
+def test_weights_in_bfloat16_halve_the_state() -> None:
+    wide, narrow = (
+        {t.name: t.value for t in moments(Job(shape=XL, weight_dtype=dtype))["the end of backward"]}
+        for dtype in ("fp32", "bf16")
+    )
+    for name in ("weights", "gradients", "optimizer state"):
+        assert narrow[name] == pytest.approx(wide[name] / 2, rel=0.03)
+
+
+def test_a_loss_in_chunks_holds_the_logits_of_a_chunk() -> None:
+    def terms(when: str, **given: Any) -> dict[str, float]:
+        how: dict[str, Any] = dict(shape=XL, compile=True, weight_dtype="bf16", loss_chunk_tokens=256) | given
+        return {term.name: term.value for term in moments(Job(**how))[when]}
+
+    weight, logits = 10_000 * 1600, 256 * 10_000
+    # The weight's gradient in float32, and a product that is added to it, larger than logits and their gradient.
+    assert terms("the loss")["logits and loss"] == 4 * weight + max(4 * logits, 4 * weight + 2 * logits)
+    assert terms("backward of the loss")["gradient of the head"] == 2 * weight
+    assert terms("backward of the last block")["logits"] == 0
+    assert terms("the loss", weight_dtype="fp32")["logits and loss"] == 10 * weight + 2 * logits  # a copy of the weight
+
+
+def test_below_a_budget_of_one_a_compiled_block_saves_no_norm_and_no_product() -> None:
+    """As counted with hooks in tests/training/test_build.py: 7 T d and 2 T d_ff numbers, and small ones."""
+    shape = replace(SHAPE, context_length=64, d_model=32, d_ff=64)
+    how: dict[str, Any] = dict(shape=shape, compile=True, weight_dtype="bf16")
+    td, tf, small = 2 * 2 * 64 * 32, 2 * 2 * 64 * 64, 8 * 128 + 4 * 128 * 2
+    assert sum(block_parts(job(**how)).values()) == 9 * td + 3 * tf + small
+    assert sum(block_parts(job(**how, compile_memory_budget=0.75)).values()) == 7 * td + 2 * tf + small
+    whole = sum(block_parts(job(**how)).values()) - td - 8 * 128
+    assert sum(block_parts(job(**how, compile_memory_budget=0.25)).values()) == td + 8 * 128 + whole // 4
+
+
+def test_an_eager_block_of_narrow_weights_as_the_hooks_show() -> None:
+    torch = pytest.importorskip("torch")
+    from cs336_basics.model import RotaryEmbedding, TransformerBlock
+    from cs336_systems.kernels.attention import get_attention
+
+    block = TransformerBlock(32, 2, 64, RotaryEmbedding(64, 16), get_attention("sdpa"))
+    for p in block.parameters():
+        p.data = p.data.bfloat16()
+    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(t: Any) -> Any:
+        if t.untyped_storage().data_ptr() not in own:
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    x = torch.randn(2, 64, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = block(x)
+    assert y.dtype == torch.bfloat16
+    parts = block_parts(job(shape=replace(SHAPE, context_length=64, d_model=32, d_ff=64), weight_dtype="bf16"))
+    assert sum(saved.values()) == pytest.approx(sum(parts.values()) - parts["input"], rel=0.02)
+
+
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     limit = 60 * 2**30
     batch = largest_batch(Job(shape=XL), limit)
@@ -205,6 +268,9 @@ def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
         ({"strategy": "ddp"}, "strategy is 'ddp': it must be one of none"),
         ({"world_size": 2}, "strategy is 'none': it must be another than 'none' with world_size 2"),
         ({"activation_checkpointing": "every_0"}, "activation_checkpointing is 'every_0': it must be none, block"),
+        ({"weight_dtype": "bf16", "precision": "fp32"}, "weight_dtype is 'bf16': it must be fp32 with precision"),
+        ({"compile_memory_budget": 0.5}, "compile_memory_budget is 0.5: it must be from 0 to 1"),
+        ({"loss_chunk_tokens": 0}, "loss_chunk_tokens is 0: it must be at least 1"),
         ({"strategy": "fsdp", "shard_optimizer": True}, "shard_optimizer is True: it must be false with strategy"),
         ({"strategy": "bucketed", "bucket_size_mb": 0.0}, "bucket_size_mb is 0.0: it must be above 0"),
     ],

@@ -248,7 +248,13 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
 
 @pytest.mark.parametrize(
     "policy, checkpointed",
-    [("none", None), ("block", ("every", 1)), ("every_12", ("every", 12)), ("groups_3", ("groups", 3))],
+    [
+        ("none", None),
+        ("block", ("every", 1)),
+        ("every_12", ("every", 12)),
+        ("groups_3", ("groups", 3)),
+        ("first_7", ("first", 7)),
+    ],
 )
 def test_a_policy_of_checkpointing_is_a_kind_and_a_number(policy: str, checkpointed: tuple[str, int] | None) -> None:
     assert TrainConfig(activation_checkpointing=policy).checkpointed == checkpointed

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from cs336_basics.data import sequence_starts
 from cs336_systems.config import OptimizerConfig, TrainConfig
-from cs336_systems.training.loop import BatchLoader, NonFiniteError, StopRequest, Trainer, build_optimizer
+from cs336_systems.training.build import build_optimizer
+from cs336_systems.training.loop import BatchLoader, NonFiniteError, StopRequest, Trainer
 
 from .helpers import (
     CONTEXT_LENGTH,
@@ -541,6 +542,8 @@ def blocks_computed(trainer: Trainer) -> int:
         ("groups_1", 5),
         ("groups_2", 5),
         ("groups_9", 5),
+        ("first_2", 2),
+        ("first_9", 5),
     ],
 )
 def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
@@ -557,7 +560,8 @@ def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: 
 
 
 @pytest.mark.parametrize(
-    "kind, kept", [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1)]
+    "kind, kept",
+    [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1), ("first_2", 2 + 4 * 3)],
 )
 def test_of_a_group_of_checkpointed_blocks_the_input_alone_is_kept(kind: str, kept: int, tmp_path: Any) -> None:
     """Of 4 tensors as large as a block's input that a block saves: with the norms' inputs, what they make of them."""
@@ -576,5 +580,7 @@ def test_of_a_group_of_checkpointed_blocks_the_input_alone_is_kept(kind: str, ke
     "kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_", "groups_0", "groups", "group_2"]
 )
 def test_what_is_no_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"train\.activation_checkpointing is .* none, block, every_K or groups_K"):
+    with pytest.raises(
+        ValueError, match=r"train\.activation_checkpointing is .* none, block, first_K, every_K or groups_K"
+    ):
         TrainConfig(activation_checkpointing=kind)

@@ -88,6 +88,13 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
         ("fsdp", dict(activation_checkpointing="groups_2")),
         pytest.param("fsdp", dict(activation_checkpointing="groups_2", compile=True), marks=pytest.mark.slow),
         ("bucketed", dict(activation_checkpointing="groups_3")),
+        ("fsdp", dict(activation_checkpointing="first_1", loss_chunk_tokens=5)),
+        ("torch_fsdp", dict(loss_chunk_tokens=5)),
+        pytest.param(
+            "fsdp",
+            dict(compile=True, compile_memory_budget=0.75, activation_checkpointing="first_1", loss_chunk_tokens=8),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -95,6 +102,13 @@ def test_compiled_and_checkpointed_blocks(strategy: str, train: dict[str, Any]) 
     results = run_ranks(train_some, 2, config_of(strategy, **train), 3, timeout_s=150)
     assert_ranks_equal(results)
     assert_same(results[0], train_some(config_of(), 3), rtol=1e-3, atol=1e-5)
+
+
+def test_sharded_weights_in_bfloat16_are_those_of_one_process() -> None:
+    train: dict[str, Any] = dict(precision="bf16", weight_dtype="bf16", loss_chunk_tokens=8)
+    results = run_ranks(train_some, 2, config_of("fsdp", **train))
+    assert_ranks_equal(results)
+    assert_same(results[0], train_some(config_of(**train)), rtol=0.05, atol=0.03)
 
 
 @pytest.mark.multigpu

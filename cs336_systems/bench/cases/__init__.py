@@ -16,10 +16,12 @@ NAMES = (
     "flash",
     "kernels",
     "leaderboard-2025",
+    "leaderboard-2026",
     "attention-sweep",
     "residuals",
     "checkpointing",
     "ddp",
+    "lm-matrix",
 )
 
 

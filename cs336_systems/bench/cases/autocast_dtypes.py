@@ -18,7 +18,7 @@ from cs336_basics.model import RMSNorm
 
 from ...fields import check_types
 from ...hardware import check_precision, select_device, use_device
-from ...training.loop import AUTOCAST_DTYPES
+from ...training.build import AUTOCAST_DTYPES
 from ..outcome import each
 from ..sweep import Case, swept
 

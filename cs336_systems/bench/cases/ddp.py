@@ -5,24 +5,16 @@ A step is the training loop's own, with clipping and the all-reduce of the loss,
 on each GPU without any communication: the rest is what data parallelism adds.
 """
 
-import json
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require_at_least
 from ...hardware import select_device
-from ...training.launch import check_devices, run_processes
-from ..case import Row, read_rows
-from ..outcome import failed
-from ..sweep import Case, as_json, swept
-from ..worker import SCRATCH
+from ...training.launch import check_devices
+from ..launched import RanksBench, on_ranks
+from ..sweep import Case, swept
 from ..workload import Workload
 
 ALONE = "alone"
@@ -40,11 +32,10 @@ VARIANTS = (
     "fsdp",
     "torch_fsdp",
 )
-_PROGRAM = ["-m", "cs336_systems.bench.ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPBench:
+class DDPBench(RanksBench):
     """A strategy, what it trains, and on how many processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
@@ -127,42 +118,7 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant} compiled" if config.compile else config.variant
 
 
-def measure(configs: Sequence[DDPBench]) -> Iterator[Row]:
-    """A row each, in one launch of processes; where one of them ends it, the others in another."""
-    left = list(configs)
-    while left:
-        with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as folder:
-            place = Path(folder)
-            (place / "configs.json").write_text(json.dumps([asdict(config) for config in left]))
-            try:
-                for row in _launch(left[0].devices, place):
-                    left.remove(next(config for config in left if name_of(config) == row.variant))
-                    yield row
-                return
-            except Exception as error:  # whatever the first rank to fail has raised
-                at_work = (place / "at_work").read_text() if (place / "at_work").exists() else ""
-                culprit = next((config for config in left if name_of(config) == at_work), left[0])
-                left.remove(culprit)
-                yield failed("ddp", name_of(culprit), as_json(culprit), error)
-
-
-def _launch(devices: int, folder: Path) -> Iterator[Row]:
-    """Rows as rank 0 writes them. Raises what the first process to fail raised."""
-    rows = folder / "rows.jsonl"
-    rows.touch()
-    seen = 0
-    with ThreadPoolExecutor(1) as pool:
-        launch = pool.submit(run_processes, [*_PROGRAM, str(folder)], devices, folder)
-        while True:
-            is_over = launch.done()  # asked before reading, so that the last row is read
-            new = read_rows(rows)[seen:]
-            seen += len(new)
-            yield from new
-            if is_over:
-                launch.result()
-                return
-            wait([launch], timeout=0.2)
-
+measure = on_ranks("ddp", name_of)
 
 CASE = Case(
     name="ddp",

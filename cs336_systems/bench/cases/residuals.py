@@ -18,7 +18,7 @@ from cs336_basics.model import RotaryEmbedding, TransformerBlock
 from ...accounting import activation_bytes, weight_copy_bytes
 from ...hardware import check_precision, requested_gpu_bytes, use_device
 from ...kernels.attention import get_attention
-from ...training.loop import AUTOCAST_DTYPES
+from ...training.build import AUTOCAST_DTYPES
 from ..outcome import each
 from ..saved_tensors import Saved, SavedTensors
 from ..sweep import Case, swept

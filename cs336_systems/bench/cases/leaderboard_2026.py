@@ -1,0 +1,149 @@
+"""The case `leaderboard-2026`: a training step of the 8B model at 32,768 tokens, one sequence on each of two GPUs.
+
+The step is the training loop's own: batch, forward, loss, backward, gradient norm and clipping, fused AdamW. What makes
+it fit, field by field: sharded weights, gradients and optimizer state; a loss that never has the logits of all tokens;
+activations that are made again, cheap ones in every block (compile_memory_budget) and everything in the first blocks.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils.checkpoint import checkpoint
+
+from ...accounting import training_flops
+from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...fields import check_types, require_at_least
+from ...hardware import device_peak_flops, select_device
+from ...parallel import comm
+from ...training.launch import check_devices
+from ...training.loop import Trainer
+from ..launched import RanksBench, on_ranks
+from ..sweep import Case, swept
+from ..workload import Workload, is_compiled, wrapped
+
+TIMER = (
+    "median of {steps} calls of Trainer.train_step (batch, forward, loss, backward, gradient norm, clipping, AdamW), "
+    "each from one torch.cuda.synchronize() to the next by the host's clock, after {warmup} to warm up; of the rank "
+    "whose median is largest. The steps take seconds, so no cache is flushed between them as do_bench does"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaderboard2026Bench(RanksBench):
+    """A strategy, and how its step is made to fit."""
+
+    strategy: Literal["fsdp", "torch_fsdp"] = swept("fsdp", sweep=("fsdp", "torch_fsdp"), quick=("fsdp", "torch_fsdp"))
+    """fsdp: this project's. torch_fsdp: PyTorch's fully_shard, all else the same."""
+    size: str = swept("8B", sweep=("xl", "2.7B", "8B"), quick="quick")
+    """Named size of the model; quick is a tiny one."""
+    context_length: int = swept(32_768, quick=16)
+    """Tokens a sequence."""
+    devices: int = swept(2)
+    """Processes, one a GPU."""
+    batch_size: int = swept(1)
+    """Sequences a process."""
+    precision: Literal["fp32", "bf16"] = swept("bf16")
+    """Type of computation, and in which weights and gradients travel."""
+    weight_dtype: Literal["fp32", "bf16"] = swept("bf16", sweep=("bf16", "fp32"))
+    """Type of the weights that are kept, of their gradients and AdamW's moments."""
+    attention: str = swept("sdpa", sweep=("sdpa", "sdpa_cudnn", "flash_triton"))
+    """Attention kernel by its registered name."""
+    activation_checkpointing: str = swept(
+        "first_6", sweep=("none", "first_4", "first_6", "first_8", "first_12", "block"), quick="first_1"
+    )
+    """none; block; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
+    compile: bool = swept(True, sweep=(True, False), quick=False)
+    """Blocks and the loss of a chunk compiled."""
+    compile_memory_budget: float = swept(0.75, sweep=(1.0, 0.75), quick=1.0)
+    """With compile, the share of a block's activations that may be kept."""
+    loss_chunk_tokens: int = swept(4096, sweep=(2048, 4096, 8192), quick=5)
+    """Tokens whose logits are in memory at a time."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu or cuda."""
+    warmup: int = swept(3, quick=1)
+    """Steps before the measured ones, with the compilation."""
+    steps: int = swept(10, quick=2)
+    """Measured steps."""
+    traces: str = swept("")
+    """Folder for what ran when in one step of each configuration."""
+
+    is_timed_by_call = True
+    step_timeout_s = 600.0  # a first step compiles
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps")
+        try:
+            self.run_config()
+            check_devices(self.device, self.devices)
+            object.__setattr__(self, "device", select_device(self.device).type)
+        except ValueError as error:
+            message = str(error)
+            for group in ("model.", "train.", "parallel."):
+                message = message.replace(group, "")
+            raise ValueError(message) from error
+
+    def run_config(self) -> RunConfig:
+        """The run whose steps are measured. Raises ValueError for what cannot be."""
+        model = Workload(
+            size=self.size, context_length=self.context_length, attention=self.attention, device="cpu"
+        ).model_config
+        names = ("precision", "weight_dtype", "activation_checkpointing", "compile", "compile_memory_budget",
+                 "loss_chunk_tokens", "device")  # fmt: skip
+        return RunConfig(
+            model=model,
+            data=DataConfig(source="random"),
+            optimizer=OptimizerConfig(implementation="torch_fused"),
+            train=TrainConfig(
+                batch_size=self.batch_size * self.devices, **{name: getattr(self, name) for name in names}
+            ),
+            parallel=ParallelConfig(devices=self.devices, strategy=self.strategy, step_timeout_s=self.step_timeout_s),
+        )
+
+    def read_back(self, trainer: Trainer) -> dict[str, Any]:
+        """Fields as model, strategy and loader show them, and how many blocks are checkpointed."""
+        blocks: list[Any] = list(trainer.model.layers)
+        strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
+        (dtype,) = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}
+        loss = trainer.model.lm_head.loss
+        return dict(
+            strategy=strategies.get(type(trainer.strategy).__name__),
+            devices=comm.world_size(),
+            batch_size=trainer.micro_batch,
+            context_length=trainer.context_length,
+            weight_dtype={"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype),
+            compile=is_compiled(blocks[0]),
+            loss_chunk_tokens=loss.keywords["chunk_tokens"] if isinstance(loss, functools.partial) else None,
+            device=trainer.device.type,
+            num_layers=len(blocks),
+            checkpointed_blocks=sum(checkpoint in wrapped(block.forward) for block in blocks),
+        )
+
+    def derive(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Rates of the median step: tokens/s of all GPUs; of each the TFLOP/s and MFU of a step's useful products."""
+        shape, seconds = self.run_config().model.shape, metrics["step_ms"]["p50"] / 1e3
+        flops = training_flops(shape, self.batch_size, self.context_length)
+        peak = device_peak_flops(select_device(self.device), self.precision)
+        return dict(
+            timer=TIMER.format(steps=self.steps, warmup=self.warmup),
+            tokens_per_s=self.batch_size * self.devices * self.context_length / seconds,
+            tflops=flops / seconds / 1e12,
+            mfu=flops / seconds / peak if peak else None,
+        )
+
+
+def variant(config: Leaderboard2026Bench) -> str:
+    """What of a configuration tells it from the others of a call, which have all else in common."""
+    how = [config.strategy, config.activation_checkpointing, f"budget {config.compile_memory_budget:g}"]
+    return " ".join(how if config.compile else [*how[:2], "eager"])
+
+
+CASE = Case(
+    name="leaderboard-2026",
+    about="A training step of the 8B model at 32,768 tokens on two GPUs, sharded.",
+    module=__name__,
+    config=Leaderboard2026Bench,
+    variant=variant,
+    measure=on_ranks("leaderboard-2026", variant),
+)

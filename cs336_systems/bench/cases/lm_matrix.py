@@ -1,0 +1,227 @@
+"""The case `lm-matrix`: short real training runs, attention kernels x parallel strategies, on token files.
+
+Each is a whole run of `cs336_systems.training`, in processes of its own, that ends with a validation. A batch is shared
+by the processes and its sequences are those that one would see, so all strategies of a kernel come to the same loss: a
+row whose loss is another is an error.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from cs336_basics.data import load_tokens
+
+from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...fields import check_types, require, require_at_least
+from ...hardware import select_device
+from ...kernels.attention import get_attention
+from ...model_config import ModelConfig
+from ...training.folder import CONFIG
+from ...training.launch import check_devices, launch
+from ...training.metrics import METRICS_FILE, read_metrics
+from ...training.prepare import prepare_data
+from ..case import Row
+from ..outcome import attempt
+from ..sweep import Case, as_json, swept
+from ..worker import SCRATCH
+from ..workload import QUICK_SIZE, Workload
+
+ALONE = "none"
+_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMMatrixBench:
+    """A kernel and a strategy, and the run that they make."""
+
+    kernel: str = swept("naive", "vectorized_torch", "flash_triton", "sdpa", quick="sdpa", also="kernels")
+    """Attention kernel by its registered name."""
+    strategy: str = swept(
+        ALONE, "naive", "flashddp", "torch_ddp",
+        sweep=(ALONE, "naive", "flat", "overlap", "flashddp", "fsdp", "torch_ddp", "torch_fsdp"),
+        quick=(ALONE, "flashddp"), also="strategies",
+    )  # fmt: skip
+    """none, which is one process, or the strategy of several; flashddp is bucketed."""
+    devices: int = swept(2)
+    """Processes of a strategy, one a GPU."""
+    train_path: str | None = swept(None)
+    """Token file (.npy) to train on (default: generated stories)."""
+    val_path: str | None = swept(None)
+    """Token file to validate on; with train_path."""
+    epochs: int = swept(1)
+    """How many times as many tokens to train on as the training file has. Sequences start anywhere in it."""
+    max_steps: int | None = swept(None, quick=8)
+    """Steps at most (default: those of the epochs)."""
+    size: str | None = swept("small", sweep=("small", "medium", "large"), quick=QUICK_SIZE)
+    """Named size of the model, where d_model and so on are not given; quick is a tiny one."""
+    vocab_size: int | None = swept(None)
+    """Size of the vocabulary (default: the size's, else 10,000)."""
+    context_length: int = swept(512, quick=16)
+    """Tokens a sequence."""
+    d_model: int | None = swept(None)
+    """Width of the residual stream; then d_ff, num_layers and num_heads too, and no size."""
+    d_ff: int | None = swept(None)
+    """Width of the feed-forward layer."""
+    num_layers: int | None = swept(None)
+    """Blocks."""
+    num_heads: int | None = swept(None)
+    """Attention heads."""
+    batch_size: int = swept(16, quick=4)
+    """Sequences a step, over all processes."""
+    precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
+    """Autocast type."""
+    compile: bool = swept(False, sweep=(False, True))
+    """Blocks compiled."""
+    lr: float = swept(1e-3)
+    """Largest learning rate."""
+    seed: int = swept(0)
+    """Seed of the weights and of the order of the data."""
+    tolerance: float = swept(0.02, quick=1e-3)
+    """How far the final losses of strategies may be from that of none, in nats."""
+    device: str = swept("auto", quick="cpu")
+    """auto, cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        require_at_least(self, "", 1, "devices", "epochs", "max_steps", "batch_size", "context_length")
+        require(0 < self.tolerance < math.inf, "tolerance", self.tolerance, "above 0 and finite")
+        both = (self.train_path is None) == (self.val_path is None)
+        require(both, "val_path", self.val_path, "given where train_path is, and else not")
+        for name in ("train_path", "val_path"):
+            path = getattr(self, name)
+            require(path is None or Path(path).is_file(), name, path, "a token file")
+        if any(getattr(self, name) is not None for name in _SHAPE):
+            object.__setattr__(self, "size", None)
+        try:
+            self.run_config(Path("unused"))
+            get_attention(self.kernel)
+            check_devices(self.device, self.devices)
+            object.__setattr__(self, "device", select_device(self.device).type)
+        except ValueError as error:
+            message = str(error).replace("model.attention", "kernel")
+            for group in ("model.", "train.", "parallel.", "optimizer."):
+                message = message.replace(group, "")
+            raise ValueError(message) from error
+
+    def model_config(self) -> ModelConfig:
+        """The architecture. Raises ValueError for one that is none."""
+        if self.size == QUICK_SIZE:
+            workload = Workload(size=self.size, context_length=self.context_length, attention=self.kernel, device="cpu")
+            return workload.model_config
+        shape = {name: getattr(self, name) for name in ("vocab_size", *_SHAPE)}
+        return ModelConfig(size=self.size, context_length=self.context_length, attention=self.kernel, **shape)
+
+    def token_files(self, folder: Path) -> tuple[str, str]:
+        """Token files to train and validate on; where none are given, of stories, made in the folder once."""
+        if self.train_path is not None and self.val_path is not None:
+            return self.train_path, self.val_path
+        chars = 10_000 if self.size == QUICK_SIZE else 4_000_000
+        data = DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
+        prepare_data(RunConfig(model=self.model_config(), data=data))
+        return str(data.train_tokens), str(data.valid_tokens)
+
+    def run_config(self, folder: Path, files: tuple[str, str] = ("train", "valid"), steps: int = 1) -> RunConfig:
+        """The run, of so many steps, which writes into a folder. Raises ValueError for what cannot be."""
+        alone, strategy = self.strategy == ALONE, cast(Any, self.strategy)  # which is checked there
+        return RunConfig(
+            model=self.model_config(),
+            run_dir=str(folder / f"{self.kernel}-{self.strategy}"),
+            skip_data=True,
+            # Of a run on random tokens no text is sampled in the end.
+            data=DataConfig(source="random", train_tokens=files[0], valid_tokens=files[1]),
+            optimizer=OptimizerConfig(implementation="torch_fused", lr=self.lr),
+            train=TrainConfig(
+                max_steps=steps,
+                batch_size=self.batch_size,
+                device=self.device,
+                precision=self.precision,
+                compile=self.compile,
+                validation_interval=0,
+                seed=self.seed,
+            ),
+            parallel=ParallelConfig(devices=1 if alone else self.devices, strategy=strategy),
+        )
+
+
+def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
+    """The rows of a kernel's strategies, `none` first; each is compared with the first that has a loss."""
+    with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as folder:
+        reference: Row | None = None
+        for config in sorted(configs, key=lambda config: config.strategy != ALONE):
+            train = functools.partial(train_once, config, Path(folder))
+            row = attempt(CASE.name, variant(config), as_json(config), train)
+            if row.status == "ok":
+                reference = reference or row
+                row = compared(row, reference, config.tolerance)
+            yield row
+
+
+def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train, and forget the run; the configuration as it ran, and metrics: losses, times, throughput, memory."""
+    files = config.token_files(folder)
+    count = len(load_tokens(files[0], config.model_config().shape.vocab_size, config.context_length + 1))
+    epoch_steps = max(1, count // (config.batch_size * config.context_length))
+    steps = min(config.epochs * epoch_steps, config.max_steps or config.epochs * epoch_steps)
+    run = config.run_config(folder, files, steps)
+    try:
+        result = launch(run)  # one process too: each run has its own memory
+        if result.interrupted is not None:
+            raise RuntimeError(f"the run was stopped by {result.interrupted} at step {result.step} of {steps}")
+        ran = json.loads((Path(str(run.run_dir)) / CONFIG).read_text())
+        rows = [row for row in read_metrics(Path(str(run.run_dir)) / METRICS_FILE) if "step_ms" in row]
+    finally:
+        shutil.rmtree(str(run.run_dir), ignore_errors=True)  # its checkpoint is several times as large as the model
+    times = [row["step_ms"] / 1e3 for row in rows]
+    names = ("batch_size", "precision", "compile", "seed")
+    fields = {name: ran["train"][name] for name in names} | {"devices": config.devices}
+    fields |= {"kernel": ran["model"]["attention"], "strategy": ran["parallel"]["strategy"]}
+    return {**fields, "context_length": ran["model"]["context_length"], "run": ran}, {
+        "final_loss": result.valid_loss,
+        "train_loss": result.train_loss,
+        "steps": result.step,
+        "train_tokens": count,
+        "step_ms": result.step_ms,
+        "tokens_per_s": result.tokens_per_s,
+        "epoch_s": sum(times) / len(times) * epoch_steps,
+        "startup_s": result.startup_s,
+        "peak_memory_bytes": result.peak_memory_bytes,
+        "mfu": result.mfu,
+    }
+
+
+def compared(row: Row, reference: Row, tolerance: float) -> Row:
+    """The row, of status error where its losses are not those of the reference, another strategy's."""
+    metrics = dict(row.metrics, loss_difference=abs(row.metrics["final_loss"] - reference.metrics["final_loss"]))
+    for name in ("final_loss", "train_loss"):
+        own, theirs = row.metrics[name], reference.metrics[name]
+        if not abs(own - theirs) <= tolerance:
+            message = (
+                f"{name} is {own:.6g} with strategy {row.config['strategy']}, and {theirs:.6g} with "
+                f"{reference.config['strategy']}: they must be within {tolerance:g}"
+            )
+            return dataclasses.replace(row, status="error", error=message, metrics=metrics)
+    return dataclasses.replace(row, metrics=metrics)
+
+
+def variant(config: LMMatrixBench) -> str:
+    """Kernel and strategy."""
+    return f"{config.kernel} {config.strategy}"
+
+
+CASE = Case(
+    name="lm-matrix",
+    about="Short training runs: attention kernels x parallel strategies, which must come to the same loss.",
+    module=__name__,
+    config=LMMatrixBench,
+    variant=variant,
+    measure=measure,
+    together=("strategy",),
+)

@@ -1,0 +1,115 @@
+"""The head of a language model and its loss together, some tokens at a time: the logits of all are never in memory.
+
+At a vocabulary of 150,000 the logits of 32,768 tokens are 10 GB in bfloat16, and their softmax in float32 twice that.
+Their gradients need nothing but the logits themselves, so each chunk of tokens makes its gradients at once, in the
+forward pass, and its logits are forgotten; only gradients as large as x and W stay until backward. That saves computing
+the logits again, a quarter of the head's operations, which is what checkpointing the head would take. Hsu et al. 2024,
+"Liger Kernel: Efficient Triton Kernels for LLM Training", do so too. Here in plain PyTorch: products are most of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cs336_basics.model import without_autocast
+
+
+def chunked_linear_cross_entropy(
+    x: Float[Tensor, "... d"],
+    weight: Float[Tensor, "vocab d"],
+    targets: Int[Tensor, "..."],
+    reduction: str = "mean",
+    *,
+    chunk_tokens: int,
+    rows_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Float[Tensor, ""]:
+    """`cs336_basics.nn_utils.linear_cross_entropy` with the logits of at most `chunk_tokens` tokens in memory.
+
+    Products are computed in the type of x and weight, or of autocast; softmax, sums over tokens and the gradient of the
+    weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, perhaps compiled.
+    Backward may be called once. Raises ValueError for another reduction and for less than one token.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}: it must be 'mean' or 'sum'")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}: it must be at least 1")
+    device = x.device.type
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    is_training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    scale = 1 / max(1, len(flat)) if reduction == "mean" else 1.0
+    settings = dtype, scale, chunk_tokens, is_training, rows_loss or loss_and_gradient
+    with without_autocast(device):
+        return _Chunked.apply(flat, weight, wanted, *settings)
+
+
+def loss_and_gradient(logits: Float[Tensor, "T V"], targets: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of some tokens, float32 at least, and its gradient (T, V) in the type of the logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logsumexp = wide.logsumexp(dim=-1, keepdim=True)
+    loss = (logsumexp - wide.gather(-1, targets[:, None])).sum()
+    # Not written into the target's place, which compiled would be a pass of its own over all of them.
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    return loss, (wide - logsumexp).exp_().add_(is_target, alpha=-1).to(logits.dtype)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        scale: float,
+        chunk_tokens: int,
+        is_training: bool,
+        rows_loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        w = weight.to(dtype)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        needs_x, needs_weight = (is_training and needed for needed in ctx.needs_input_grad[:2])
+        dx = torch.empty_like(x) if needs_x else None
+        dw = torch.zeros(weight.shape, dtype=wide, device=x.device) if needs_weight else None
+        count = max(1, -(-len(x) // chunk_tokens))
+        size = max(1, -(-len(x) // count))  # chunks of one size, as far as they divide, are compiled once
+        for first in range(0, len(x), size):
+            here = slice(first, first + size)
+            rows = x[here].to(dtype)
+            logits = rows @ w.T
+            if not is_training:
+                loss += torch.nn.functional.cross_entropy(logits.to(wide), targets[here], reduction="sum")
+                continue
+            summed, gradient = rows_loss(logits, targets[here])
+            del logits
+            loss += summed
+            if dx is not None:
+                dx[here] = (gradient @ w).mul_(scale)
+            if dw is not None:
+                _add_product(dw, gradient.T, rows)
+        if dw is not None:  # held while all activations are in memory: in the type that it is asked for in
+            dw = dw.mul_(scale).to(weight.dtype)
+        ctx.gradients = dx, dw
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("chunked_linear_cross_entropy: backward was called before, and gradients are kept once")
+        found, ctx.gradients = ctx.gradients, None
+        scaled = (None if gradient is None else gradient.mul_(gradients[0]) for gradient in found)  # nobody else's
+        return (*scaled, *[None] * 6)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, in the type of total, though a and b may be of 16 bits."""
+    if a.is_cuda and a.dtype != total.dtype:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

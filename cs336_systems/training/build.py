@@ -1,0 +1,116 @@
+"""What a model becomes before it is trained: its weights' type, compiled, checkpointed, wrapped; and its optimizer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_basics.model import LayerCache, TransformerLM
+from cs336_basics.optimizer import AdamW
+
+from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
+from ..parallel import STRATEGIES, Options, comm
+from ..parallel.strategy import Strategy
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
+    """Do to a model, in place, what the configuration asks for, before a strategy wraps it."""
+    if config.weight_dtype == "bf16":
+        cast_weights(model, torch.bfloat16)
+    if config.compile:
+        compile_model(model, config.compile_memory_budget)
+    checkpoint_activations(model, config)
+    if config.loss_chunk_tokens is not None:
+        rows_loss = torch.compile(loss_and_gradient) if config.compile else loss_and_gradient
+        settings: dict[str, Any] = dict(chunk_tokens=config.loss_chunk_tokens, rows_loss=rows_loss)
+        model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, **settings)
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters a type, and nothing else.
+
+    Not `model.to(dtype)`: the rotary tables are float32, since in bfloat16 a far position's angle would be anything.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
+    """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has its part of the state."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    common: dict[str, Any] = dict(lr=config.lr, betas=config.betas, eps=config.eps)
+    cls: type[torch.optim.Optimizer] = AdamW
+    if config.implementation != "own":
+        cls = torch.optim.AdamW
+        common |= {name: config.implementation == f"torch_{name}" for name in ("fused", "foreach")}
+    if sharded:
+        from ..parallel.zero1 import ShardedOptimizer
+
+        return ShardedOptimizer(groups, cls, **common)
+    return cls(groups, **common)
+
+
+def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
+    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them.
+
+    Only the blocks' own forward, so that what a strategy hangs on them from outside stays outside of the graphs.
+    memory_budget: as `TrainConfig.compile_memory_budget` has it.
+    """
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward)
+        if memory_budget < 1:
+            layer.forward = functools.partial(_within_budget, layer.forward, memory_budget)
+    model.ln_final.compile()
+
+
+def _within_budget(compiled: Callable[..., Any], memory_budget: float, *inputs: Any) -> Any:
+    """Call a compiled function, which is compiled, when it is, with this share of activations to keep."""
+    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+        return compiled(*inputs)
+
+
+def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
+    """Make blocks forget what they computed and compute it again in the backward pass (Chen et al. 2016).
+
+    What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are
+    checkpointed from outside of their blocks: sharded weights of a whole group are gathered to compute it again.
+    """
+    if config.checkpointed is None:
+        return
+    policy, number = config.checkpointed
+    # No random numbers in a block: their state need not be saved.
+    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if policy != "groups":
+        for layer in list(model.layers)[slice(number) if policy == "first" else slice(None, None, number)]:
+            layer.forward = functools.partial(again, layer.forward)
+        return
+    through_blocks = model.through_blocks
+
+    def in_groups(x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
+        for first in range(0, len(model.layers), number):
+            x = again(through_blocks, x, cache, first, first + number)
+        return x
+
+    model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
+
+
+def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
+    """The model in the strategy that the configuration asks for, on this many processes."""
+    wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
+    options = Options(
+        bucket_size_mb=config.parallel.bucket_size_mb,
+        grad_dtype={"fp32": torch.float32, **AUTOCAST_DTYPES}.get(config.parallel.grad_dtype),
+        compute_dtype=AUTOCAST_DTYPES.get(config.train.precision),
+    )
+    return wrap(model, options)

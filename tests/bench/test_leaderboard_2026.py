@@ -1,0 +1,128 @@
+"""The case `leaderboard-2026`: it asks for the leaderboard, what runs is that, and its loss is the model's."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cs336_basics.data import token_dtype
+from cs336_basics.model import TransformerLM
+from cs336_systems.accounting import num_parameters
+from cs336_systems.bench.case import Row
+from cs336_systems.bench.cases.leaderboard_2026 import CASE, Leaderboard2026Bench
+from cs336_systems.bench.ranks import measure_on_rank
+from cs336_systems.bench.sweep import as_json, configurations
+from cs336_systems.config import ParallelConfig
+from cs336_systems.planner.rows import job_of
+from cs336_systems.report.views import rows_table
+from cs336_systems.training.loop import BatchLoader
+from tests.distributed import run_ranks
+from tests.training.helpers import random_tokens, tiny_trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def quick(**fields: Any) -> Leaderboard2026Bench:
+    given = {name: (value,) for name, value in {"strategy": "fsdp", **fields}.items()}
+    (config,) = configurations(CASE, given, quick=True)
+    return config
+
+
+def test_it_is_the_leaderboards_model() -> None:
+    (config,) = configurations(CASE)
+    shape = config.run_config().model.shape
+    assert (shape.d_model, shape.d_ff, shape.num_layers, shape.num_heads) == (4096, 11008, 34, 32)
+    assert (shape.vocab_size, shape.context_length) == (151_936, 32_768)
+    assert num_parameters(shape) == 8_125_698_048
+    assert (config.batch_size * config.devices, config.devices, config.precision) == (2, 2, "bf16")
+    assert config.run_config().optimizer.implementation == "torch_fused"
+
+
+def plain_loss(config: Leaderboard2026Bench) -> float:
+    """The loss of the first step, of one process with all logits: the model and the batch that the ranks have."""
+    run = replace(config.run_config(), parallel=ParallelConfig())
+    shape = run.model.shape
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
+    torch.manual_seed(0)
+    model = TransformerLM(**asdict(shape))
+    loader = BatchLoader(tokens, shape.context_length, run.train.seed, torch.device("cpu"))
+    inputs, targets = loader.get(0, run.train.batch_size)
+    loader.close()
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
+
+
+def check_row(config: Leaderboard2026Bench, row: Row, rel: float) -> None:
+    assert (row.status, row.error) == ("ok", None)
+    assert {name: row.config[name] for name in as_json(config)} == as_json(config)
+    assert (row.config["num_layers"], row.config["checkpointed_blocks"]) == (2, 1)
+    assert row.metrics["first_loss"] == pytest.approx(plain_loss(config), rel=rel)
+    assert len(row.metrics["steps_ms"]) == config.steps
+    assert "median of 2 calls of Trainer.train_step" in row.metrics["timer"]
+    tokens = 2 * config.context_length
+    assert row.metrics["tokens_per_s"] == pytest.approx(tokens / row.metrics["step_ms"]["p50"] * 1e3)
+    assert "| fsdp |" in rows_table([row, replace(row, config=row.config | {"strategy": "torch_fsdp"})])
+
+
+def rows_of_rank(config: Leaderboard2026Bench, at_work: Path) -> list[Row]:
+    return list(measure_on_rank(CASE, [config], torch.device("cpu"), at_work))
+
+
+def test_two_ranks_measure_the_step_that_was_asked_for(tmp_path: Path) -> None:
+    """Starting them is tested with the case `ddp`."""
+    config = quick(precision="fp32", weight_dtype="fp32")
+    rows = run_ranks(rows_of_rank, 2, config, tmp_path / "at_work")
+    assert rows[0] == rows[1]
+    ((row,), _) = rows
+    check_row(config, row, rel=1e-5)
+    assert (tmp_path / "at_work").read_text() == "fsdp first_1 eager"
+    job = job_of(row)
+    assert (job.strategy, job.world_size, job.batch_size, job.loss_chunk_tokens) == ("fsdp", 2, 1, 5)
+    assert job.checkpointing == ("first", 1)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
+def test_two_gpus_measure_it_compiled_and_in_bfloat16(strategy: str) -> None:
+    config = quick(
+        strategy=strategy, device="cuda", compile=True, compile_memory_budget=0.75, context_length=128,
+        loss_chunk_tokens=64,
+    )  # fmt: skip
+    (row,) = CASE.measure([config])
+    check_row(config, row, rel=0.01)
+
+
+def test_a_row_says_what_was_built(tmp_path: Any) -> None:
+    config = quick(devices=1, batch_size=3, activation_checkpointing="block")
+    with tiny_trainer(config.run_config(), random_tokens(1000)) as trainer:
+        found = config.read_back(trainer)
+        asked = as_json(config)
+        assert {name: value for name, value in found.items() if name in asked} == {
+            name: value for name, value in asked.items() if name in found
+        }
+        assert found["checkpointed_blocks"] == 2
+        trainer.model.float()
+        trainer.model.lm_head.loss = nn.functional.cross_entropy
+        assert config.read_back(trainer) == found | {"weight_dtype": "fp32", "loss_chunk_tokens": None}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(strategy="bucketed"), "strategy is 'bucketed'"),
+        (dict(size="9B"), "size is '9B'"),
+        (dict(weight_dtype="bf16", precision="fp32"), "weight_dtype is 'bf16': it must be 'fp32' with precision"),
+        (dict(activation_checkpointing="last_3"), "activation_checkpointing is 'last_3'"),
+        (dict(attention="none"), "attention is 'none'"),
+        (dict(compile=False), "compile_memory_budget is 0.75: it must be from 0 to 1, and 1 without compile"),
+        (dict(loss_chunk_tokens=0), "loss_chunk_tokens is 0"),
+        (dict(devices=0), "devices is 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Leaderboard2026Bench(**{"device": "cpu", **fields})

@@ -1,0 +1,198 @@
+"""The case `lm-matrix`: strategies come to the same loss, one that does not is an error, and the files say so."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_basics.data import write_tokens
+from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.cases import lm_matrix as case
+from cs336_systems.bench.cases.lm_matrix import CASE, LMMatrixBench
+from cs336_systems.bench.sweep import as_json, configurations, groups
+from cs336_systems.cli import main
+from cs336_systems.config import RunConfig
+from cs336_systems.training.pipeline import _train, train
+from cs336_systems.training.run import RunResult
+from tests.distributed import run_ranks
+from tests.training.helpers import make_config, random_tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FILES = ("results.csv", "time.png", "memory.png", "throughput.png", "report.md")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, tuple[str]]:
+    """Token files, of 1000 tokens and of 200."""
+    for name, count in (("train", 1000), ("valid", 200)):
+        write_tokens(tmp_path / f"{name}.npy", [random_tokens(count, seed=count)], 300, source="test")
+    return {"train_path": (str(tmp_path / "train.npy"),), "val_path": (str(tmp_path / "valid.npy"),)}
+
+
+def quick(given: dict[str, Any]) -> list[LMMatrixBench]:
+    return configurations(CASE, given, quick=True)
+
+
+def test_runs_on_one_process_and_on_two_come_to_the_loss_of_the_training_loop(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What it takes to start processes is tested elsewhere.
+    monkeypatch.setattr(case, "launch", lambda run: run_ranks(train_on_rank, run.parallel.devices, run)[0])
+    rows = list(CASE.measure(quick(files)))
+    assert [(row.variant, row.status, row.error) for row in rows] == [
+        ("sdpa none", "ok", None), ("sdpa flashddp", "ok", None)
+    ]  # fmt: skip
+    same = make_config(
+        tmp_path, skip_data=True, model=dict(num_layers=2, attention="sdpa"), train=dict(max_steps=8, batch_size=4),
+        optimizer=dict(lr=1e-3, warmup_steps=0, implementation="torch"),
+        data=dict(train_tokens=files["train_path"][0], valid_tokens=files["val_path"][0]),
+    )  # fmt: skip
+    expected = train(make_long_enough(same))
+    for row in rows:
+        assert row.metrics["final_loss"] == pytest.approx(expected.valid_loss, rel=1e-5)
+        assert row.metrics["train_loss"] == pytest.approx(expected.train_loss, rel=1e-5)
+        assert (row.metrics["steps"], row.metrics["train_tokens"]) == (8, 1000)
+        assert row.metrics["peak_memory_bytes"] > 0
+    assert [row.config["run"]["parallel"]["devices"] for row in rows] == [1, 2]
+    assert rows[1].metrics["loss_difference"] < 1e-4
+
+
+def train_on_rank(run: RunConfig) -> RunResult:
+    return _train(run, torch.device("cpu"))
+
+
+def make_long_enough(config: RunConfig) -> RunConfig:
+    """With all sequences of the validation file, as the case has it."""
+    values = config.to_dict()
+    values["train"] |= {"validation_sequences": 256, "validation_interval": 0}
+    return RunConfig.from_dict(values)
+
+
+Launch = Callable[[RunConfig], Any]
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Final losses by strategy, of runs that are none: each step takes 100 ms. An exception is raised."""
+    found: dict[str, Any] = {}
+
+    def pretend(run: RunConfig) -> Any:
+        strategy = run.parallel.strategy
+        loss = found.get(strategy, 2.0)
+        if isinstance(loss, Exception):
+            raise loss
+        folder = Path(str(run.run_dir))
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(run.to_dict()))
+        steps = run.train.max_steps
+        lines = [{"step": step, "loss": 2.0, "step_ms": 100.0} for step in range(1, steps + 1)]
+        lines.append({"step": steps, "valid_loss": loss})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return SimpleNamespace(
+            valid_loss=loss, train_loss=2.0, step=steps, step_ms={"p50": 100.0}, tokens_per_s=640.0, startup_s=1.0,
+            peak_memory_bytes=1 << 30, mfu=None, interrupted=None,
+        )  # fmt: skip
+
+    monkeypatch.setattr(case, "launch", pretend)
+    return found
+
+
+def test_another_loss_is_an_error_that_says_so(files: Any, losses: dict[str, Any]) -> None:
+    losses |= {"naive": 2.0009, "flashddp": 2.0011, "torch_ddp": float("nan")}
+    rows = list(CASE.measure(quick(files | {"strategy": ("naive", "flashddp", "torch_ddp", "none")})))
+    assert [(row.config["strategy"], row.status) for row in rows] == [
+        ("none", "ok"), ("naive", "ok"), ("flashddp", "error"), ("torch_ddp", "error")
+    ]  # fmt: skip
+    assert rows[2].error == ("final_loss is 2.0011 with strategy flashddp, and 2 with none: they must be within 0.001")
+    assert "final_loss is nan" in str(rows[3].error)
+
+
+def test_where_the_first_fails_the_next_is_compared_with(files: Any, losses: dict[str, Any]) -> None:
+    losses |= {"none": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "torch_ddp": 3.0}
+    rows = list(CASE.measure(quick(files | {"strategy": ("none", "naive", "torch_ddp")})))
+    assert [row.status for row in rows] == ["oom", "ok", "error"]
+    assert "and 2 with naive" in str(rows[2].error)
+
+
+def test_epochs_are_as_many_tokens_as_the_file_has(files: Any, losses: dict[str, Any]) -> None:
+    def metrics(**fields: Any) -> dict[str, Any]:
+        given = files | {name: (value,) for name, value in fields.items()}
+        (row,) = CASE.measure(quick(given | {"strategy": ("none",)}))
+        return row.metrics
+
+    whole = metrics(epochs=3, max_steps=1000)
+    assert whole["steps"] == 3 * (1000 // (4 * 16))
+    assert whole["epoch_s"] == pytest.approx(0.1 * (1000 // (4 * 16)))
+    assert metrics(epochs=3, max_steps=7)["steps"] == 7
+    assert metrics(epochs=1, batch_size=100, max_steps=1000)["steps"] == 1
+
+
+def test_the_default_matrix_takes_turns_by_kernel() -> None:
+    configs = configurations(CASE, {"device": ("cpu",)})
+    assert {config.kernel for config in configs} == {"naive", "vectorized_torch", "flash_triton", "sdpa"}
+    assert [config.strategy for config in groups(CASE, configs)[0]] == ["none", "naive", "flashddp", "torch_ddp"]
+
+
+def test_a_shape_takes_the_place_of_a_size() -> None:
+    shape = dict(d_model=64, d_ff=128, num_layers=3, num_heads=4)
+    config = LMMatrixBench(device="cpu", **shape)
+    assert config.size is None
+    assert {name: getattr(config.model_config(), name) for name in shape} == shape
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_writes_the_files(
+    files: Any, losses: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses["torch_ddp"] = 2.5
+    out = tmp_path / "out"
+    paths = ["--train_path", *files["train_path"], "--val_path", *files["val_path"]]
+    arguments = ["--kernels", "naive", "sdpa", "--strategies", "none", "flashddp", "torch_ddp", *paths]
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "lm-matrix", "--quick", *arguments, "--out", str(out)])
+    assert stop.value.code == 0
+    assert {path.name for path in out.iterdir()} == {"lm-matrix.jsonl", *(f"lm_matrix_{name}" for name in FILES)}
+    assert [row.status for row in read_rows(out / "lm-matrix.jsonl")] == ["ok", "ok", "error"] * 2
+    for name in FILES[1:4]:
+        assert (out / f"lm_matrix_{name}").read_bytes().startswith(b"\x89PNG")
+    report = (out / "lm_matrix_report.md").read_text()
+    assert "**Final losses differ:** naive torch_ddp: final_loss is 2.5 with strategy torch_ddp" in report
+    assert "| naive | flashddp | 2.00000 | 0.0e+00 | 2.00000 | 8 | 1.5 | 100.00 | 640 | 1 |" in report
+    lines = (out / "lm_matrix_results.csv").read_text().splitlines()
+    assert len(lines) == 7
+    assert "run_dir" not in lines[1]
+    assert "failed" in capsys.readouterr().out
+
+
+def test_equal_losses_are_said_to_be(files: Any, losses: dict[str, Any]) -> None:
+    from cs336_systems.report.lm_matrix import report
+
+    rows: list[Row] = list(CASE.measure(quick(files)))
+    assert "are equal to within 0.0e+00 nats a token" in report(rows, rows)
+    assert as_json(quick(files)[0]).items() <= rows[0].config.items()
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(kernel="flash"), "kernel is 'flash'"),
+        (dict(strategy="ddp"), "strategy is 'ddp'"),
+        (dict(val_path="x.npy"), "val_path is 'x.npy': it must be given where train_path is"),
+        (dict(train_path="x.npy", val_path="y.npy"), "train_path is 'x.npy': it must be a token file"),
+        (dict(batch_size=3), "batch_size is 3"),
+        (dict(epochs=0), "epochs is 0"),
+        (dict(tolerance=0.0), "tolerance is 0.0"),
+        (dict(d_model=64), "d_ff is missing"),
+        (dict(size="huge"), "size is 'huge'"),
+        (dict(precision="fp8"), "precision is 'fp8'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        LMMatrixBench(**{"device": "cpu", "strategy": "flashddp", **fields})

@@ -1,0 +1,138 @@
+"""What a model becomes before it is trained: the type of its weights, the loss in chunks, what compiled blocks keep."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_basics.model import RotaryEmbedding, TransformerLM
+from cs336_systems.config import RunConfig, TrainConfig
+from cs336_systems.kernels.attention import get_attention
+from cs336_systems.training.build import cast_weights, compile_model
+from cs336_systems.training.load import load_model
+from cs336_systems.training.pipeline import train
+
+from .helpers import make_config, random_tokens, tiny_trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def steps_of(config: RunConfig, count: int = 3) -> tuple[list[Any], float, dict[str, Tensor]]:
+    """Losses and norms of some steps, a validation loss, and the weights."""
+    with tiny_trainer(config) as trainer:
+        rows = [trainer.train_step() for _ in range(count)]
+        valid = trainer.evaluate(random_tokens(700, seed=1))
+        return [(row["loss"], row["grad_norm"]) for row in rows], valid, dict(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_a_loss_in_chunks_is_the_same_loss(chunk: int, tmp_path: Any) -> None:
+    accumulating: dict[str, Any] = dict(gradient_accumulation_steps=2)
+    plain = steps_of(make_config(tmp_path, train=accumulating))
+    chunked = steps_of(make_config(tmp_path, train=accumulating | dict(loss_chunk_tokens=chunk)))
+    torch.testing.assert_close(torch.tensor(chunked[0]), torch.tensor(plain[0]), rtol=1e-5, atol=0)
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-5)
+    for name, weight in plain[2].items():
+        torch.testing.assert_close(chunked[2][name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_with_a_loss_in_chunks_nobody_has_all_logits(tmp_path: Any) -> None:
+    config = make_config(tmp_path, train=dict(loss_chunk_tokens=7))
+    largest = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return tensor
+
+    with tiny_trainer(config) as trainer, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        trainer.train_step()
+    assert largest < config.train.batch_size * config.model.shape.context_length * config.model.shape.vocab_size
+
+
+def test_weights_in_bfloat16_leave_positions_as_they_are(tmp_path: Any) -> None:
+    rope = RotaryEmbedding(32_768, 8)
+    before = rope.cos.clone()
+    block = torch.nn.ModuleDict({"rope": rope, "linear": torch.nn.Linear(2, 2)})
+    cast_weights(block, torch.bfloat16)
+    assert torch.equal(rope.cos, before)
+    assert {p.dtype for p in block.parameters()} == {torch.bfloat16}
+
+
+def test_training_in_bfloat16_is_close_to_training_in_float32(tmp_path: Any) -> None:
+    narrow: dict[str, Any] = dict(precision="bf16", weight_dtype="bf16")
+    with tiny_trainer(make_config(tmp_path, train=narrow)) as trainer:
+        trainer.train_step()
+        kinds = {t.dtype for p in trainer.model.parameters() for t in (p, *trainer.optimizer.state[p].values())}
+        assert kinds <= {torch.bfloat16, torch.float32}  # a step's number is float32
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    wide, found = steps_of(make_config(tmp_path)), steps_of(make_config(tmp_path, train=narrow))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wide[0]), rtol=0.02, atol=0)
+    assert found[1] == pytest.approx(wide[1], rel=0.01)
+
+
+def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_is_read_as_any_other(tmp_path: Any) -> None:
+    def config(run: str, steps: int, resume: str = "none") -> RunConfig:
+        narrow: dict[str, Any] = dict(precision="bf16", weight_dtype="bf16", max_steps=steps)
+        return make_config(tmp_path, run=run, resume=resume, train=narrow, optimizer=dict(warmup_steps=1, lr=1e-2,
+                                                                                          min_lr=1e-2))  # fmt: skip
+
+    train(config("whole", 4))
+    train(config("halves", 2))
+    train(config("halves", 4, resume="auto"))
+    whole, halves = (load_model(tmp_path / run).state_dict for run in ("whole", "halves"))
+    for name, weight in whole.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, halves[name]), name
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(weight_dtype="bf16"), "train.weight_dtype is 'bf16': it must be 'fp32' with train.precision 'fp32'"),
+        (dict(weight_dtype="bf16", precision="fp16"), "train.weight_dtype is 'bf16'"),
+        (dict(loss_chunk_tokens=0), "train.loss_chunk_tokens is 0"),
+        (dict(compile_memory_budget=0.5), "train.compile_memory_budget is 0.5: .* 1 without train.compile"),
+        (dict(compile_memory_budget=1.5, compile=True), "train.compile_memory_budget is 1.5"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**fields)
+
+
+def saved_numbers(budget: float) -> tuple[int, Tensor]:
+    """How many numbers a compiled block keeps for backward, besides its weights, and the gradient of its input."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("sdpa"))
+    compile_model(model, budget)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes() // t.itemsize
+        return t
+
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = model.layers[0](x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return sum(saved.values()), x.grad
+
+
+def test_below_a_budget_of_one_a_compiled_block_keeps_what_its_products_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 9 tensors of T d numbers both norms' are made again, of the 3 of T d_ff the product."""
+    # The partitioner of Inductor, without its code generation.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    (everything, truth), (less, gradient) = (saved_numbers(budget) for budget in (1.0, 0.75))
+    td, tf, inverse_rms, logsumexp = 2 * 64 * 32, 2 * 64 * 64, 2 * 2 * 64, 2 * 2 * 64
+    assert everything == 9 * td + 3 * tf + inverse_rms + logsumexp
+    assert less == 7 * td + 2 * tf + inverse_rms + logsumexp
+    torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5)
