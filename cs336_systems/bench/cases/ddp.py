@@ -5,24 +5,25 @@ A step is the training loop's own, with clipping and the all-reduce of the loss,
 on each GPU without any communication: the rest is what data parallelism adds.
 """
 
-import json
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require_at_least
 from ...hardware import select_device
-from ...training.launch import check_devices, run_processes
-from ..case import Row, read_rows
-from ..outcome import failed
+from ...training.launch import check_devices
+from ...training.loop import Trainer
+from ..case import Row
+from ..outcome import measured
+from ..ranks import launched
+from ..streams import record_step
 from ..sweep import Case, as_json, swept
-from ..worker import SCRATCH
+from ..turns import measure_in_turns
 from ..workload import Workload
 
 ALONE = "alone"
@@ -40,7 +41,6 @@ VARIANTS = (
     "fsdp",
     "torch_fsdp",
 )
-_PROGRAM = ["-m", "cs336_systems.bench.ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,42 +127,28 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant} compiled" if config.compile else config.variant
 
 
-def measure(configs: Sequence[DDPBench]) -> Iterator[Row]:
-    """A row each, in one launch of processes; where one of them ends it, the others in another."""
-    left = list(configs)
-    while left:
-        with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as folder:
-            place = Path(folder)
-            (place / "configs.json").write_text(json.dumps([asdict(config) for config in left]))
-            try:
-                for row in _launch(left[0].devices, place):
-                    left.remove(next(config for config in left if name_of(config) == row.variant))
-                    yield row
-                return
-            except Exception as error:  # whatever the first rank to fail has raised
-                at_work = (place / "at_work").read_text() if (place / "at_work").exists() else ""
-                culprit = next((config for config in left if name_of(config) == at_work), left[0])
-                left.remove(culprit)
-                yield failed("ddp", name_of(culprit), as_json(culprit), error)
+def measure_on_rank(
+    configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
+) -> Iterator[Row]:
+    """Measure every variant, in turns, together with the other ranks; the rows are the same on all."""
+    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
+        yield measured("ddp", name_of(config), as_json(config), what_ran(config), metrics)
 
 
-def _launch(devices: int, folder: Path) -> Iterator[Row]:
-    """Rows as rank 0 writes them. Raises what the first process to fail raised."""
-    rows = folder / "rows.jsonl"
-    rows.touch()
-    seen = 0
-    with ThreadPoolExecutor(1) as pool:
-        launch = pool.submit(run_processes, [*_PROGRAM, str(folder)], devices, folder)
-        while True:
-            is_over = launch.done()  # asked before reading, so that the last row is read
-            new = read_rows(rows)[seen:]
-            seen += len(new)
-            yield from new
-            if is_over:
-                launch.result()
-                return
-            wait([launch], timeout=0.2)
+def what_ran(config: DDPBench) -> dict[str, Any]:
+    """What a row says of the steps that ran: the whole configuration of their run."""
+    return {"run": config.run_config().to_dict()}
 
+
+def _trace(config: DDPBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+    """Where it is asked for, what ran when in one step."""
+    if config.traces:
+        file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json")
+        record_step(trainer.train_step, file if is_first else None, trainer.device)
+    return {}
+
+
+measure = launched(__name__)
 
 CASE = Case(
     name="ddp",
