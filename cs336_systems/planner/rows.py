@@ -79,12 +79,15 @@ def card_of(row: Measured) -> Card | None:
 def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[float], list[float]]:
     """Bytes and seconds of measured all-reduces of so many ranks: of NCCL where there are any, else of any backend.
 
-    Rows of the case all-reduce: config bytes, world_size, backend; metrics time_ms. Raises ValueError without a row.
+    Rows of the case all-reduce, those of other collectives left out: config bytes, world_size, backend; metrics
+    time_ms. Raises ValueError without a row.
     """
     found = [
         row
         for row in rows
-        if row.case == "all-reduce" and row.status == "ok" and row.config["world_size"] == world_size
+        if (row.case, row.status) == ("all-reduce", "ok")
+        and row.config["world_size"] == world_size
+        and row.config.get("collective", "all-reduce") == "all-reduce"
     ]
     if not found:
         raise ValueError(f"world_size is {world_size}: the row file has no all-reduce of so many ranks")

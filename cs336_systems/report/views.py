@@ -19,6 +19,8 @@ _STEP = Column("step (ms)", "step_ms.p50")
 _STD = Column("std (ms)", "step_ms.std")
 _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
+_CALL = Column("a call (ms)", "time_ms.p50", ".4g")
+_BUS = Column("bus (GB/s)", "bus_bytes_per_s", ".4g", 10**9)
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
@@ -99,6 +101,23 @@ VIEWS: dict[str, View] = {
                  beside=Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30)),
             Plot(name="step", y=_STEP, x="K", log="x",
                  lines=("size", "context_length", "precision", "compile", "attention", "policy")),
+        ),
+    ),
+    "all-reduce": View(
+        keys=("collective", "backend", "world_size", "bytes"),
+        columns=(
+            _CALL,
+            Column("p20 (ms)", "time_ms.p20", ".4g"),
+            Column("p80 (ms)", "time_ms.p80", ".4g"),
+            Column("spread of ranks (ms)", "spread_ms", ".2g"),
+            Column("algorithm (GB/s)", "algorithm_bytes_per_s", ".4g", 10**9),
+            _BUS,
+            Column("calls", "calls", "d"),
+        ),
+        plots=(
+            Plot(name="time", y=_CALL, x="bytes", lines=("backend", "world_size"), panels=("collective",), log="xy"),
+            Plot(name="bandwidth", y=_BUS, x="bytes", lines=("backend", "world_size"), panels=("collective",),
+                 log="xy"),
         ),
     ),
     **ATTENTION_VIEWS,

@@ -20,6 +20,7 @@ NAMES = (
     "residuals",
     "checkpointing",
     "ddp",
+    "all-reduce",
 )
 
 
