@@ -10,6 +10,8 @@ from .cards import CARDS, Card
 from .job import Job
 
 MIB = 2**20
+ON_RANKS = ("ddp", "bucket-size")
+"""Cases whose rows are training steps of several GPUs: config run and devices."""
 
 
 class Measured(Protocol):
@@ -25,14 +27,15 @@ class Measured(Protocol):
 
 def job_of(row: Measured) -> Job:
     """What ran. Raises ValueError saying why for a row of which nothing is predicted."""
-    if row.case in ("ddp", "train-step"):
-        return _training_job(row.case, row.variant, row.config)
+    if row.case in (*ON_RANKS, "train-step"):
+        return training_job(row.case, row.variant, row.config)
     if row.case == "model":
         return _model_job(row.config)
     raise ValueError(f"no prediction for the case {row.case}")
 
 
-def _training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
+def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
+    """The job of a configuration of a training step as its row has it. Raises ValueError for one that is none."""
     run = config.get("run", config)
     train, parallel = run["train"], dict(run.get("parallel", {}))
     alone = case == "train-step" or variant.startswith("alone")
@@ -72,7 +75,11 @@ def _model_job(config: Mapping[str, Any]) -> Job:
 
 def card_of(row: Measured) -> Card | None:
     """The card of a row, where it is known."""
-    gpu = row.env.get("gpu") or ""
+    return card_by_name(row.env.get("gpu") or "")
+
+
+def card_by_name(gpu: str) -> Card | None:
+    """The card of a GPU as its driver names it, where it is known."""
     return next((card for name, card in CARDS.items() if name in gpu.split() or name in gpu), None)
 
 
@@ -96,8 +103,8 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
 
 
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:
-    """Of rows of the case ddp: how the step ran, bytes of a bucket, seconds more than the same step on one GPU."""
-    done = {row.variant: row for row in rows if row.case == "ddp" and row.status == "ok"}
+    """How a step ran, bytes of a bucket, seconds more than the same step on one GPU: of rows of ddp and bucket-size."""
+    done = {row.variant: row for row in rows if row.case in ("ddp", "bucket-size") and row.status == "ok"}
     found = []
     for variant, row in done.items():
         name, _, compiled = variant.partition(" ")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep
+from . import attention_sweep, bucket_size
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -122,6 +122,7 @@ VIEWS: dict[str, View] = {
     ),
     **ATTENTION_VIEWS,
     "attention-sweep": attention_sweep.VIEW,
+    "bucket-size": bucket_size.VIEW,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ NAMES = (
     "checkpointing",
     "ddp",
     "all-reduce",
+    "bucket-size",
 )
 
 

@@ -99,11 +99,8 @@ class DDPBench:
             parallel = dict(devices=self.devices, strategy=name, shard_optimizer="zero1" in chosen)
             parallel |= dict(grad_dtype="bf16") if "bf16" in chosen else {}
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
-        model = Workload(
-            size=self.size, context_length=self.context_length, attention="auto", device="cpu"
-        ).model_config
         return RunConfig(
-            model=model,
+            model=self.workload().model_config,
             data=DataConfig(source="random"),
             optimizer=OptimizerConfig(implementation="torch_fused"),
             train=TrainConfig(
@@ -115,6 +112,10 @@ class DDPBench:
             ),
             parallel=ParallelConfig(**parallel),
         )
+
+    def workload(self) -> Workload:
+        """The model. Raises ValueError for one that there is not."""
+        return Workload(size=self.size, context_length=self.context_length, attention="auto", device="cpu")
 
     @property
     def is_alone(self) -> bool:
