@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep, bucket_size
+from . import attention_sweep, bucket_size, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -123,6 +123,7 @@ VIEWS: dict[str, View] = {
     **ATTENTION_VIEWS,
     "attention-sweep": attention_sweep.VIEW,
     "bucket-size": bucket_size.VIEW,
+    "overlap-trace": overlap.VIEW,
 }  # fmt: skip
 
 
@@ -159,6 +160,7 @@ def _write_case(case: str, rows: Sequence[Row], folder: Path) -> list[Path]:
         for plot in view.plots:
             if any(plot.y.value(row) is not None for row in shown):
                 files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+        files += view.more(shown, folder) if view.more else []
     return files
 
 

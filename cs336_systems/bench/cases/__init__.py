@@ -22,6 +22,7 @@ NAMES = (
     "ddp",
     "all-reduce",
     "bucket-size",
+    "overlap-trace",
 )
 
 
