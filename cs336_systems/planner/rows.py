@@ -10,7 +10,7 @@ from .cards import CARDS, Card
 from .job import Job
 
 MIB = 2**20
-ON_RANKS = ("ddp", "bucket-size", "overlap-trace")
+ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows are training steps of several GPUs: config run and devices."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep, bucket_size, overlap
+from . import attention_sweep, bucket_size, memory_parts, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -124,12 +124,16 @@ VIEWS: dict[str, View] = {
     "attention-sweep": attention_sweep.VIEW,
     "bucket-size": bucket_size.VIEW,
     "overlap-trace": overlap.VIEW,
+    "optimizer-sharding": memory_parts.VIEW,
+    "fsdp-accounting": memory_parts.VIEW,
 }  # fmt: skip
 
 
 _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "ddp": ddp_table,
     "kernels": attention_table,
+    "optimizer-sharding": memory_parts.memory_parts_table,
+    "fsdp-accounting": memory_parts.memory_parts_table,
     "profile-kernels": kernels_table,
     "profile-memory": memory_table,
 }

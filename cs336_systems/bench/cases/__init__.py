@@ -23,6 +23,8 @@ NAMES = (
     "all-reduce",
     "bucket-size",
     "overlap-trace",
+    "optimizer-sharding",
+    "fsdp-accounting",
 )
 
 
