@@ -43,8 +43,8 @@ def _parts_table(rows: Sequence[Row], size: int) -> str:
             numbers = (moment["live_bytes"], moment["peak_bytes"], *(moment["parts"][part] for part in PARTS))
             lines.append([row.variant, name, *(_number(value, size) for value in numbers)])
         predicted = row.metrics["predicted"]
-        parts = (_number(predicted[part], size) if part in predicted else "-" for part in PARTS)
-        lines.append([row.variant, "predicted", "-", _number(predicted["peak"], size), *parts])
+        parts = (_number(predicted.get(part), size) for part in PARTS)
+        lines.append([row.variant, "predicted", "-", _number(predicted.get("peak"), size), *parts])
     header = ["variant", "moment", "live", "peak", *(part.replace("_", " ") for part in PARTS)]
     return markdown_table(header, lines, left=2)
 
@@ -61,21 +61,26 @@ def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
         saved = ["-", "-"]
         if row is not first and first.status == "ok":
             _, its_peak, its_predicted = _times_and_peaks(first)
-            saved = [_number(its_peak - peak, size), _number(its_predicted - predicted, size)]
-        lines.append([row.variant, f"{step:.1f}", _number(peak, size), _number(predicted, size),
-                      f"{predicted / peak - 1:+.1%}", *saved])  # fmt: skip
+            saved = [_number(_less(its_peak, peak), size), _number(_less(its_predicted, predicted), size)]
+        error = "-" if predicted is None else f"{predicted / peak - 1:+.1%}"
+        lines.append([row.variant, f"{step:.1f}", _number(peak, size), _number(predicted, size), error, *saved])
     beside = f"saved beside {first.variant} ({unit})"
     header = ["variant", "step (ms)", f"peak ({unit})", "predicted", "error", beside, "predicted to be saved"]
     return markdown_table(header, lines)
 
 
-def _times_and_peaks(row: Row) -> tuple[float, float, float]:
+def _times_and_peaks(row: Row) -> tuple[float, float, float | None]:
+    """Median step in ms, peak in bytes, and the peak that is predicted, of a GPU."""
     metrics = row.metrics
-    return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics["predicted"]["peak"]
+    return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics["predicted"].get("peak")
 
 
-def _number(nbytes: float, size: int) -> str:
-    return f"{nbytes / size:.2f}" if nbytes else "0"
+def _number(nbytes: float | None, size: int) -> str:
+    return "-" if nbytes is None else f"{nbytes / size:.2f}" if nbytes else "0"
+
+
+def _less(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
 
 
 def _gathers_text(row: Row) -> str:
