@@ -50,11 +50,10 @@ def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collect
 
     The call has been made once and its result was right, else this raises RuntimeError.
     """
-    n, rank = comm.world_size(), comm.rank()
-    whole = torch.empty(-(-nbytes // 4), device=device)
-    if collective in ("reduce-scatter", "all-gather"):
-        whole = torch.empty(-(-whole.numel() // n) * n, device=device)
-    piece = torch.empty(whole.numel() // n, device=device) if len(whole) % n == 0 else whole
+    n, rank, numbers = comm.world_size(), comm.rank(), -(-nbytes // 4)
+    divides = collective in ("reduce-scatter", "all-gather")
+    piece = torch.empty(-(-numbers // n) if divides else 0, device=device)
+    whole = torch.empty(len(piece) * n if divides else numbers, device=device)
     call, given, got, right = {
         "all-reduce": (lambda: dist.all_reduce(whole), whole, whole, n * (n + 1) / 2),
         "reduce-scatter": (lambda: _reduce_scatter(piece, whole), whole, piece, n * (n + 1) / 2),
@@ -109,7 +108,7 @@ def measure_collective(
         times = time_calls(call, device, calls)
     metrics = of_ranks(comm.gather_objects(times, "times of the calls"))
     metrics |= bandwidths(collective, comm.world_size(), buffer.nbytes, metrics["time_ms"]["p50"])
-    backend = dist.group.WORLD._get_backend(device).name()  # type: ignore[union-attr]
+    backend = dict(each.split(":") for each in dist.get_backend_config().split(","))[device.type]
     exact = collective in ("all-reduce", "broadcast")
     ran = {"collective": collective, "bytes": buffer.nbytes if exact else nbytes, "buffer_bytes": buffer.nbytes}
     return ran | {"world_size": comm.world_size(), "backend": backend, "dtype": "float32"}, metrics
