@@ -219,11 +219,12 @@ def checkpointed_activation_bytes(
     group whole at a time (A bytes a block): about (L / K) I + K A, which is least at K = `best_group` (Chen et al.
     2016, "Training Deep Nets with Sublinear Memory Cost"). In detail the peak is the largest of
 
-        forward       what is kept, and of checkpointed blocks too the copies of weights, which autocast keeps so long
+        forward       what is kept, of checkpointed blocks too the copies of weights, which autocast keeps so long, and
+                      the T V float32 numbers that logsumexp makes for itself
         loss          what is kept, and three tensors of T V float32 numbers
         each segment  what is kept up to it, what is computed again of it, and `gradient_bytes`
 
-    Weights and their gradients are not counted, nor what an operation has for itself.
+    Weights and their gradients are not counted, nor what other operations have for themselves.
     """
     how = (shape, batch_size, length, precision, attention)
     entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how)
@@ -237,7 +238,7 @@ def checkpointed_activation_bytes(
     held = kept + head
     logits = batch_size * length * shape.vocab_size
     narrow = 0 if precision == "fp32" else 2 * logits
-    return held, max(held + copies + narrow, held + 12 * logits, *segments)
+    return held, max(held + copies + narrow + 4 * logits, held + 12 * logits, *segments)
 
 
 def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tuple[int, bool]]:

@@ -27,7 +27,7 @@ BASE = {
     "cs336_systems.console",
     "cs336_basics",
 }
-TRAINING = {*BASE, "cs336_systems.kernels", "cs336_systems.parallel"}
+TRAINING = {*BASE, "cs336_systems.garbage", "cs336_systems.kernels", "cs336_systems.parallel"}
 ALLOWED = {
     "cs336_basics": set(),
     "cs336_systems.console": set(),
@@ -37,6 +37,7 @@ ALLOWED = {
     "cs336_systems.accounting": {"cs336_basics"},
     "cs336_systems.peaks": set(),
     "cs336_systems.hardware": {"cs336_systems.peaks"},
+    "cs336_systems.garbage": set(),
     "cs336_systems.planner": {*BASE, "cs336_systems.peaks"},
     "cs336_systems.kernels": BASE,
     "cs336_systems.parallel": BASE,

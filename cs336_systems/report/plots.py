@@ -30,7 +30,7 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
 
     Rows without the number are left out. keys: fields that stand above the picture where they are the same in all rows.
     """
-    measured = [row for row in rows if plot.y.value(row) is not None]
+    measured = [point for row in rows for point in plot.each(row) if plot.y.value(point) is not None]
     parts = _parts(measured, plot.files)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = []
@@ -81,8 +81,9 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
         axes.set_visible(False)
     for axes in grid[::columns]:
         axes.set_ylabel(plot.y.name)
-    for axes in grid[-columns:]:
+    for axes in grid[max(0, len(panels) - columns) : len(panels)]:  # with nothing below them
         axes.set_xlabel(plot.x.replace("_", " "))
+        axes.tick_params("x", labelbottom=True)
     known = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(known) > 1:
         columns = max(1, min(5, 110 // max(len(name) + 6 for name in known)))

@@ -57,6 +57,8 @@ class Plot:
     """Fields whose values have a file of their own."""
     beside: Column | None = None
     """Of a line plot, a second column, dashed: a prediction of the first."""
+    each: Callable[[Row], Sequence[Row]] = lambda row: [row]
+    """What is drawn of a row, should it have several points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +158,11 @@ def show(value: Any) -> str:
 
 
 def label(name: str, row: Row) -> str:
-    """A field of a row in a legend: the value, of what is on or off the name."""
+    """A field of a row in a legend: the value, with the name of a number; of what is on or off the name alone."""
     value = value_of(row, name)
     if isinstance(value, bool):
         return _WORDS.get(name, (name, f"no {name}"))[not value]
-    return show(value)
+    return f"{name.replace('_', ' ')} {show(value)}" if isinstance(value, int | float) else show(value)
 
 
 def csv_text(rows: Sequence[Row], view: View) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
@@ -24,6 +25,15 @@ _BUS = Column("bus (GB/s)", "bus_bytes_per_s", ".4g", 10**9)
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
+
+def _steps(row: Row) -> list[Row]:
+    """A row for each step that a row has the time of, numbered from the first step of the process."""
+    return [
+        replace(row, config={**row.config, "step": row.config["warmup"] + i}, metrics={"step_ms": {"p50": ms}})
+        for i, ms in enumerate(row.metrics.get("steps_ms", ()), 1)
+    ]
+
+
 VIEWS: dict[str, View] = {
     "model": View(
         keys=_MODEL_KEYS,
@@ -35,15 +45,19 @@ VIEWS: dict[str, View] = {
             Column("TFLOP/s", "tflops", ".3g"),
             _PEAK,
         ),
-        plots=(
-            Plot(name="step", y=_STEP, x="context_length", lines=("size", "mode", "precision", "compile", "attention"),
-                 kind="bar", log="y"),
+        plots=tuple(
+            Plot(name=name, y=y, x="context_length", panels=("size",), log="xy",
+                 lines=("mode", "precision", "compile", "attention"))
+            for name, y in (("step", _STEP), ("peak", _PEAK))
         ),
     ),
     "warmup": View(
         keys=_MODEL_KEYS,
         columns=(_STEP, Column("mean (ms)", "step_ms.mean"), _STD, Column("first (ms)", "steps_ms.0"),
                  Column("second (ms)", "steps_ms.1"), Column("last (ms)", "steps_ms.-1")),
+        plots=(
+            Plot(name="steps", y=_STEP, x="step", panels=("size",), lines=("mode", "warmup"), log="y", each=_steps),
+        ),
     ),
     "train-step": View(
         keys=("size", "variant", "context_length", "batch_size", "precision", "compile"),

@@ -18,6 +18,7 @@ from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import num_parameters
 from ..config import RunConfig, SampleConfig
+from ..garbage import objects_set_aside
 from ..hardware import environment
 from ..kernels.attention import get_attention
 from ..parallel import comm
@@ -118,6 +119,8 @@ class Run:
             self.trainer.reset_clock()
             while position.step < max_steps and not self._is_to_stop(stop):
                 self._step(stop)
+                if position.step == self.first_step:
+                    stack.enter_context(objects_set_aside())
             interrupted = self._stopped_by(stop) if position.step < max_steps else None
             if interrupted is None and (self.validated is None or self.validated[0] != position.step):
                 self._validate()

@@ -205,9 +205,9 @@ def test_on_a_gpu_plain_attention_holds_what_is_counted() -> None:
     tensor, counted = 8 * 2048 * 32 * 4, row.metrics["counted_bytes"]
     # Counted besides them: q, k, v, o and the gradient of o. k and v are in both.
     in_use = counted["saved_for_backward"] + 3 * tensor
-    assert in_use <= row.metrics["memory_before_backward_bytes"] <= in_use + (64 << 20)  # the workspace of cuBLAS
+    assert in_use <= row.metrics["memory_before_backward_bytes"] <= in_use + (4 << 20)  # blocks are rounded up
     peak = counted["backward_peak"] + 5 * tensor
-    assert peak <= row.metrics["peak_memory_bytes"] <= peak + (64 << 20)
+    assert peak <= row.metrics["peak_memory_bytes"] <= peak + (4 << 20)
 
 
 @pytest.mark.gpu

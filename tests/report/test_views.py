@@ -56,14 +56,23 @@ def test_machines_are_told_apart_in_tables_and_plots() -> None:
     lines = rows_table(rows).splitlines()
     assert lines[0] == "size small; context_length 128; batch_size 4; mode train_step; compile no:"
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| NVIDIA Made-up", "| another", "| CPU, 2 threads"]
-    bars = figure_of(VIEWS["model"].plots[0], rows, KEYS).axes[0].containers
-    assert [bar.get_label() for bar in bars] == ["NVIDIA Made-up", "another", "CPU, 2 threads"]
+    drawn = figure_of(VIEWS["model"].plots[0], rows, KEYS).axes[0].lines
+    assert [line.get_label() for line in drawn] == ["NVIDIA Made-up", "another", "CPU, 2 threads"]
 
 
 def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines() -> None:
     plot = Plot(name="p", y=Column("y", "step_ms.p50"), x="context_length", lines=("size",))
     rows = [*ROWS[:2], *(replace(r, config={**r.config, "batch_size": 8}) for r in ROWS[:2])]
-    assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["4", "8"]
+    assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
+
+
+def test_every_step_is_a_point_after_the_warm_up() -> None:
+    rows = [
+        replace(row("small", 128, 2.0), config={"size": "small", "warmup": 1}, metrics={"steps_ms": [5.0, 2.0, 2.5]})
+    ]
+    (plot,) = VIEWS["warmup"].plots
+    (line,) = figure_of(plot, [point for row in rows for point in plot.each(row)], ()).axes[0].lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 3, 4], [5.0, 2.0, 2.5])
 
 
 def test_one_row_alone_has_its_variant() -> None:
@@ -81,7 +90,7 @@ def test_csv_has_every_field_and_unrounded_numbers() -> None:
 
 def test_files_of_every_case(tmp_path: Path) -> None:
     files = write_views(ROWS, tmp_path)
-    assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png"]
+    assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png", "model-peak.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no reason to fail
 
@@ -94,7 +103,8 @@ def test_a_case_without_a_table_is_named() -> None:
 def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
     for view in VIEWS.values():
         for plot in view.plots:
-            assert {plot.x, *plot.lines, *plot.panels, *plot.files} <= set(view.keys)
+            made = {"step"} if view is VIEWS["warmup"] else set()  # by the plot's `each`
+            assert {plot.x, *plot.lines, *plot.panels, *plot.files} <= {*view.keys, *made}
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class AttentionBench:
 def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and its metrics."""
     device = use_device(config.device)
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0  # by libraries, and what came before
+    held = _held_bytes(device)
     attention: Any = get_attention(config.kernel)
     if config.compile:
         torch._dynamo.reset()  # or the next size would be compiled for all sizes
@@ -106,6 +106,16 @@ def _time_passes(
             times["forward"].append(forward_ms)
             times["backward"].append(backward_ms)
     return times, o.shape, in_use
+
+
+def _held_bytes(device: torch.device) -> int:
+    """What a GPU's allocator holds of what came before, and of cuBLAS: a workspace since its first product a thread."""
+    if device.type != "cuda":
+        return 0
+    x = torch.ones(2, 2, device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    return torch.cuda.memory_allocated(device)
 
 
 def variant(config: AttentionBench) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from ...accounting import forward_flops, training_flops
 from ...fields import require_at_least
+from ...garbage import objects_set_aside
 from ...hardware import device_peak_flops
 from ...training.metrics import summarise
 from ..outcome import each
@@ -69,11 +70,12 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
     """The times of whole steps, as a row has them."""
-    watch = Stopwatch(bench.device)
     steps_ms = []
-    for _ in range(steps):
-        bench.step()
-        steps_ms.append(watch.lap_ms())
+    with objects_set_aside():
+        watch = Stopwatch(bench.device)
+        for _ in range(steps):
+            bench.step()
+            steps_ms.append(watch.lap_ms())
     return {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
 
 
@@ -91,17 +93,18 @@ def _rates(config: ModelBench, device: torch.device, step_ms: float) -> dict[str
 
 def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {phase: [] for phase in bench.phases}
-    watch = Stopwatch(bench.device)
-    for _ in range(steps):
-        loss = bench.forward()
-        times["forward"].append(watch.lap_ms())
-        if "backward" in times:
-            bench.backward(loss)
-            times["backward"].append(watch.lap_ms())
-            bench.optimizer_step()
-            lap_ms = watch.lap_ms()  # also without an optimizer: clearing the gradients is no part of what comes next
-            if "optimizer" in times:
-                times["optimizer"].append(lap_ms)
+    with objects_set_aside():
+        watch = Stopwatch(bench.device)
+        for _ in range(steps):
+            loss = bench.forward()
+            times["forward"].append(watch.lap_ms())
+            if "backward" in times:
+                bench.backward(loss)
+                times["backward"].append(watch.lap_ms())
+                bench.optimizer_step()
+                lap_ms = watch.lap_ms()  # also without an optimizer: clearing gradients is no part of what comes next
+                if "optimizer" in times:
+                    times["optimizer"].append(lap_ms)
     return {f"{phase}_ms": summarise(laps) for phase, laps in times.items()}
 
 

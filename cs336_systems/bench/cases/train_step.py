@@ -19,6 +19,7 @@ from cs336_basics.model import TransformerLM
 from ...accounting import training_flops
 from ...config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from ...fields import check_types, require_at_least
+from ...garbage import objects_set_aside
 from ...hardware import device_peak_flops, use_device
 from ...kernels.attention import get_attention
 from ...training.loop import Trainer
@@ -94,8 +95,9 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     for _ in range(warmup):
         trainer.train_step()
     wait_for(device)
-    trainer.reset_clock()
-    rows = [trainer.train_step() for _ in range(steps)]
+    with objects_set_aside():
+        trainer.reset_clock()
+        rows = [trainer.train_step() for _ in range(steps)]
     trainer.close()
     times = summarise([row["step_ms"] for row in rows[1:]])  # the first was timed from a device that had nothing to do
     data_wait_ms = float(np.mean([row["data_wait_ms"] for row in rows]))
@@ -123,10 +125,11 @@ def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, An
     for _ in range(warmup):
         step()
     wait_for(device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait_for(device)
+    with objects_set_aside():
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait_for(device)
     mean = (time.perf_counter() - begin) / steps * 1e3
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {"step_ms": {"mean": mean}, "startup_s": startup_s, "peak_memory_bytes": peak}
