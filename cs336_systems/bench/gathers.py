@@ -105,7 +105,8 @@ class _OnGPU:
     """Kernels, each found by its launch: both bear the same `correlation`."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        kernels = {event["args"]["correlation"]: event for event in gpu_events(events) if "args" in event}
+        kernels = {event.get("args", {}).get("correlation"): event for event in gpu_events(events)}
+        kernels.pop(None, None)
         self._launched: dict[tuple[Any, Any], list[tuple[float, Event]]] = {}
         for event in events:
             kernel = kernels.get(event.get("args", {}).get("correlation")) if event.get("cat") in _LAUNCHES else None

@@ -49,6 +49,8 @@ def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
                         yield row
                     return
                 except Exception as error:  # whatever the first rank to fail has raised
+                    if not left:  # only the end of it has failed
+                        return
                     at_work = folder / _AT_WORK
                     culprit = asked[int(at_work.read_text())] if at_work.exists() else left[0]
                     culprit = culprit if culprit in left else left[0]

@@ -60,6 +60,18 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
 
 
+def test_ranks_that_fail_when_all_is_measured_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(program: list[str], devices: int, folder: Path) -> None:
+        (fields,) = json.loads((folder / "configs.json").read_text())
+        (folder / "at_work").write_text("0")
+        config = as_json(DDPBench(**fields))
+        append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, env={}))
+        raise RuntimeError("rank 1 was ended by SIGSEGV")
+
+    monkeypatch.setattr(ranks, "run_processes", launch)
+    assert [row.status for row in measure(quick(ALONE))] == ["ok"]
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_the_command_writes_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

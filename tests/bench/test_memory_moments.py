@@ -70,6 +70,8 @@ def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
     rounding = TENSORS * 512
     for part in ("parameters", "gradients", "optimizer_state"):
         assert whole["predicted"][part] == pytest.approx(whole["moments"][AFTER]["parts"][part], abs=2 * rounding)
+    left = whole["moments"][FORWARD]["parts"]["activations"]
+    assert whole["predicted"]["activations"] == pytest.approx(left, rel=0.01)
     assert sharded["predicted"]["optimizer_state"] == whole["predicted"]["optimizer_state"] / 2
     assert "| overlap+zero1 | before the step |" in capsys.readouterr().out
     assert (tmp_path / "optimizer-sharding.csv").is_file()
@@ -139,6 +141,7 @@ def test_savings_are_beside_the_first_variant() -> None:
         (dict(compile=True), "compile is True: it must be false on a CPU"),
         (dict(variant="overlap+graph"), "variant is 'overlap.graph': it must be one without .graph"),
         (dict(rounds=2), "rounds is 2"),
+        (dict(warmup=1), "warmup is 1: it must be at least 2"),
         (dict(traces="x"), "traces is 'x'"),
     ],
     ids=str,

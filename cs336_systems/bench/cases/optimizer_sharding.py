@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...fields import require
+from ...fields import require, require_at_least
 from ..case import Row
 from ..memory_moments import rows_of_memory
 from ..ranks import launched
@@ -30,6 +30,8 @@ class MemoryBench(DDPBench):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Buckets are cut anew after the first step, and made where the second begins.
+        require_at_least(self, "", 2, "warmup")
         on_gpu = self.device == "cuda"
         require(on_gpu or not self.compile, "compile", self.compile, "false on a CPU, where operators are counted")
         # A graph's memory is a pool of its own, and its forward pass calls no hooks.
