@@ -52,8 +52,8 @@ class BucketBench(DDPBench):
     def __post_init__(self) -> None:
         if self.variant == _BEST:
             cost = self.transfer_cost()
-            require(cost is not None, "variant", self.variant, f"bucketed:BUCKET_MB without rows of {self.devices} "
-                    "processes' all-reduces and without a card that the planner knows")  # fmt: skip
+            without = f"without rows of {self.devices} processes' all-reduces (cs336 bench all-reduce) and a known card"
+            require(cost is not None, "variant", self.variant, f"bucketed:BUCKET_MB {without}")
             assert cost is not None
             overhead_s, bandwidth = cost
             # A bucket of no bytes, where calls cost nothing, is one of a gradient each.
