@@ -1,7 +1,7 @@
 """The case `all-reduce`: what collectives take, by size, number of ranks and backend.
 
 The handout's distributed_communication_single_node, and the other three collectives that strategies use. The planner
-fits what a transfer costs to its rows (`cs336 plan ddp-overhead --rows`). For a reduce-scatter gloo makes an all-reduce,
+fits what a transfer costs to its rows (`cs336 plan ddp-overhead --rows`). gloo makes an all-reduce of a reduce-scatter,
 of which each rank keeps its part.
 """
 
