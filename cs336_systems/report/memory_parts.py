@@ -1,14 +1,21 @@
 """The tables of `optimizer-sharding` and `fsdp-accounting`: what memory is made of at each moment, what is saved."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..bench.case import Row
 from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
+from ..profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
+from ..profiling.plot import COLORS
+from .plots import put_title
 from .tables import markdown_table, row_fields
-from .view import OUTCOMES, Column, View, grouped, latest, machine
+from .view import OUTCOMES, Column, View, common_facts, grouped, label, latest, machine
 
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision", "compile")
 _KEYS = (*_SETTING, "variant")
+_COLORS = dict(
+    zip(PARTS, (COLORS[c] for c in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER)), strict=True)
+)
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -20,7 +27,7 @@ def memory_parts_table(rows: Sequence[Row]) -> str:
 def _setting_tables(rows: Sequence[Row]) -> str:
     done = [row for row in rows if row.status == "ok"]
     peak = max((row.metrics["peak_memory_bytes"] for row in done), default=0)
-    unit, size = next((each for each in _UNITS if peak >= each[1]), _UNITS[-1])
+    unit, size = _unit(peak)
     facts = row_fields(rows[0])
     head = (
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
@@ -75,6 +82,11 @@ def _times_and_peaks(row: Row) -> tuple[float, float, float | None]:
     return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics["predicted"].get("peak")
 
 
+def _unit(most: float) -> tuple[str, int]:
+    """The unit, and its bytes, in which the largest of some numbers reads best."""
+    return next((each for each in _UNITS if most >= each[1]), _UNITS[-1])
+
+
 def _number(nbytes: float | None, size: int) -> str:
     return "-" if nbytes is None else f"{nbytes / size:.2f}" if nbytes else "0"
 
@@ -98,6 +110,37 @@ def _gathers_text(row: Row) -> str:
     )
 
 
+def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw what is in memory at each moment of each row, by part, with the peak of the time before it, into a PNG."""
+    from matplotlib.figure import Figure
+
+    done = [row for row in rows if row.status == "ok"]
+    if not done:
+        return []
+    moments = [row.metrics["moments"][name] for row in done for name in MOMENTS]
+    unit, size = _unit(max(moment["peak_bytes"] for moment in moments))
+    facts, differing = common_facts(done, _KEYS)
+    names = [" ".join(label(name, row) for name in differing) or row.variant for row in done]
+    figure = Figure(figsize=(9, 1.2 + 0.32 * len(moments)), layout="constrained")
+    axis, left = figure.subplots(), [0.0] * len(moments)
+    for part in PARTS:
+        widths = [max(0, moment["parts"][part]) / size for moment in moments]
+        if any(widths):
+            axis.barh(range(len(moments)), widths, left=left, color=_COLORS[part], label=part.replace("_", " "))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    peaks = [moment["peak_bytes"] / size for moment in moments]
+    axis.plot(peaks, range(len(moments)), "k|", ms=12, mew=1.5, label="peak since the moment before")
+    axis.set_yticks(range(len(moments)), [f"{name}: {moment}" for name in names for moment in MOMENTS], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"memory in use ({unit})")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    put_title(figure, facts.replace("_", " "))
+    file = folder / f"{done[0].case}-parts.png"
+    figure.savefig(file, dpi=150)
+    return [file]
+
+
 def _at(moment: str, what: str, name: str) -> Column:
     return Column(name, f"moments.{moment}.{what}", ".4g", 2**30)
 
@@ -115,4 +158,5 @@ VIEW = View(
         *(_at(AFTER, f"parts.{part}", f"{part.replace('_', ' ')} (GiB)") for part in PARTS[:3]),
         Column("stall of gathers (ms)", "stall_ms", ".3f"),
     ),
+    more=draw_parts,
 )

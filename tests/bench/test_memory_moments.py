@@ -75,6 +75,7 @@ def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
     assert sharded["predicted"]["optimizer_state"] == whole["predicted"]["optimizer_state"] / 2
     assert "| overlap+zero1 | before the step |" in capsys.readouterr().out
     assert (tmp_path / "optimizer-sharding.csv").is_file()
+    assert (tmp_path / "optimizer-sharding-parts.png").read_bytes().startswith(b"\x89PNG")
 
 
 def account(variants: tuple[str, ...]) -> list[Row]:
