@@ -5,6 +5,7 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Read when PyTorch is loaded. Each of several test processes is to take one core, and none is to spin while it waits.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -16,6 +17,31 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests that start processes wait for them for a good part of their time."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_sessionstart() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _spare_the_interpreter()
+
+
+def _spare_the_interpreter() -> None:
+    """Triton prepares all of triton.language for each call of a function in a kernel it interprets: once will do."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def patch(function: Any, in_full: Any = interpreter._patch_lang) -> Any:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if not languages or any(tl.core.is_builtin(language.load) for language in languages):
+            return in_full(function)
+        return interpreter._LangPatchScope()  # nothing to take back
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = patch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from cs336_systems.cli import _COMMANDS, make_report, parse_run_config, train_pa
 from cs336_systems.report.documents import fill_blocks
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md"]
+DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md", "docs/one-gpu.md"]
 
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {

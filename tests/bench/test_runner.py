@@ -255,9 +255,13 @@ def test_however_a_process_was_ended_it_has_a_name() -> None:
 def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cs336_systems", "bench", "model", "--quick", "--mode", "forward"]
     command += ["--steps", "900000000", "--out", str(tmp_path)]
-    sweep = subprocess.Popen(
-        command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        sweep = subprocess.Popen(
+            command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         end, begun = time.monotonic() + 60, False
         while not begun and time.monotonic() < end:  # as soon as there is a second one, which may still be importing

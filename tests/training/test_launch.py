@@ -3,6 +3,7 @@
 The processes are real, on gloo; faults are put into them by a program of ours that takes the place of the launched one.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,10 @@ import pytest
 import torch
 
 from cs336_systems.config import RunConfig
+from cs336_systems.training import pipeline, train
 from cs336_systems.training.load import load_model
+from cs336_systems.training.loop import Trainer
+from tests.distributed import run_ranks
 from tests.training.helpers import (
     _environment,
     checkpoint_names,
@@ -43,6 +47,7 @@ def accident(self, *arguments):
         if fault == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hangs":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # PyTorch's agent waits 30 s before it sends SIGKILL
             time.sleep(1000)
         if fault == "is told to stop":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -72,8 +77,20 @@ from cs336_systems.cli import main; main()
 def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A finished run of one process, to compare with. Not to be written to."""
     config = config_for(tmp_path_factory.mktemp("alone"))
-    assert run_train(config).returncode == 0
+    train(config)
     return config
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:
+    """A finished run of two processes, and what it said. Not to be written to."""
+    return trained(config_for(tmp_path_factory.mktemp("pair"), devices=2))
+
+
+def trained(config: RunConfig) -> tuple[RunConfig, str]:
+    done = run_train(config)
+    assert done.returncode == 0, done.stderr
+    return config, done.stdout
 
 
 def config_for(root: Path, devices: int = 1, **groups: Any) -> RunConfig:
@@ -103,23 +120,17 @@ def processes_of(run_dir: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        dict(devices=2),
-        dict(devices=4, strategy="overlap", shard_optimizer=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("devices", [2, 4])
 def test_one_command_trains_the_same_model_on_several_processes(
-    parallel: dict[str, Any], alone: RunConfig, tmp_path: Path
+    devices: int, alone: RunConfig, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    config = config_for(tmp_path, parallel=parallel)
-    done = run_train(config)
-    assert done.returncode == 0, done.stderr
+    if devices == 2:
+        config, said = request.getfixturevalue("pair")
+    else:
+        config, said = trained(config_for(tmp_path, devices, parallel=dict(strategy="overlap", shard_optimizer=True)))
     assert_same_losses(config, alone)
-    assert done.stdout.count("validation loss") == 1
-    assert done.stdout.count("training: steps") == 1
+    assert said.count("validation loss") == 1
+    assert said.count("training: steps") == 1
     assert checkpoint_names(config) == checkpoint_names(alone)
     weights, expected = (load_model(str(run.run_dir)).state_dict for run in (config, alone))
     for name, tensor in expected.items():
@@ -131,13 +142,12 @@ def test_one_command_trains_the_same_model_on_several_processes(
 
 @pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
 def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp_path: Path) -> None:
-    samples = []
-    for parallel in (dict(devices=1), dict(devices=2, strategy=strategy)):
-        data = dict(source="stories", story_chars=20_000)
-        config = make_config(tmp_path, run=str(parallel["devices"]), data=data, parallel=parallel)
-        done = run_train(config)
-        assert done.returncode == 0, done.stderr
-        samples.append((Path(str(config.run_dir)) / "sample.txt").read_text())
+    data = dict(source="stories", story_chars=20_000)
+    whole = make_config(tmp_path, run="whole", data=data)
+    train(whole)
+    sharded = make_config(tmp_path, data=data, parallel=dict(devices=2, strategy=strategy))
+    run_ranks(pipeline._train, 2, sharded, torch.device("cpu"))
+    samples = [(Path(str(config.run_dir)) / "sample.txt").read_text() for config in (whole, sharded)]
     assert samples[0] == samples[1]
 
 
@@ -153,14 +163,6 @@ def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", t
     command = [sys.executable, "-m", "torch.distributed.run", *STANDALONE]
     command += [*options, str(program), fault, "train", "--config", str(file)]
     return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=file.parent, timeout=timeout)
-
-
-def test_torchrun_starts_it_as_well(alone: RunConfig, tmp_path: Path) -> None:
-    config = config_for(tmp_path)
-    done = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2")
-    assert done.returncode == 0, done.stderr
-    assert_same_losses(config, alone)
-    assert done.stdout.count("validation loss") == 1
 
 
 FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
@@ -185,8 +187,7 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
     assert not processes_of(str(tmp_path))
     assert checkpoint_names(config) == ["step_00000005"]
 
-    done = run_train(resumed(config))
-    assert done.returncode == 0, done.stderr
+    train(resumed(dataclasses.replace(config, parallel=alone.parallel)))
     assert_same_losses(config, alone)
 
 
@@ -202,14 +203,13 @@ def test_when_a_rank_hangs_before_its_recorded_step_the_other_names_it(tmp_path:
 
 
 def resumed(config: RunConfig) -> RunConfig:
-    import dataclasses
-
     return dataclasses.replace(config, resume="auto")
 
 
-def test_torchrun_restarts_a_run_that_goes_on_from_its_last_checkpoint(alone: RunConfig, tmp_path: Path) -> None:
-    undisturbed, config = config_for(tmp_path / "a", devices=2), config_for(tmp_path / "b")
-    assert run_train(undisturbed).returncode == 0
+def test_torchrun_restarts_a_run_that_goes_on_from_its_last_checkpoint(
+    pair: tuple[RunConfig, str], alone: RunConfig, tmp_path: Path
+) -> None:
+    undisturbed, config = pair[0], config_for(tmp_path)
     done = torchrun(resumed(config), BY_TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", fault="is killed")
     assert done.returncode == 0, done.stderr
     assert loss_rows(config) == loss_rows(undisturbed)
@@ -273,6 +273,7 @@ def test_who_started_torchrun_is_told_to_start_it_again(alone: RunConfig, tmp_pa
         [*again, *found[1].split()], capture_output=True, text=True, env=_environment(), cwd=tmp_path, timeout=120
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("validation loss") == 1
     assert_same_losses(config, alone)
 
 
@@ -293,29 +294,24 @@ def rows_grow(config: RunConfig) -> bool:
     return len(loss_rows(config)) > before
 
 
+def train_until(step: int, config: RunConfig) -> None:
+    """A run on this rank that ends after a step as if it had been told to."""
+    real = Trainer.train_step
+    Trainer.train_step = lambda self, _: real(self, lambda: self.position.step + 1 == step)  # type: ignore[method-assign]
+    try:
+        assert pipeline._train(config, torch.device("cpu")).step == step
+    finally:
+        Trainer.train_step = real  # type: ignore[method-assign]
+
+
 def test_a_run_of_one_strategy_and_size_goes_on_with_another(alone: RunConfig, tmp_path: Path) -> None:
     """1 process -> 4 with FSDP -> 2 with a sharded optimizer, five steps or fewer each."""
-    chain = [dict(devices=1), dict(devices=4, strategy="fsdp"), dict(devices=2, shard_optimizer=True)]
-    for steps, parallel in zip((5, 8, 10), chain, strict=True):
-        config = config_for(tmp_path, parallel=parallel, train=dict(max_steps=10), resume="auto")
-        code = STOP_AT.format(step=steps)
-        program = tmp_path / "program.py"
-        program.write_text(code + "from cs336_systems.training.worker import main; main()")
-        done = run_train(config, code + COMMAND.format(program=str(program), fault="none"))
-        assert done.returncode == 0, done.stderr
+    train_until(5, config_for(tmp_path))
+    chain = [dict(devices=4, strategy="fsdp"), dict(devices=2, shard_optimizer=True)]
+    for step, parallel in zip((8, 10), chain, strict=True):
+        config = config_for(tmp_path, parallel=parallel, resume="auto")
+        run_ranks(train_until, parallel["devices"], step, config)
     assert_same_losses(config, alone)
-
-
-STOP_AT = """
-import os, signal, sys
-from cs336_systems.training.loop import Trainer
-step = Trainer.train_step
-def stopping(self, stop):
-    return step(self, lambda: self.position.step + 1 == {step})
-Trainer.train_step = stopping
-if "RANK" in os.environ:
-    sys.argv.pop(1)
-"""
 
 
 # Mistakes
