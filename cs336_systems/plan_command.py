@@ -175,8 +175,9 @@ def _transfer(options: Any, world_size: int) -> tuple[float, float]:
 
         overhead_s, bandwidth = fit_transfer(*transfer_points(_read([options.rows]), world_size))
     else:
-        card, others = CARDS["H200"], world_size - 1  # a ring of more sends more, in more steps
-        overhead_s, bandwidth = card.latency_s * others, card.link * world_size / (2 * others)
+        from .planner.communication import all_reduce_cost
+
+        overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
     for name, unit in (("overhead_ms", 1e-3), ("bandwidth_gb_s", 1e9)):
         value, least = getattr(options, name), 0 if name == "overhead_ms" else 1e-6
         require(value is None or least <= value < 1e9, name, value, f"at least {least:g} and below 1e9")

@@ -42,7 +42,7 @@ ALLOWED = {
     "cs336_systems.kernels": BASE,
     "cs336_systems.parallel": BASE,
     "cs336_systems.training": TRAINING,
-    "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields"},
+    "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields", "cs336_systems.planner"},
     "cs336_systems.arguments": {"cs336_systems.fields"},
     "cs336_systems.profiling": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
     "cs336_systems.report": {

@@ -1,124 +1,110 @@
-"""What each process of a case on several ranks does: measures every variant with the others; rank 0 writes the rows."""
+"""Cases that several ranks measure together: started in one launch, measured by all of them; rank 0 writes the rows.
+
+The module of such a case has a function `measure_on_rank` (see `OnRank`), its configurations have `devices`, the number
+of processes, and `device`, cpu or cuda; where a rank may wait for another longer than 120 s, `step_timeout_s`.
+"""
 
 import json
-import re
+import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from cs336_basics.data import token_dtype
-from cs336_basics.model import TransformerLM
-
-from ..kernels.attention import get_attention
 from ..parallel import comm
-from ..training.launch import one_of_several, use_device_of_rank
-from ..training.loop import Trainer
-from ..training.metrics import summarise
-from .case import Row, append_row
-from .cases import get_case
-from .launched import RanksBench
-from .outcome import free_memory, measured
-from .streams import record_step
-from .sweep import Case, as_json
-from .timing import Stopwatch, wait_for
+from ..training.launch import one_of_several, run_processes, use_device_of_rank
+from .case import Row, append_row, read_rows
+from .outcome import failed
+from .sweep import as_json, is_of
+from .worker import SCRATCH
+
+OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]
+"""Rows of some configurations, the same on all ranks; tells the last argument which of them it is at work on."""
+_PROGRAM = ["-m", "cs336_systems.bench.ranks"]
+_CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 
 
-def measure_on_rank(case: Case, configs: Sequence[Any], device: torch.device, at_work: Path) -> Iterator[Row]:
-    """Measure every variant, in turns, together with the other ranks; the rows are the same on all."""
-    everything: dict[Any, list[dict[str, Any]]] = {config: [] for config in configs}
-    for round_ in range(configs[0].rounds):
-        for config in configs:
-            if comm.rank() == 0:
-                at_work.write_text(case.variant(config))
-            is_last = round_ == config.rounds - 1
-            with comm.alone() if config.is_alone else nullcontext():
-                everything[config].append(_measure_variant(config, case.variant(config), device, is_last))
-            free_memory()  # what the variant before has held, compiled code's references too
-            if is_last:
-                ranks = comm.gather_objects(merged(everything[config]), "what was measured")
-                ran = {**everything[config][-1]["ran"], "run": config.run_config().to_dict()}
-                metrics = slowest(ranks)
-                yield measured(case.name, case.variant(config), as_json(config), ran, metrics | config.derive(metrics))
+def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
+    """The `measure` of the case of this module: one launch of processes measures its configurations.
+
+    Where one of them ends it, that is a row too, and the others are measured in another launch.
+    """
+
+    def measure(configs: Sequence[Any]) -> Iterator[Row]:
+        case = import_module(module).CASE
+        left = list(configs)
+        while left:
+            with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as name:
+                folder, asked = Path(name), list(left)
+                (folder / _CONFIGS).write_text(json.dumps([asdict(config) for config in asked]))
+                try:
+                    for row in _launch(module, asked[0].devices, folder):
+                        left.remove(next(config for config in left if is_of(row, config)))
+                        yield row
+                    return
+                except Exception as error:  # whatever the first rank to fail has raised
+                    if not left:  # only the end of it has failed
+                        return
+                    at_work = folder / _AT_WORK
+                    culprit = asked[int(at_work.read_text())] if at_work.exists() else left[0]
+                    culprit = culprit if culprit in left else left[0]
+                    left.remove(culprit)
+                    yield failed(case.name, case.variant(culprit), as_json(culprit), error)
+
+    return measure
 
 
-def _measure_variant(config: RanksBench, name: str, device: torch.device, is_last: bool) -> dict[str, Any]:
-    run = config.run_config()
-    shape, held = run.model.shape, 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)  # by a variant before, should it not have given back all
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
-    torch.manual_seed(0)
-    with device:
-        model = TransformerLM(**asdict(shape), attention=get_attention(run.model.attention))
-    with closing(Trainer(run, model, tokens, device)) as trainer:
-        free_memory()  # of weights as they were drawn, whole
-        started = time.perf_counter()
-        loss = trainer.train_step()["loss"]
-        wait_for(device)
-        startup_s = time.perf_counter() - started
-        for _ in range(config.warmup - 1):
-            trainer.train_step()
-        comm.barrier("start of the measurement")
-        times = _time_calls(trainer, config.steps) if config.is_timed_by_call else _time_steps(trainer, config.steps)
-        peak = trainer.memory_bytes() - held
-        ran = config.read_back(trainer)
-        if config.traces and is_last:
-            file = Path(config.traces, re.sub(r"\W", "-", name) + ".json")
-            record_step(trainer.train_step, file if comm.rank() == 0 else None, device)
-    memory = {"peak_memory_bytes": peak, "held_before_bytes": held}
-    return {"steps_ms": times, **memory, "first_loss": loss, "startup_s": startup_s, "ran": ran}
+def _launch(module: str, devices: int, folder: Path) -> Iterator[Row]:
+    """Rows as rank 0 writes them. Raises what the first process to fail raised."""
+    rows = folder / _ROWS
+    rows.touch()
+    seen = 0
+    with ThreadPoolExecutor(1) as pool:
+        launch = pool.submit(run_processes, [*_PROGRAM, module, str(folder)], devices, folder)
+        while True:
+            is_over = launch.done()  # asked before reading, so that the last row is read
+            new = read_rows(rows)[seen:]
+            seen += len(new)
+            yield from new
+            if is_over:
+                launch.result()
+                return
+            wait([launch], timeout=0.2)
 
 
-def _time_steps(trainer: Trainer, count: int) -> list[float]:
-    """Steps one after another, from the wait for the loss in one to that in the next, in ms."""
-    trainer.reset_clock()
-    return [trainer.train_step()["step_ms"] for _ in range(count + 1)][1:]
+def write_rows(module: str, folder: Path, device: torch.device | None = None) -> None:
+    """What each process does: measure together with the others what is asked for in a folder; rank 0 writes rows there.
 
+    device: this rank's, where the ranks have met already.
+    """
+    case = import_module(module)
+    configs = [case.CASE.config(**fields) for fields in json.loads((folder / _CONFIGS).read_text())]
+    if device is None:
+        device = use_device_of_rank(configs[0].device)
+        with comm.process_group(device, step_timeout_s=getattr(configs[0], "step_timeout_s", 120.0)):
+            write_rows(module, folder, device)
+        return
 
-def _time_calls(trainer: Trainer, count: int) -> list[float]:
-    """Each step by itself, from a device that has nothing to do to one that has done it all, in ms."""
-    stopwatch = Stopwatch(trainer.device)
-    times = []
-    for _ in range(count):
-        trainer.train_step()
-        times.append(stopwatch.lap_ms())
-    return times
+    def at_work(config: Any) -> None:
+        if comm.rank() == 0:
+            (folder / _AT_WORK).write_text(str(configs.index(config)))
 
-
-def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank has measured, over its rounds."""
-    times = [time for each in rounds for time in each["steps_ms"]]
-    memory = {name: max(each[name] for each in rounds) for name in ("peak_memory_bytes", "held_before_bytes")}
-    first = {"first_loss": rounds[0]["first_loss"], "startup_s": max(each["startup_s"] for each in rounds)}
-    return {"step_ms": summarise(times), "steps_ms": times, **first, **memory}
-
-
-def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The times of the rank that took longest, the largest memory, and how far apart the ranks were."""
-    medians = [metrics["step_ms"]["p50"] for metrics in ranks]
-    times = max(ranks, key=lambda metrics: metrics["step_ms"]["p50"])
-    memory = {name: max(each[name] for each in ranks) for name in ("peak_memory_bytes", "held_before_bytes")}
-    return {**times, "spread_ms": max(medians) - min(medians), **memory}
+    for row in case.measure_on_rank(configs, device, at_work):
+        if comm.rank() == 0:
+            append_row(folder / _ROWS, row)
 
 
 def main() -> None:
-    """Measure: `CASE FOLDER PARENT`, the folder with configs.json."""
-    case, folder, parent = get_case(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    configs = [case.config(**fields) for fields in json.loads((folder / "configs.json").read_text())]
+    """Measure: `MODULE FOLDER PARENT`, the module of a case and the folder with what is asked for."""
+    module, folder, parent = sys.argv[1:]
     with one_of_several(parent):
-        device = use_device_of_rank(configs[0].device)
-        with comm.process_group(device, step_timeout_s=configs[0].step_timeout_s):
-            for row in measure_on_rank(case, configs, device, folder / "at_work"):
-                if comm.rank() == 0:
-                    append_row(folder / "rows.jsonl", row)
+        write_rows(module, Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,49 +1,126 @@
-"""What ran when on a GPU in one step: kernels that compute and kernels that communicate, and how much they overlap."""
+"""What ran when in one step: work that computes and work that communicates, and how much they overlap.
+
+On a GPU that is its kernels and copies. On a CPU it is PyTorch's operators, and the transfers in gloo's threads.
+"""
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .intervals import Interval, merge
+from .intervals import Interval, length, merge, overlap
 from .trace import Event, gpu_events, read_trace
 
+KINDS = ("compute", "communication")
+Streams = dict[str, list[Interval]]
+"""Merged intervals of each of KINDS, in ms."""
 
-def record_step(step: Callable[[], Any], path: Path | None, device: torch.device) -> None:
-    """Call `step` twice, the second time under the profiler, and write its `step_intervals` as JSON.
 
-    All ranks of a run call it together; those without a path only take part.
+class Piece(NamedTuple):
+    """A piece of work: what it was, of which of KINDS, from when to when in us."""
+
+    name: str
+    kind: str
+    start_us: float
+    end_us: float
+
+
+def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.device) -> list[Event]:
+    """Call `step` twice, the second time under the profiler; the events of its trace.
+
+    All ranks of a run call it together; those that are not profiled only take part, and get none.
     """
     step()
-    if path is None or device.type != "cuda":
+    if not is_profiled:
         step()
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        return []
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     with torch.profiler.profile(activities=activities) as profile:
         step()
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         trace = Path(folder, "trace.json")
         profile.export_chrome_trace(str(trace))
-        found = step_intervals(read_trace(trace))
+        return read_trace(trace)
+
+
+def record_step(step: Callable[[], Any], path: Path | None, device: torch.device, named: bool = False) -> Streams:
+    """`profile_step`, and write what ran when as JSON; ranks without a path only take part and get {}.
+
+    named: the file also has each piece of work with its name, for a page that can be pointed at.
+    """
+    events = profile_step(step, path is not None, device)
+    if path is None:
+        return {}
+    found = gpu_pieces(events) if device.type == "cuda" else cpu_pieces(events)
+    streams = streams_of(found)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(streams | (by_name(found) if named else {})))
+    return streams
 
 
-def step_intervals(events: Iterable[Event]) -> dict[str, list[Interval]]:
-    """The `intervals` of a trace: what the GPU did and is not communication, copies too, counts as computing."""
-    return intervals((event["name"], event["ts"], event["ts"] + event["dur"]) for event in gpu_events(events))
+def gpu_pieces(events: Iterable[Event]) -> list[Piece]:
+    """What the GPU did: what is not communication, copies too, counts as computing."""
+    return [
+        Piece(event["name"], KINDS["nccl" in event["name"].lower()], event["ts"], event["ts"] + event["dur"])
+        for event in gpu_events(events)
+    ]
 
 
-def intervals(kernels: Iterable[tuple[str, float, float]]) -> dict[str, list[Interval]]:
-    """Kernels (name, start, end in us) as merged intervals of `compute` and `communication`, in ms from the first."""
-    kernels = list(kernels)
-    first = min((start for _, start, _ in kernels), default=0.0)
-    found: dict[str, list[Interval]] = {"compute": [], "communication": []}
-    for name, start, end in kernels:
-        kind = "communication" if "nccl" in name.lower() else "compute"
-        found[kind].append((round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)))
-    return {kind: merge(spans) for kind, spans in found.items()}
+def cpu_pieces(events: Iterable[Event]) -> list[Piece]:
+    """PyTorch's operators, without those that others call, and transfers as gloo's threads carry them out."""
+    found = []
+    ends: dict[Any, float] = {}
+    for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["ts"], -e["dur"])):
+        end, is_sent = event["ts"] + event["dur"], event["name"].startswith("gloo:")
+        if is_sent:
+            found.append(Piece(event["name"], "communication", event["ts"], end))
+        elif event["name"].startswith("aten::") and event["ts"] >= ends.get(event["tid"], -1.0):
+            ends[event["tid"]] = end
+            found.append(Piece(event["name"], "compute", event["ts"], end))
+    return found
+
+
+def step_intervals(events: Iterable[Event]) -> Streams:
+    """`streams_of` a GPU's trace."""
+    return streams_of(gpu_pieces(events))
+
+
+def streams_of(found: Sequence[Piece]) -> Streams:
+    """Work as merged intervals of `compute` and `communication`, in ms from the first."""
+    first = _first(found)
+    return {kind: merge(_ms(each, first) for each in found if each.kind == kind) for kind in KINDS}
+
+
+def by_name(found: Sequence[Piece]) -> dict[str, Any]:
+    """Work one by one: names, and by kind [number of the name, start, end] in ms from the first."""
+    first, names = _first(found), list(dict.fromkeys(each.name for each in found))
+    number = {name: i for i, name in enumerate(names)}
+    lanes = {kind: [[number[p.name], *_ms(p, first)] for p in found if p.kind == kind] for kind in KINDS}
+    return {"names": names, "pieces": lanes}
+
+
+def _first(found: Sequence[Piece]) -> float:
+    return min((piece.start_us for piece in found), default=0.0)
+
+
+def _ms(piece: Piece, first: float) -> Interval:
+    return round((piece.start_us - first) / 1e3, 3), round((piece.end_us - first) / 1e3, 3)
+
+
+def totals(streams: Streams) -> dict[str, float | None]:
+    """In ms from first to last, computing, communicating, both; and what share of communication was overlapped."""
+    compute, communication = (streams[kind] for kind in KINDS)
+    both, sent = overlap(compute, communication), length(communication)
+    return {
+        "span_ms": max((end for spans in streams.values() for _, end in spans), default=0.0),
+        "compute_ms": length(compute),
+        "communication_ms": sent,
+        "both_ms": both,
+        "overlapped": both / sent if sent else None,
+    }

@@ -55,6 +55,8 @@ class Case:
     """With isolated: whether the caches of compiled code are empty at the start of each."""
     wanted: Callable[[Any], bool] = lambda config: True
     """Which of a product of fields are measured, where not all of them mean something."""
+    needs: str = ""
+    """What those need that are not wanted, for a person who has asked for such alone."""
 
 
 def value_type(case: Case, name: str) -> Any:
@@ -92,7 +94,8 @@ def configurations(
     found = [case.config(**dict(zip(fields, each, strict=True))) for each in product]
     found = [config for config in dict.fromkeys(found) if case.wanted(config)]
     if not found:
-        raise ValueError(f"nothing is left to measure of case {case.name} with these fields")
+        reason = f": {case.needs}" if case.needs else ""
+        raise ValueError(f"nothing is left to measure of case {case.name} with these fields{reason}")
     return found
 
 

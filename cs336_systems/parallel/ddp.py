@@ -62,6 +62,11 @@ class DDP(Strategy):
         for p in self._order:
             p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the parameters whose gradients travel together, group by group as they are sent."""
+        return [[self._names[p] for p in group] for group in self._groups]
+
     def _group(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Which gradients travel together."""
         return [[p] for p in order]

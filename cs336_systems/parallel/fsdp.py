@@ -219,6 +219,10 @@ class FSDP(Strategy):
                 unit.forget()
         self._back, self._task = None, -1
 
+    def gathered_bytes(self) -> int:
+        """Memory of the units that are whole at the moment, or on their way."""
+        return sum(unit.whole.nbytes for unit in self._units if unit.whole.is_there())
+
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def finish_gradient_synchronization(self) -> None:

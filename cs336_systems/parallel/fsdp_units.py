@@ -101,6 +101,7 @@ class Unit:
         self, name: str, weights: list[Weight], dtype: torch.dtype, grad_dtype: torch.dtype | None = None
     ) -> None:
         self.name, self.weights = name, weights
+        self._waiting = f"wait for gather of {name}"
         device = weights[0].shard.device
         self.whole = Memory([w.padded for w in weights], dtype, device)
         for weight, room in zip(weights, self.whole.tensors, strict=True):
@@ -146,7 +147,8 @@ class Unit:
 
     def wait_gather(self) -> None:
         if self._gather is not None:
-            self._gather.wait()
+            with torch._C._profiler._RecordFunctionFast(self._waiting):
+                self._gather.wait()
             self._gather = None
             self._pieces.give_back()
 

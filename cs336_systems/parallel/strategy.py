@@ -80,6 +80,10 @@ class Strategy(nn.Module):
         """By name, the parameters of which this rank has some rows only: the whole shape, and the first row it has."""
         return {}
 
+    def gathered_bytes(self) -> int:
+        """Memory of weights that are whole at the moment besides this rank's own part of them."""
+        return 0
+
     @property
     def sharded(self) -> bool:
         """Whether the module on this rank is not whole, so that it can only be called on all ranks together."""

@@ -98,12 +98,31 @@ def best_num_buckets(nbytes: float, bandwidth: float, overhead_s: float) -> floa
     return max(1.0, math.sqrt(nbytes / (bandwidth * overhead_s))) if overhead_s else math.inf
 
 
+def best_bucket_bytes(nbytes: float, bandwidth: float, overhead_s: float) -> float:
+    """s / n* = sqrt(s w o): the size of a bucket that adds least; 0 where a call costs nothing."""
+    return nbytes / best_num_buckets(nbytes, bandwidth, overhead_s)
+
+
+def bucket_overhead(nbytes: float, bandwidth: float, overhead_s: float, bucket_bytes: float) -> float:
+    """`added_seconds` of buckets of a size: n = s / size, rounded up."""
+    return added_seconds(nbytes, bandwidth, overhead_s, max(1, math.ceil(nbytes / bucket_bytes)))
+
+
+def all_reduce_cost(card: Card, world_size: int) -> tuple[float, float]:
+    """Overhead o in s and bandwidth w in bytes/s of an all-reduce over so many of a card, by what two reach.
+
+    A ring of more sends more, in more steps: (w - 1) times the overhead, and 2 (w - 1) / w bytes a byte.
+    """
+    others = world_size - 1
+    return card.latency_s * others, card.link * world_size / (2 * others)
+
+
 def overhead_sections(
     nbytes: float, bandwidth: float, overhead_s: float, measured: Sequence[tuple[str, float, float]] = ()
 ) -> list[Section]:
     """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added)."""
     best = best_num_buckets(nbytes, bandwidth, overhead_s)
-    size = nbytes / best
+    size = best_bucket_bytes(nbytes, bandwidth, overhead_s)
     given = (
         Term("s, gradients", "4 N", nbytes),
         Term("w, all-reduce", "bytes/s of a large one", bandwidth, "bytes/s"),
@@ -119,7 +138,7 @@ def overhead_sections(
     for mib in (1, 10, 25, 100, 1000):
         count = max(1, math.ceil(nbytes / (mib * MIB)))
         working = f"n = {count}: {nbytes / (bandwidth * count) * 1e3:.4g} ms + {overhead_s * count * 1e3:.4g} ms"
-        rows.append(Term(f"{mib} MiB", working, added_seconds(nbytes, bandwidth, overhead_s, count), "s"))
+        rows.append(Term(f"{mib} MiB", working, bucket_overhead(nbytes, bandwidth, overhead_s, mib * MIB), "s"))
     note = "assumed: computing a bucket's gradients takes as long as sending them"
     least = "a gradient larger than a bucket travels by itself, so small buckets are fewer than this in a real model"
     sections = [

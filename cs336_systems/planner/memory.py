@@ -230,6 +230,22 @@ def peak_bytes(job: Job) -> float:
     return max(sum(term.value for term in terms) for terms in moments(job).values())
 
 
+def part_bytes(job: Job) -> dict[str, float]:
+    """The parts that stay from step to step, what the forward pass leaves behind before the loss, and the peak.
+
+    Buckets are gradients, copies of weights and logits what the forward pass leaves.
+    """
+    constant = {term.name: term.value for term in constant_terms(job)}
+    left = (head_term(job), copy_terms(job)[0], logits_terms(job)[2])
+    return {
+        "parameters": constant["weights"],
+        "gradients": constant.get("gradients in buckets", 0) + gradient_term(job).value,
+        "optimizer_state": constant.get("optimizer state", 0),
+        "activations": saved_bytes(job)[0] + sum(term.value for term in left),
+        "peak": peak_bytes(job),
+    }
+
+
 def largest_batch(job: Job, memory_bytes: float) -> int:
     """The most sequences a GPU whose step fits into that memory, 0 if not even one does; at most 2^20."""
 

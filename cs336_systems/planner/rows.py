@@ -10,6 +10,8 @@ from .cards import CARDS, Card
 from .job import Job
 
 MIB = 2**20
+ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
+"""Cases whose rows are training steps of several GPUs: config run and devices."""
 
 
 class Measured(Protocol):
@@ -25,14 +27,15 @@ class Measured(Protocol):
 
 def job_of(row: Measured) -> Job:
     """What ran. Raises ValueError saying why for a row of which nothing is predicted."""
-    if row.case in ("ddp", "train-step", "leaderboard-2026"):
-        return _training_job(row.case, row.variant, row.config)
+    if row.case in (*ON_RANKS, "train-step", "leaderboard-2026"):
+        return training_job(row.case, row.variant, row.config)
     if row.case == "model":
         return _model_job(row.config)
     raise ValueError(f"no prediction for the case {row.case}")
 
 
-def _training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
+def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
+    """The job of a configuration of a training step as its row has it. Raises ValueError for one that is none."""
     run = config.get("run", config)
     train, parallel = run["train"], dict(run.get("parallel", {}))
     alone = case == "train-step" or variant.startswith("alone")
@@ -75,19 +78,26 @@ def _model_job(config: Mapping[str, Any]) -> Job:
 
 def card_of(row: Measured) -> Card | None:
     """The card of a row, where it is known."""
-    gpu = row.env.get("gpu") or ""
+    return card_by_name(row.env.get("gpu") or "")
+
+
+def card_by_name(gpu: str) -> Card | None:
+    """The card of a GPU as its driver names it, where it is known."""
     return next((card for name, card in CARDS.items() if name in gpu.split() or name in gpu), None)
 
 
 def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[float], list[float]]:
     """Bytes and seconds of measured all-reduces of so many ranks: of NCCL where there are any, else of any backend.
 
-    Rows of the case all-reduce: config bytes, world_size, backend; metrics time_ms. Raises ValueError without a row.
+    Rows of the case all-reduce, those of other collectives left out: config bytes, world_size, backend; metrics
+    time_ms. Raises ValueError without a row.
     """
     found = [
         row
         for row in rows
-        if row.case == "all-reduce" and row.status == "ok" and row.config["world_size"] == world_size
+        if (row.case, row.status) == ("all-reduce", "ok")
+        and row.config["world_size"] == world_size
+        and row.config.get("collective", "all-reduce") == "all-reduce"
     ]
     if not found:
         raise ValueError(f"world_size is {world_size}: the row file has no all-reduce of so many ranks")
@@ -96,8 +106,8 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
 
 
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:
-    """Of rows of the case ddp: how the step ran, bytes of a bucket, seconds more than the same step on one GPU."""
-    done = {row.variant: row for row in rows if row.case == "ddp" and row.status == "ok"}
+    """How a step ran, bytes of a bucket, seconds more than the same step on one GPU: of rows of ddp and bucket-size."""
+    done = {row.variant: row for row in rows if row.case in ("ddp", "bucket-size") and row.status == "ok"}
     found = []
     for variant, row in done.items():
         name, _, compiled = variant.partition(" ")

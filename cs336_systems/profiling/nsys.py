@@ -41,6 +41,12 @@ def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
     fields = asdict(config.workload_of(mode))
     changed = {name: value for name, value in fields.items() if value != getattr(Workload(), name)}
     given = json.dumps({"workload": changed, "warmup": config.warmup, "steps": config.steps})
+    program = [sys.executable, "-m", "cs336_systems.profiling.nsys", given, str(out / f"nsys_{mode}.json")]
+    return [*record_command(out / f"nsys_{mode}"), *program]
+
+
+def record_command(out: Path) -> list[str]:
+    """What comes before a command that is to be recorded, between its calls of cudaProfilerStart and -Stop."""
     return [
         "nsys",
         "profile",
@@ -50,8 +56,7 @@ def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
         "--capture-range=cudaProfilerApi",
         "--capture-range-end=stop",
         "--force-overwrite=true",
-        f"--output={out / f'nsys_{mode}'}",
-        *(sys.executable, "-m", "cs336_systems.profiling.nsys", given, str(out / f"nsys_{mode}.json")),
+        f"--output={out}",
     ]
 
 

@@ -1,8 +1,9 @@
-"""The page of a memory history: one HTML file to zoom into, which needs nothing but a browser."""
+"""Pages to zoom into, each one HTML file that needs nothing but a browser; and that of a memory history."""
 
 import functools
 import html
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,25 @@ _FILES = Path(__file__).parent / "page"
 
 def write_page(history: History, path: Path, title: str, note: str, detail: int, min_bytes: int) -> None:
     """Write the page. At first the `detail` largest allocations of at least `min_bytes` are drawn one by one."""
-    page = (_FILES / "page.html").read_text()
+    scripts = ("stack.js", "axes.js", "page.js")
+    path.write_text(fill_page("page.html", scripts, title, note, page_data(history, detail, min_bytes)), "utf-8")
+
+
+def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:
+    """A page of these files that draws some data, which it holds; it needs nothing else, and no network."""
     content = {
         "TITLE": html.escape(title),
         "NOTE": html.escape(note),
         "STYLE": (_FILES / "page.css").read_text(),
-        "SCRIPT": "".join((_FILES / name).read_text() for name in ("stack.js", "axes.js", "page.js")),
-        "DATA": embedded_json(page_data(history, detail, min_bytes)),
+        "SCRIPT": "".join((_FILES / name).read_text() for name in scripts),
+        "DATA": embedded_json(data),
     }
-    before, *pieces = page.split("{{")
+    before, *pieces = (_FILES / template).read_text().split("{{")
     parts = [before]
     for piece in pieces:  # one pass: what is put in is never searched for places to put more in
         name, _, after = piece.partition("}}")
         parts += [content[name], after]
-    path.write_text("".join(parts), encoding="utf-8")
+    return "".join(parts)
 
 
 def embedded_json(value: Any) -> str:

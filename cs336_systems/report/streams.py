@@ -4,19 +4,20 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.intervals import Interval, length, merge, overlap
+from ..bench.intervals import merge
+from ..bench.streams import Streams, totals
 from .tables import markdown_table
 
-_COLORS = {"compute": "C0", "communication": "C3"}
+COLORS = {"compute": "#1f77b4", "communication": "#d62728"}
 
 
-def read_streams(path: Path) -> dict[str, list[Interval]]:
+def read_streams(path: Path) -> Streams:
     """The intervals that `record_step` has written. Raises ValueError or FileNotFoundError naming the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a file that cs336 bench ddp --traces has written is needed")
     try:
         content = json.loads(path.read_text())
-        return {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in _COLORS}
+        return {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} does not hold the intervals of a step: {error}") from error
 
@@ -25,12 +26,8 @@ def streams_table(paths: Sequence[Path]) -> str:
     """A line a step: its length, how long the GPU computed and communicated, and how much of that was at once."""
     lines = []
     for path in paths:
-        streams = read_streams(path)
-        compute, communication = streams["compute"], streams["communication"]
-        both, sent = overlap(compute, communication), length(communication)
-        end = max((stop for spans in streams.values() for _, stop in spans), default=0.0)
-        hidden = f"{both / sent:.0%}" if sent else "n/a"
-        lines.append((path.stem, f"{end:.1f}", f"{length(compute):.1f}", f"{sent:.1f}", f"{both:.1f}", hidden))
+        *times, hidden = totals(read_streams(path)).values()
+        lines.append((path.stem, *(f"{time:.1f}" for time in times), "n/a" if hidden is None else f"{hidden:.0%}"))
     header = "step of,from first to last kernel (ms),computing (ms),communicating (ms),both (ms),hidden"
     return markdown_table(header.split(","), lines)
 
@@ -43,11 +40,11 @@ def plot_streams(paths: Sequence[Path], out: Path) -> None:
     axes = figure.subplots(len(paths), 1, sharex=True, squeeze=False)[:, 0]
     for axis, path in zip(axes, paths, strict=True):
         streams = read_streams(path)
-        for row, (kind, color) in enumerate(_COLORS.items()):
+        for row, (kind, color) in enumerate(COLORS.items()):
             # Kernels a few microseconds apart are drawn as one: a pixel is a quarter of a millisecond.
             spans = [(a, b - a) for a, b in merge(streams[kind], gap=0.02)]
             axis.broken_barh(spans, (-row - 0.4, 0.8), color=color, linewidth=0)
-        axis.set_yticks([-row for row in range(len(_COLORS))], list(_COLORS))
+        axis.set_yticks([-row for row in range(len(COLORS))], list(COLORS))
         axis.set_title(path.stem, loc="left", fontsize=10)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)

@@ -78,6 +78,8 @@ class View:
     """What follows the table for each row that is ok."""
     write: Callable[[Sequence[Row], Path], list[Path]] | None = None
     """Writes files of other names than the case's into a folder, instead of the table and the plots."""
+    more: Callable[[Sequence[Row], Path], list[Path]] | None = None
+    """Writes files into a folder besides those."""
 
 
 MACHINE = "machine"

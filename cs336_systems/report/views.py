@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep, lm_matrix
+from . import attention_sweep, bucket_size, lm_matrix, memory_parts, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -20,6 +20,8 @@ _STEP = Column("step (ms)", "step_ms.p50")
 _STD = Column("std (ms)", "step_ms.std")
 _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
+_CALL = Column("a call (ms)", "time_ms.p50", ".4g")
+_BUS = Column("bus (GB/s)", "bus_bytes_per_s", ".4g", 10**9)
 _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "precision", "compile", "attention",
                "activation_checkpointing", "optimizer", "warmup")  # fmt: skip
 
@@ -125,15 +127,38 @@ VIEWS: dict[str, View] = {
                  lines=("strategy", "weight_dtype", "attention", "compile", "compile_memory_budget")),
         ),
     ),
+    "all-reduce": View(
+        keys=("collective", "backend", "world_size", "bytes"),
+        columns=(
+            _CALL,
+            Column("p20 (ms)", "time_ms.p20", ".4g"),
+            Column("p80 (ms)", "time_ms.p80", ".4g"),
+            Column("spread of ranks (ms)", "spread_ms", ".2g"),
+            Column("algorithm (GB/s)", "algorithm_bytes_per_s", ".4g", 10**9),
+            _BUS,
+            Column("calls", "calls", "d"),
+        ),
+        plots=(
+            Plot(name="time", y=_CALL, x="bytes", lines=("backend", "world_size"), panels=("collective",), log="xy"),
+            Plot(name="bandwidth", y=_BUS, x="bytes", lines=("backend", "world_size"), panels=("collective",),
+                 log="xy"),
+        ),
+    ),
     **ATTENTION_VIEWS,
     "attention-sweep": attention_sweep.VIEW,
     "lm-matrix": lm_matrix.VIEW,
+    "bucket-size": bucket_size.VIEW,
+    "overlap-trace": overlap.VIEW,
+    "optimizer-sharding": memory_parts.VIEW,
+    "fsdp-accounting": memory_parts.VIEW,
 }  # fmt: skip
 
 
 _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "ddp": ddp_table,
     "kernels": attention_table,
+    "optimizer-sharding": memory_parts.memory_parts_table,
+    "fsdp-accounting": memory_parts.memory_parts_table,
     "profile-kernels": kernels_table,
     "profile-memory": memory_table,
 }
@@ -164,6 +189,7 @@ def _write_case(case: str, rows: Sequence[Row], folder: Path) -> list[Path]:
         for plot in view.plots:
             if any(plot.y.value(row) is not None for row in shown):
                 files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+        files += view.more(shown, folder) if view.more else []
     return files
 
 

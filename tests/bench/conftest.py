@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from cs336_systems.bench import runner
+from cs336_systems.bench import ranks, runner
 from cs336_systems.bench.case import Row, append_row
 from cs336_systems.bench.sweep import Case, groups
+from tests.distributed import run_ranks
 
 
 @pytest.fixture
@@ -22,3 +24,18 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 yield row
 
     monkeypatch.setattr(runner, "run_case", run_case)
+
+
+@pytest.fixture
+def ranks_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case of several ranks has them forked with PyTorch loaded, which takes a fraction of a launch's seconds."""
+
+    def run_processes(program: list[str], count: int, folder: Path) -> None:
+        *_, module, place = program
+        run_ranks(write_as_one_of_them, count, module, place)
+
+    monkeypatch.setattr(ranks, "run_processes", run_processes)
+
+
+def write_as_one_of_them(module: str, folder: str) -> None:
+    ranks.write_rows(module, Path(folder), torch.device("cpu"))

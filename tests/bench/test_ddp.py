@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench import launched
+from cs336_systems.bench import ranks
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure
-from cs336_systems.bench.ranks import slowest
 from cs336_systems.bench.sweep import as_json, configurations
+from cs336_systems.bench.turns import slowest
 from cs336_systems.cli import main, make_report
 from cs336_systems.report.streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
@@ -47,17 +47,29 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
         """Measures what comes before overlap, which does not fit, as a launch of its own does."""
         configs = [DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())]
         launches.append([config.variant for config in configs])
-        for config in configs:
-            (folder / "at_work").write_text(config.variant)
+        for number, config in enumerate(configs):
+            (folder / "at_work").write_text(str(number))
             if config.variant == "overlap":
                 raise RuntimeError("rank 1: CUDA out of memory. Tried to allocate 2.00 GiB")
             append_row(folder / "rows.jsonl", Row(case="ddp", variant=config.variant, config=as_json(config), env={}))
 
-    monkeypatch.setattr(launched, "run_processes", launch)
+    monkeypatch.setattr(ranks, "run_processes", launch)
     rows = list(measure(quick(ALONE, "overlap", "flat")))
     assert [(row.variant, row.status) for row in rows] == [(ALONE, "ok"), ("overlap", "oom"), ("flat", "ok")]
     assert launches == [[ALONE, "overlap", "flat"], ["flat"]]
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
+
+
+def test_ranks_that_fail_when_all_is_measured_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(program: list[str], devices: int, folder: Path) -> None:
+        (fields,) = json.loads((folder / "configs.json").read_text())
+        (folder / "at_work").write_text("0")
+        config = as_json(DDPBench(**fields))
+        append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, env={}))
+        raise RuntimeError("rank 1 was ended by SIGSEGV")
+
+    monkeypatch.setattr(ranks, "run_processes", launch)
+    assert [row.status for row in measure(quick(ALONE))] == ["ok"]
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -70,7 +82,7 @@ def test_the_command_writes_where_it_is_told(
         config = as_json(DDPBench(**fields))
         append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, metrics=metrics))
 
-    monkeypatch.setattr(launched, "run_processes", launch)
+    monkeypatch.setattr(ranks, "run_processes", launch)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "ddp", "--quick", "--variant", "alone", "--out", str(tmp_path)])
     assert ended.value.code == 0

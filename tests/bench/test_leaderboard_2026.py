@@ -1,7 +1,6 @@
 """The case `leaderboard-2026`: it asks for the leaderboard, what runs is that, and its loss is the model's."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,11 @@ from cs336_basics.model import TransformerLM
 from cs336_systems.accounting import num_parameters
 from cs336_systems.bench.case import Row
 from cs336_systems.bench.cases.leaderboard_2026 import CASE, Leaderboard2026Bench
-from cs336_systems.bench.ranks import measure_on_rank
 from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.config import ParallelConfig
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.views import rows_table
 from cs336_systems.training.loop import BatchLoader
-from tests.distributed import run_ranks
 from tests.training.helpers import random_tokens, tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,18 +64,11 @@ def check_row(config: Leaderboard2026Bench, row: Row, rel: float) -> None:
     assert "| fsdp |" in rows_table([row, replace(row, config=row.config | {"strategy": "torch_fsdp"})])
 
 
-def rows_of_rank(config: Leaderboard2026Bench, at_work: Path) -> list[Row]:
-    return list(measure_on_rank(CASE, [config], torch.device("cpu"), at_work))
-
-
-def test_two_ranks_measure_the_step_that_was_asked_for(tmp_path: Path) -> None:
-    """Starting them is tested with the case `ddp`."""
+@pytest.mark.usefixtures("ranks_forked")
+def test_two_ranks_measure_the_step_that_was_asked_for() -> None:
     config = quick(precision="fp32", weight_dtype="fp32")
-    rows = run_ranks(rows_of_rank, 2, config, tmp_path / "at_work")
-    assert rows[0] == rows[1]
-    ((row,), _) = rows
+    (row,) = CASE.measure([config])
     check_row(config, row, rel=1e-5)
-    assert (tmp_path / "at_work").read_text() == "fsdp first_1 eager"
     job = job_of(row)
     assert (job.strategy, job.world_size, job.batch_size, job.loss_chunk_tokens) == ("fsdp", 2, 1, 5)
     assert job.checkpointing == ("first", 1)

@@ -1,7 +1,7 @@
 """What ran when on a GPU in one step, from made-up traces whose every microsecond is known."""
 
 from cs336_systems.bench.intervals import length, merge, overlap
-from cs336_systems.bench.streams import intervals, step_intervals
+from cs336_systems.bench.streams import Piece, by_name, cpu_pieces, gpu_pieces, step_intervals, streams_of, totals
 from cs336_systems.bench.trace import gpu_events
 from tests.profiling.gpu_trace import COPY, MUL, SGEMM, Trace, training_steps
 
@@ -21,8 +21,34 @@ def test_overlap_is_the_time_of_both() -> None:
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:
-    kernels = [("gemm", 1000.0, 3000.0), ("ncclDevKernel_AllReduce", 2000.0, 6000.0), ("add", 2500.0, 4000.0)]
-    assert intervals(kernels) == {"compute": [(0.0, 3.0)], "communication": [(1.0, 5.0)]}
+    kernels = [("gemm", 1000.0, 2000.0), (ALL_REDUCE, 2000.0, 4000.0), ("add", 2500.0, 1500.0)]
+    events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in kernels]
+    found = gpu_pieces(events)
+    assert streams_of(found) == {"compute": [(0.0, 3.0)], "communication": [(1.0, 5.0)]}
+    assert by_name(found) == {
+        "names": ["gemm", ALL_REDUCE, "add"],
+        "pieces": {"compute": [[0, 0.0, 2.0], [2, 1.5, 3.0]], "communication": [[1, 1.0, 5.0]]},
+    }
+
+
+def test_half_of_the_communication_is_overlapped() -> None:
+    found = totals({"compute": [(0, 3)], "communication": [(1, 5)]})
+    assert list(found.values()) == [5, 3, 4, 2, 0.5]
+    assert totals({"compute": [(0, 3)], "communication": []})["overlapped"] is None
+
+
+def test_on_a_cpu_operators_compute_and_gloos_threads_communicate() -> None:
+    def event(name: str, start: float, duration: float, thread: int = 1) -> dict[str, object]:
+        return {"ph": "X", "cat": "cpu_op", "name": name, "ts": start, "dur": duration, "tid": thread}
+
+    events = [event("aten::linear", 0, 10), event("aten::mm", 1, 8), event("autograd::engine", 10, 90),
+              event("all-reduce of the gradient of w", 20, 5), event("gloo:all_reduce", 22, 30, thread=2),
+              event("aten::mul", 40, 20), {"ph": "s", "name": "fwdbwd", "ts": 3}]  # fmt: skip
+    assert cpu_pieces(events) == [
+        Piece("aten::linear", "compute", 0, 10),
+        Piece("gloo:all_reduce", "communication", 22, 52),
+        Piece("aten::mul", "compute", 40, 60),
+    ]
 
 
 def test_ranges_drawn_on_the_gpu_are_no_work_of_it() -> None:

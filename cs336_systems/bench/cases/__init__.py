@@ -22,6 +22,11 @@ NAMES = (
     "checkpointing",
     "ddp",
     "lm-matrix",
+    "all-reduce",
+    "bucket-size",
+    "overlap-trace",
+    "optimizer-sharding",
+    "fsdp-accounting",
 )
 
 

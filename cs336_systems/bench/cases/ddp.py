@@ -6,15 +6,24 @@ on each GPU without any communication: the rest is what data parallelism adds.
 """
 
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require_at_least
 from ...hardware import select_device
 from ...training.launch import check_devices
-from ..launched import RanksBench, on_ranks
-from ..sweep import Case, swept
+from ...training.loop import Trainer
+from ..case import Row
+from ..outcome import measured
+from ..ranks import launched
+from ..streams import record_step
+from ..sweep import Case, as_json, swept
+from ..turns import measure_in_turns
 from ..workload import Workload
 
 ALONE = "alone"
@@ -35,7 +44,7 @@ VARIANTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPBench(RanksBench):
+class DDPBench:
     """A strategy, what it trains, and on how many processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
@@ -90,11 +99,8 @@ class DDPBench(RanksBench):
             parallel = dict(devices=self.devices, strategy=name, shard_optimizer="zero1" in chosen)
             parallel |= dict(grad_dtype="bf16") if "bf16" in chosen else {}
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
-        model = Workload(
-            size=self.size, context_length=self.context_length, attention="auto", device="cpu"
-        ).model_config
         return RunConfig(
-            model=model,
+            model=self.workload().model_config,
             data=DataConfig(source="random"),
             optimizer=OptimizerConfig(implementation="torch_fused"),
             train=TrainConfig(
@@ -107,6 +113,10 @@ class DDPBench(RanksBench):
             parallel=ParallelConfig(**parallel),
         )
 
+    def workload(self) -> Workload:
+        """The model. Raises ValueError for one that there is not."""
+        return Workload(size=self.size, context_length=self.context_length, attention="auto", device="cpu")
+
     @property
     def is_alone(self) -> bool:
         """Whether nothing is sent."""
@@ -118,7 +128,28 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant} compiled" if config.compile else config.variant
 
 
-measure = on_ranks("ddp", name_of)
+def measure_on_rank(
+    configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
+) -> Iterator[Row]:
+    """Measure every variant, in turns, together with the other ranks; the rows are the same on all."""
+    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
+        yield measured("ddp", name_of(config), as_json(config), what_ran(config), metrics)
+
+
+def what_ran(config: DDPBench) -> dict[str, Any]:
+    """What a row says of the steps that ran: the whole configuration of their run."""
+    return {"run": config.run_config().to_dict()}
+
+
+def _trace(config: DDPBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+    """Where it is asked for, what ran when in one step."""
+    if config.traces:
+        file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json")
+        record_step(trainer.train_step, file if is_first else None, trainer.device)
+    return {}
+
+
+measure = launched(__name__)
 
 CASE = Case(
     name="ddp",

@@ -6,9 +6,11 @@ activations that are made again, cheap ones in every block (compile_memory_budge
 """
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...accounting import training_flops
@@ -18,19 +20,22 @@ from ...hardware import device_peak_flops, select_device
 from ...parallel import comm
 from ...training.launch import check_devices
 from ...training.loop import Trainer
-from ..launched import RanksBench, on_ranks
-from ..sweep import Case, swept
+from ..case import Row
+from ..outcome import measured
+from ..ranks import launched
+from ..sweep import Case, as_json, swept
+from ..turns import measure_in_turns
 from ..workload import Workload, is_compiled, wrapped
 
 TIMER = (
     "median of {steps} calls of Trainer.train_step (batch, forward, loss, backward, gradient norm, clipping, AdamW), "
-    "each from one torch.cuda.synchronize() to the next by the host's clock, after {warmup} to warm up; of the rank "
-    "whose median is largest. The steps take seconds, so no cache is flushed between them as do_bench does"
+    "each from where the host has read one step's loss to where it has the next one's, after {warmup} to warm up; of "
+    "the rank whose median is largest. The steps take seconds, so no cache is flushed between them as do_bench does"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaderboard2026Bench(RanksBench):
+class Leaderboard2026Bench:
     """A strategy, and how its step is made to fit."""
 
     strategy: Literal["fsdp", "torch_fsdp"] = swept("fsdp", sweep=("fsdp", "torch_fsdp"), quick=("fsdp", "torch_fsdp"))
@@ -65,10 +70,9 @@ class Leaderboard2026Bench(RanksBench):
     """Steps before the measured ones, with the compilation."""
     steps: int = swept(10, quick=2)
     """Measured steps."""
-    traces: str = swept("")
-    """Folder for what ran when in one step of each configuration."""
 
-    is_timed_by_call = True
+    rounds = 1
+    is_alone = False
     step_timeout_s = 600.0  # a first step compiles
 
     def __post_init__(self) -> None:
@@ -139,11 +143,25 @@ def variant(config: Leaderboard2026Bench) -> str:
     return " ".join(how if config.compile else [*how[:2], "eager"])
 
 
+def measure_on_rank(
+    configs: Sequence[Leaderboard2026Bench], device: torch.device, at_work: Callable[[Leaderboard2026Bench], None]
+) -> Iterator[Row]:
+    """A row each, the same on all ranks; its configuration is read back from what was built."""
+    for config, metrics in measure_in_turns(configs, device, at_work, _read_back):
+        ran = {**metrics.pop("ran"), "run": config.run_config().to_dict()}
+        metrics |= config.derive(metrics)
+        yield measured("leaderboard-2026", variant(config), as_json(config), ran, metrics)
+
+
+def _read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+    return {"ran": config.read_back(trainer)}
+
+
 CASE = Case(
     name="leaderboard-2026",
     about="A training step of the 8B model at 32,768 tokens on two GPUs, sharded.",
     module=__name__,
     config=Leaderboard2026Bench,
     variant=variant,
-    measure=on_ranks("leaderboard-2026", variant),
+    measure=launched(__name__),
 )

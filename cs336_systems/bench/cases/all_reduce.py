@@ -1,0 +1,100 @@
+"""The case `all-reduce`: what collectives take, by size, number of ranks and backend.
+
+The handout's distributed_communication_single_node, and the other three collectives that strategies use. The planner
+fits what a transfer costs to its rows (`cs336 plan ddp-overhead --rows`). gloo makes an all-reduce of a reduce-scatter,
+of which each rank keeps its part.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ...fields import check_types, require, require_at_least
+from ...hardware import gpu_count
+from ..case import Row
+from ..collectives import measure_collective
+from ..outcome import free_memory, measured
+from ..ranks import launched
+from ..sweep import Case, as_json, swept
+
+_ALWAYS = 6  # processes of gloo that are measured on any machine, as the handout asks
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveBench:
+    """A collective of float32 numbers, how large, over how many processes of this machine, carried by what."""
+
+    collective: Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast"] = swept(
+        "all-reduce", "reduce-scatter", "all-gather", "broadcast"
+    )
+    """Which one."""
+    backend: Literal["gloo", "nccl"] = swept("gloo", "nccl", quick="gloo")
+    """gloo between CPUs, nccl between GPUs; without enough GPUs nccl is left out."""
+    world_size: int = swept(2, 4, 6, 8, quick=2)
+    """Processes; more than 6 of gloo where each has a core."""
+    bytes: int = swept(10**6, 10**7, 10**8, 10**9, quick=(10**4, 10**6))
+    """Of the whole buffer: what is reduced or gathered or sent."""
+    warmup: int = swept(5, quick=1)
+    """Calls before the measured ones, at most."""
+    calls: int = swept(100, quick=5)
+    """Measured calls, at most."""
+    budget_s: float = swept(10.0, quick=1.0)
+    """Seconds for warm-up and calls: of what takes longer there are fewer, at least 3."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        require(2 <= self.world_size <= 1024, "world_size", self.world_size, "2 to 1024")
+        require(self.bytes % 4 == 0 and self.bytes > 0, "bytes", self.bytes, "a multiple of 4, a number's, above 0")
+        require_at_least(self, "", 1, "bytes", "warmup", "calls")
+        require(0 < self.budget_s <= 300, "budget_s", self.budget_s, "above 0 and at most 300")
+
+    @property
+    def devices(self) -> int:
+        """Processes to launch."""
+        return self.world_size
+
+    @property
+    def device(self) -> str:
+        """Where the numbers are."""
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+
+def variant(config: CollectiveBench) -> str:
+    """What, by what, over how many: "all-reduce nccl 2"."""
+    return f"{config.collective} {config.backend} {config.world_size}"
+
+
+def runs_here(config: CollectiveBench) -> bool:
+    """Whether this machine has what it takes: a GPU a process, or for many processes of gloo a core each."""
+    if config.backend == "nccl":
+        return config.world_size <= gpu_count()
+    return config.world_size <= max(_ALWAYS, os.cpu_count() or 1)
+
+
+def measure_on_rank(
+    configs: Sequence[CollectiveBench], device: torch.device, at_work: Callable[[CollectiveBench], None]
+) -> Iterator[Row]:
+    """Measure one after the other, together with the other ranks."""
+    for config in configs:
+        at_work(config)
+        ran, metrics = measure_collective(
+            config.collective, config.bytes, device, config.warmup, config.calls, config.budget_s
+        )
+        free_memory()
+        yield measured("all-reduce", variant(config), as_json(config), ran, metrics)
+
+
+CASE = Case(
+    name="all-reduce",
+    about="Collectives between processes: time and bandwidth by size, number of ranks and backend.",
+    module=__name__,
+    config=CollectiveBench,
+    variant=variant,
+    measure=launched(__name__),
+    together=("collective", "bytes"),
+    wanted=runs_here,
+    needs="nccl takes a GPU a process, gloo with more than 6 processes a core each",
+)

@@ -1,0 +1,128 @@
+"""The case `bucket-size`: what gradients in buckets add to a step of one GPU alone, by the size of a bucket.
+
+The handout's ddp_bucketed_benchmarking: the case `ddp` with one strategy, in turns, beside what the planner's model
+predicts of each size from times of all-reduces.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...accounting import num_parameters
+from ...fields import require
+from ...hardware import gpu_name, select_device
+from ...parallel.ddp import DDP
+from ...planner.cards import fit_transfer
+from ...planner.communication import MIB, all_reduce_cost, best_bucket_bytes, bucket_overhead
+from ...planner.rows import card_by_name, transfer_points
+from ...training.loop import Trainer
+from ..case import Row, read_rows
+from ..outcome import measured
+from ..ranks import launched
+from ..sweep import Case, as_json, swept
+from ..turns import measure_in_turns
+from .ddp import ALONE, DDPBench, name_of, what_ran
+
+_BEST = "bucketed:best"
+_AT_HAND = "runs/bench/all-reduce.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketBench(DDPBench):
+    """A size of a bucket, or one GPU alone; otherwise as the case `ddp` has it."""
+
+    variant: str = swept(
+        ALONE,
+        *(f"bucketed:{size}" for size in (1, 10, 100, 1000)),
+        _BEST,
+        quick=(ALONE, "bucketed:0.01", "bucketed:0.1"),
+    )
+    """alone, bucketed:BUCKET_MB, or bucketed:best, which becomes the planner's optimum."""
+    compile: bool = swept(False, sweep=(False, True))
+    """Blocks compiled."""
+    rounds: int = swept(3, quick=2)
+    """How often the variants take turns, each built anew."""
+    rows: str = swept("")
+    """Row file of all-reduces that the prediction is fitted to (default: runs/bench/all-reduce.jsonl where it has such
+    of so many processes, else what is known of the card)."""
+
+    def __post_init__(self) -> None:
+        if self.variant == _BEST:
+            cost = self.transfer_cost()
+            without = f"without rows of {self.devices} processes' all-reduces (cs336 bench all-reduce) and a known card"
+            require(cost is not None, "variant", self.variant, f"bucketed:BUCKET_MB {without}")
+            assert cost is not None
+            overhead_s, bandwidth = cost
+            # A bucket of no bytes, where calls cost nothing, is one of a gradient each.
+            size = max(best_bucket_bytes(self._gradient_bytes(), bandwidth, overhead_s) / MIB, 1e-3)
+            object.__setattr__(self, "variant", f"bucketed:{size:.3f}")
+        super().__post_init__()
+        kind = self.variant.partition(":")[0]
+        require(kind in (ALONE, "bucketed"), "variant", self.variant, "alone, bucketed:BUCKET_MB or bucketed:best")
+        require(kind == ALONE or ":" in self.variant, "variant", self.variant, "alone or one with a size")
+
+    @property
+    def bucket_size_mb(self) -> float | None:
+        """Size of a bucket in 2^20 bytes; None alone."""
+        return None if self.is_alone else self.run_config().parallel.bucket_size_mb
+
+    def transfer_cost(self) -> tuple[float, float] | None:
+        """Overhead in s and bandwidth in bytes/s of an all-reduce over these processes; None where nothing tells.
+
+        Raises ValueError or FileNotFoundError where a row file is given that does not tell.
+        """
+        kind = select_device(self.device).type
+        if self.rows or Path(_AT_HAND).is_file():
+            rows: list[Any] = read_rows(Path(self.rows or _AT_HAND))
+            backend = "nccl" if kind == "cuda" else "gloo"
+            carried = [row for row in rows if row.case == "all-reduce" and row.config["backend"] == backend]
+            try:
+                return fit_transfer(*transfer_points(carried, self.devices))
+            except ValueError as error:
+                if self.rows:
+                    raise ValueError(f"rows is {self.rows!r}: {error}") from error
+        card = card_by_name(gpu_name() or "") if kind == "cuda" else None
+        return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
+
+    def predicted(self) -> dict[str, Any]:
+        """What the planner's model says of this size: seconds added, and the best size; {} where nothing tells."""
+        cost, size = self.transfer_cost(), self.bucket_size_mb
+        if cost is None or size is None:
+            return {}
+        overhead_s, bandwidth = cost
+        nbytes = self._gradient_bytes()
+        added_s = bucket_overhead(nbytes, bandwidth, overhead_s, size * MIB)
+        best = best_bucket_bytes(nbytes, bandwidth, overhead_s)
+        return {"predicted": {"added_ms": added_s * 1e3, "best_mb": best / MIB, "overhead_s": overhead_s,
+                              "bytes_per_s": bandwidth}}  # fmt: skip
+
+    def _gradient_bytes(self) -> float:
+        return 4.0 * num_parameters(self.workload().shape)
+
+
+def measure_on_rank(
+    configs: Sequence[BucketBench], device: torch.device, at_work: Callable[[BucketBench], None]
+) -> Iterator[Row]:
+    """Measure every size, in turns, together with the other ranks."""
+    for config, metrics in measure_in_turns(configs, device, at_work, _count_buckets):
+        assert isinstance(config, BucketBench)
+        ran = what_ran(config) | {"bucket_size_mb": config.bucket_size_mb}
+        yield measured("bucket-size", name_of(config), as_json(config), ran, metrics | config.predicted())
+
+
+def _count_buckets(config: BucketBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+    return {"buckets": len(trainer.strategy.groups)} if isinstance(trainer.strategy, DDP) else {}
+
+
+CASE = Case(
+    name="bucket-size",
+    about="A training step with gradients in buckets, by their size, beside one GPU alone and the planner's model.",
+    module=__name__,
+    config=BucketBench,
+    variant=name_of,
+    measure=launched(__name__),
+    together=("variant", "compile"),
+)

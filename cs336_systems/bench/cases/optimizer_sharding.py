@@ -1,0 +1,58 @@
+"""The case `optimizer-sharding`: a step's memory with and without the optimizer's state sharded, part by part.
+
+The handout's optimizer_state_sharding_accounting: after initialisation, before and after the optimizer's step; and what
+an iteration takes. Beside it stands what the planner predicts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...fields import require, require_at_least
+from ..case import Row
+from ..memory_moments import rows_of_memory
+from ..ranks import launched
+from ..sweep import Case, swept
+from .ddp import DDPBench, name_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBench(DDPBench):
+    """A strategy whose memory is measured; otherwise as the case `ddp` has it."""
+
+    variant: str = swept("overlap", "overlap+zero1", quick=("overlap", "overlap+zero1"))
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it)."""
+    compile: bool = swept(False, sweep=(False, True))
+    """Blocks compiled."""
+    warmup: int = swept(3, quick=2)
+    """Steps before the one whose memory is measured."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Buckets are cut anew after the first step, and made where the second begins.
+        require_at_least(self, "", 2, "warmup")
+        on_gpu = self.device == "cuda"
+        require(on_gpu or not self.compile, "compile", self.compile, "false on a CPU, where operators are counted")
+        # A graph's memory is a pool of its own, and its forward pass calls no hooks.
+        require("+graph" not in self.variant, "variant", self.variant, "one without +graph")
+        require(self.rounds == 1, "rounds", self.rounds, "1")
+        require(self.traces == "", "traces", self.traces, "left out, see the cases ddp and overlap-trace")
+
+
+def measure_on_rank(
+    configs: Sequence[MemoryBench], device: torch.device, at_work: Callable[[MemoryBench], None]
+) -> Iterator[Row]:
+    """Measure each variant, together with the other ranks."""
+    return rows_of_memory("optimizer-sharding", configs, device, at_work)
+
+
+CASE = Case(
+    name="optimizer-sharding",
+    about="Memory and time of a step with and without the optimizer's state sharded, part by part.",
+    module=__name__,
+    config=MemoryBench,
+    variant=name_of,
+    measure=launched(__name__),
+    together=("variant", "compile"),
+)

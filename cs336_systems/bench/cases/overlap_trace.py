@@ -1,0 +1,90 @@
+"""The case `overlap-trace`: what computed and what communicated when in one step, for two strategies to compare.
+
+The handout's ddp_overlap_individual_parameters_benchmarking, part (b). The steps are those of the case `ddp`; one more
+is profiled on the first rank, and drawn.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...fields import require
+from ...training.loop import Trainer
+from ..case import Row
+from ..outcome import measured
+from ..ranks import launched
+from ..streams import record_step, totals
+from ..sweep import Case, as_json, swept
+from ..turns import measure_in_turns
+from .ddp import DDPBench, name_of, what_ran
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapTrace(DDPBench):
+    """A strategy whose step is traced; otherwise as the case `ddp` has it."""
+
+    variant: str = swept("naive", "overlap", quick=("naive", "overlap"))
+    """STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it), +graph."""
+    compile: bool = swept(False, sweep=(False, True))
+    """Blocks compiled."""
+    traces: str = swept("runs/bench/overlap-trace")
+    """Folder for what ran when in the step of each variant, which the picture and the page are drawn from."""
+    profiler: Literal["torch", "nsys"] = swept("torch")
+    """torch; nsys: the step is left to Nsight Systems, which records it where it runs the command."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.traces != "", "traces", self.traces, "a folder")
+        on_gpu = self.device == "cuda"
+        require(self.profiler == "torch" or on_gpu, "profiler", self.profiler, f"torch with device {self.device!r}")
+
+
+DEFAULTS = {field.name: field.default for field in fields(OverlapTrace)}
+
+
+def measure_on_rank(
+    configs: Sequence[OverlapTrace], device: torch.device, at_work: Callable[[OverlapTrace], None]
+) -> Iterator[Row]:
+    """Measure each variant, and trace one step of it, together with the other ranks."""
+    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
+        yield measured("overlap-trace", name_of(config), as_json(config), what_ran(config), metrics)
+
+
+def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+    """The times of the step's streams, and the file that has all of it; with nsys nothing."""
+    if config.profiler == "nsys":
+        _leave_to_nsys(trainer, is_first)
+        return {}
+    stem = re.sub(r"\W+", "-", f"{config.size} {config.context_length} {name_of(config)}")
+    file = Path(config.traces, f"{stem}.json")
+    streams = record_step(trainer.train_step, file if is_first else None, trainer.device, named=True)
+    return totals(streams) | {"streams": str(file)} if is_first else {}
+
+
+def _leave_to_nsys(trainer: Trainer, is_first: bool) -> None:
+    """Two steps, the second between the marks that Nsight Systems waits for, with operators and transfers as ranges."""
+    trainer.train_step()
+    if not is_first:
+        trainer.train_step()
+        return
+    torch.cuda.synchronize(trainer.device)
+    torch.cuda.profiler.start()
+    with torch.autograd.profiler.emit_nvtx():
+        trainer.train_step()
+    torch.cuda.synchronize(trainer.device)
+    torch.cuda.profiler.stop()
+
+
+CASE = Case(
+    name="overlap-trace",
+    about="Compute and communication over one step of two strategies, drawn one above the other.",
+    module=__name__,
+    config=OverlapTrace,
+    variant=name_of,
+    measure=launched(__name__),
+    together=("variant", "compile"),
+)

@@ -1,0 +1,129 @@
+"""One collective over and over on all ranks: what a call takes, and what bandwidth that is.
+
+Calls follow one another without a pause, as a strategy's do: each lasts from the end of the one before to its own, on a
+GPU by events, so that what the host takes shows only where it is slower than the transfer.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..parallel import comm
+from ..parallel.failure import named
+from ..training.metrics import summarise
+from .timing import wait_for
+
+Collective = Callable[[], Any]
+_FEWEST_CALLS = 3
+# Before PyTorch 2.13 they have other names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """Bus bandwidth by algorithm bandwidth: what a link carries for each byte of the buffer.
+
+    2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast (NCCL-tests,
+    doc/PERFORMANCE.md). So bus bandwidth is to be compared with a link's, whatever the number of ranks.
+    """
+    share = (world_size - 1) / world_size
+    return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "broadcast": 1.0}[collective]
+
+
+def bandwidths(collective: str, world_size: int, nbytes: int, time_ms: float) -> dict[str, float]:
+    """Algorithm and bus bandwidth in bytes/s of a call on a buffer of nbytes.
+
+    As in NCCL-tests the buffer is the larger one: what each rank gives to a reduce-scatter, what it gets of an
+    all-gather.
+    """
+    algorithm = nbytes / (time_ms / 1e3)
+    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * bus_factor(collective, world_size)}
+
+
+def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor]:
+    """A call of it on float32 zeros, and the larger buffer: of nbytes, or a few more where those do not divide.
+
+    The call has been made once and its result was right, else this raises RuntimeError.
+    """
+    n, rank, numbers = comm.world_size(), comm.rank(), -(-nbytes // 4)
+    divides = collective in ("reduce-scatter", "all-gather")
+    piece = torch.empty(-(-numbers // n) if divides else 0, device=device)
+    whole = torch.empty(len(piece) * n if divides else numbers, device=device)
+    call, given, got, right = {
+        "all-reduce": (lambda: dist.all_reduce(whole), whole, whole, n * (n + 1) / 2),
+        "reduce-scatter": (lambda: _reduce_scatter(piece, whole), whole, piece, n * (n + 1) / 2),
+        "all-gather": (lambda: _all_gather(whole, piece), piece, whole, None),
+        "broadcast": (lambda: dist.broadcast(whole, 0), whole, whole, 1.0),
+    }[collective]
+    given.fill_(rank + 1)
+    call()
+    ends = got[[0, -1]].tolist()
+    if ends != ([1.0, float(n)] if right is None else [right, right]):
+        raise RuntimeError(f"{collective} over {n} ranks has given {ends}")
+    whole.zero_()  # which adding up leaves as they are
+    piece.zero_()
+    return call, whole
+
+
+def time_calls(call: Collective, device: torch.device, count: int) -> list[float]:
+    """The times of so many calls in ms, one after another; before them goes one for which the ranks may have waited."""
+    comm.barrier("start of the calls")
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for event in events:
+            call()
+            event.record()
+        wait_for(device)
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
+    ends = []
+    for _ in range(count + 1):
+        call()
+        ends.append(time.perf_counter())
+    return [(end - begin) * 1e3 for begin, end in itertools.pairwise(ends)]
+
+
+def affordable(call_ms: float, warmup: int, calls: int, budget_s: float) -> tuple[int, int]:
+    """How many calls warm up and how many are measured: of the seconds a quarter, and the rest, but one and three."""
+    most = budget_s * 1e3 / max(call_ms, 1e-3)
+    return max(1, min(warmup, int(most / 4))), max(_FEWEST_CALLS, min(calls, int(most * 3 / 4)))
+
+
+def measure_collective(
+    collective: str, nbytes: int, device: torch.device, warmup: int, calls: int, budget_s: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ran, and its metrics: times of the slowest rank, the medians of all. The same on all ranks.
+
+    Warm-up and calls together take about budget_s at most: of what takes long there are fewer, but 3 at least.
+    """
+    with named(f"{collective} of {nbytes} bytes"):
+        call, buffer = prepare(collective, nbytes, device)
+        estimate = max(comm.gather_objects(time_calls(call, device, 1)[0], "the time of one call"))
+        warmup, calls = affordable(estimate, warmup, calls, budget_s)
+        time_calls(call, device, warmup)
+        times = time_calls(call, device, calls)
+    metrics = of_ranks(comm.gather_objects(times, "times of the calls"))
+    metrics |= bandwidths(collective, comm.world_size(), buffer.nbytes, metrics["time_ms"]["p50"])
+    backend = dict(each.split(":") for each in dist.get_backend_config().split(","))[device.type]
+    exact = collective in ("all-reduce", "broadcast")
+    ran = {"collective": collective, "bytes": buffer.nbytes if exact else nbytes, "buffer_bytes": buffer.nbytes}
+    return ran | {"world_size": comm.world_size(), "backend": backend, "dtype": "float32"}, metrics
+
+
+def of_ranks(times: list[list[float]]) -> dict[str, Any]:
+    """The times of each rank as metrics: those of the rank whose median is longest, and how far apart medians are."""
+    summaries = [summarise(each) for each in times]
+    medians = [summary["p50"] for summary in summaries]
+    slowest = medians.index(max(medians))
+    return {
+        "time_ms": summaries[slowest],
+        "times_ms": times[slowest],
+        "calls": len(times[slowest]),
+        "slowest_rank": slowest,
+        "ranks_ms": medians,
+        "spread_ms": max(medians) - min(medians),
+    }

@@ -1,0 +1,156 @@
+"""Whether each all-gather of FSDP is over before the layer needs its weights, out of a profiler's trace.
+
+FSDP gives a range to the start of each gather and to the place where it is waited for. On a GPU the wait is for the
+stream and not for the host: what is launched after it runs when the gather is over, and when the GPU and the host are
+ready for it.
+"""
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .trace import Event, gpu_events
+
+_GATHER, _WAIT, _GLOO = "gather of ", "wait for gather of ", "gloo:all_gather"
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A gather of a unit, the turn-th of it in the step: forward is 1, backward 2 where it is gathered again."""
+
+    unit: str
+    turn: int
+    ms: float
+    slack_ms: float
+    """From its end to when its weights could be used first; below 0 what had to wait for it: the stall."""
+
+    @property
+    def stall_ms(self) -> float:
+        """For how long the layer's first work had to wait for it."""
+        return max(0.0, -self.slack_ms)
+
+
+def gathers_of(events: Sequence[Event]) -> list[Gather]:
+    """The gathers of a step in the order in which they are waited for; those are left out that nothing comes after.
+
+    On a GPU weights could be used first when the kernel before is over and the one that needs them is launched; on a
+    CPU when the host comes to the wait.
+    """
+    ranges = [event for event in events if event.get("ph") == "X" and not _is_on_gpu(event)]
+    starts, waits = _by_unit(ranges, _GATHER), _by_unit(ranges, _WAIT)
+    work = _OnGPU(events) if gpu_events(events) else _OnCPU(events, itertools.chain.from_iterable(starts.values()))
+    found = []
+    for unit, its in waits.items():
+        for turn, (start, wait) in enumerate(zip(starts.get(unit, []), its, strict=False), start=1):
+            transfer, ready = work.transfer(start), work.ready(wait)
+            if transfer is not None and ready is not None:
+                begin, end = transfer
+                found.append((wait["ts"], Gather(unit, turn, (end - begin) / 1e3, (ready - end) / 1e3)))
+    return [gather for _, gather in sorted(found, key=lambda each: each[0])]
+
+
+def summary(gathers: Sequence[Gather]) -> dict[str, Any]:
+    """How many were over in time, what all others held up, and each of them."""
+    return {
+        "gathers": [
+            {"unit": g.unit, "turn": g.turn, "ms": g.ms, "slack_ms": g.slack_ms, "stall_ms": g.stall_ms}
+            for g in gathers
+        ],
+        "gathers_in_time": sum(gather.slack_ms >= 0 for gather in gathers),
+        "gathers_counted": len(gathers),
+        "stall_ms": sum(gather.stall_ms for gather in gathers),
+    }
+
+
+def _is_on_gpu(event: Event) -> bool:
+    return str(event.get("cat", "")).startswith("gpu_")  # also ranges, which are drawn there again
+
+
+def _by_unit(ranges: Iterable[Event], prefix: str) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = {}
+    for event in sorted(ranges, key=lambda event: event["ts"]):
+        if event["name"].startswith(prefix):
+            found.setdefault(event["name"].removeprefix(prefix), []).append(event)
+    return found
+
+
+def _thread(event: Event) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+class _OnCPU:
+    """gloo's transfers, which its threads begin in the order in which they were asked for."""
+
+    def __init__(self, events: Iterable[Event], starts: Iterable[Event]) -> None:
+        transfers = sorted((e for e in events if e["name"] == _GLOO), key=lambda event: event["ts"])
+        self._of: dict[float, Event] = {}
+        for start in sorted(starts, key=lambda event: event["ts"]):
+            while transfers and transfers[0]["ts"] < start["ts"]:
+                transfers.pop(0)  # of something else
+            if transfers:
+                self._of[start["ts"]] = transfers.pop(0)
+
+    def transfer(self, start: Event) -> tuple[float, float] | None:
+        event = self._of.get(start["ts"])
+        return None if event is None else (event["ts"], event["ts"] + event["dur"])
+
+    def ready(self, wait: Event) -> float | None:
+        return wait["ts"]
+
+
+class _OnGPU:
+    """Kernels, each found by its launch: both bear the same `correlation`."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        kernels = {event.get("args", {}).get("correlation"): event for event in gpu_events(events)}
+        kernels.pop(None, None)
+        self._launched: dict[tuple[Any, Any], list[tuple[float, Event]]] = {}
+        for event in events:
+            kernel = kernels.get(event.get("args", {}).get("correlation")) if event.get("cat") in _LAUNCHES else None
+            if kernel is not None:
+                self._launched.setdefault(_thread(event), []).append((event["ts"], kernel))
+        for launches in self._launched.values():
+            launches.sort(key=lambda launch: launch[0])
+        self._ends: dict[Any, list[tuple[float, float]]] = {}  # of what computes, by stream: start and end
+        for kernel in kernels.values():
+            if not _communicates(kernel):
+                span = kernel["ts"], kernel["ts"] + kernel["dur"]
+                self._ends.setdefault(_stream(kernel), []).append(span)
+        for spans in self._ends.values():
+            spans.sort()
+
+    def _after(self, event: Event, moment: float) -> list[tuple[float, Event]]:
+        launches = self._launched.get(_thread(event), [])
+        return launches[bisect_left(launches, moment, key=lambda launch: launch[0]) :]
+
+    def transfer(self, start: Event) -> tuple[float, float] | None:
+        """From the start of its first kernel to the end of its last."""
+        inside = [
+            kernel
+            for moment, kernel in self._after(start, start["ts"])
+            if moment <= start["ts"] + start["dur"] and _communicates(kernel)
+        ]
+        spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in inside]
+        return (min(spans)[0], max(end for _, end in spans)) if spans else None
+
+    def ready(self, wait: Event) -> float | None:
+        """When the first kernel that is launched after the wait could have begun, had it nothing to wait for."""
+        later = self._after(wait, wait["ts"] + wait["dur"])
+        first = next(((moment, kernel) for moment, kernel in later if not _communicates(kernel)), None)
+        if first is None:
+            return None
+        launch, kernel = first
+        spans = self._ends[_stream(kernel)]
+        before = spans[: bisect_right(spans, kernel["ts"], key=lambda span: span[0]) - 1]
+        return max(launch, before[-1][1]) if before else launch
+
+
+def _communicates(kernel: Event) -> bool:
+    return "nccl" in kernel["name"].lower()
+
+
+def _stream(kernel: Event) -> tuple[Any, Any]:
+    return kernel["args"].get("device"), kernel["args"].get("stream")

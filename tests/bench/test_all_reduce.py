@@ -1,0 +1,116 @@
+"""The case `all-reduce`: bandwidths by NCCL-tests' definitions, rows that the planner reads, every collective."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.cases.all_reduce import CASE, CollectiveBench, runs_here
+from cs336_systems.bench.collectives import affordable, bandwidths, bus_factor, measure_collective, of_ranks
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.cli import main
+from cs336_systems.planner.rows import transfer_points
+from tests.distributed import run_ranks
+
+
+@pytest.mark.parametrize(
+    "collective, factor",  # over 4 ranks, as doc/PERFORMANCE.md of NCCL-tests derives them
+    [("all-reduce", 1.5), ("reduce-scatter", 0.75), ("all-gather", 0.75), ("broadcast", 1.0)],
+)
+def test_bandwidths_are_those_of_nccl_tests(collective: str, factor: float) -> None:
+    assert bus_factor(collective, 4) == factor
+    # 10^9 bytes in 4 ms are 250 GB/s.
+    found = bandwidths(collective, 4, 10**9, 4.0)
+    assert found["algorithm_bytes_per_s"] == pytest.approx(250e9)
+    assert found["bus_bytes_per_s"] == pytest.approx(factor * 250e9)
+
+
+def test_the_rank_with_the_longest_median_counts() -> None:
+    found = of_ranks([[1.0, 2.0, 9.0], [3.0, 3.5, 4.0]])
+    assert (found["time_ms"]["p50"], found["slowest_rank"], found["calls"]) == (3.5, 1, 3)
+    assert found["ranks_ms"] == [2.0, 3.5]
+    assert found["spread_ms"] == 1.5
+
+
+def test_calls_are_fewer_where_they_take_long_and_never_less_than_three() -> None:
+    found = [affordable(100.0, 5, 50, budget_s) for budget_s in (0.01, 2.0, 100.0)]
+    assert found == [(1, 3), (5, 15), (5, 50)]  # of 20 calls in 2 s, 5 and 15
+
+
+@pytest.mark.usefixtures("in_this_process", "ranks_forked")
+def test_the_quick_command_measures_every_collective_and_the_planner_reads_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "all-reduce", "--quick", "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    rows = read_rows(tmp_path / "all-reduce.jsonl")
+    assert [row.error for row in rows] == [None] * 8
+    assert {(row.config["collective"], row.config["bytes"]) for row in rows} == {
+        (name, size) for name in ("all-reduce", "reduce-scatter", "all-gather", "broadcast") for size in (10**4, 10**6)
+    }
+    for row in rows:
+        assert (row.config["backend"], row.config["world_size"]) == ("gloo", 2)
+        assert len(row.metrics["ranks_ms"]) == 2
+        assert row.metrics["time_ms"]["p50"] == max(row.metrics["ranks_ms"])
+    sizes, seconds = transfer_points(rows, 2)  # of the all-reduces alone
+    assert sizes == [10**4, 10**6]
+    assert seconds == [row.metrics["time_ms"]["p50"] / 1e3 for row in rows if row.config["collective"] == "all-reduce"]
+    for name in ("all-reduce.md", "all-reduce-time.png", "all-reduce-bandwidth.png"):
+        assert (tmp_path / name).is_file()
+    assert "| broadcast | 1000000 |" in capsys.readouterr().out
+
+
+def what_ran(collective: str, nbytes: int) -> dict[str, Any]:
+    return measure_collective(collective, nbytes, torch.device("cpu"), 1, 3, 0.1)[0]
+
+
+def test_what_does_not_divide_by_the_ranks_is_rounded_up_and_said() -> None:
+    # 250 numbers over 3 ranks: 84 each, of 4 bytes.
+    for ran in run_ranks(what_ran, 3, "all-gather", 1000):
+        assert (ran["bytes"], ran["buffer_bytes"], ran["world_size"]) == (1000, 3 * 84 * 4, 3)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(bytes=10), "bytes is 10: it must be a multiple of 4"),
+        (dict(bytes=0), "bytes is 0"),
+        (dict(world_size=1), "world_size is 1: it must be 2 to 1024"),
+        (dict(collective="all-to-all"), "collective is 'all-to-all': it must be one of all-reduce"),
+        (dict(backend="mpi"), "backend is 'mpi'"),
+        (dict(calls=0), "calls is 0"),
+        (dict(budget_s=0.0), "budget_s is 0.0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CollectiveBench(**fields)
+
+
+def test_nccl_is_measured_where_there_is_a_gpu_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cs336_systems.bench.cases import all_reduce
+
+    monkeypatch.setattr(all_reduce, "gpu_count", lambda: 4)
+    monkeypatch.setattr(all_reduce.os, "cpu_count", lambda: 2)
+    counts = {
+        backend: [n for n in (2, 4, 6, 8) if runs_here(CollectiveBench(backend=backend, world_size=n))]
+        for backend in ("nccl", "gloo")
+    }
+    assert counts == {"nccl": [2, 4], "gloo": [2, 4, 6]}
+    monkeypatch.setattr(all_reduce, "gpu_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"nothing is left .*: nccl takes a GPU a process"):
+        configurations(CASE, {"backend": ("nccl",)})
+
+
+@pytest.mark.multigpu
+def test_nccl_carries_all_of_them() -> None:
+    configs = configurations(CASE, {"backend": ("nccl",), "world_size": (2,), "calls": (20,)}, quick=True)
+    rows: list[Row] = list(CASE.measure(configs))
+    assert [row.error for row in rows] == [None] * 8
+    assert {row.config["backend"] for row in rows} == {"nccl"}
+    large = [row for row in rows if row.config["bytes"] == 10**6]
+    assert all(0 < row.metrics["time_ms"]["p50"] < 50 for row in large)

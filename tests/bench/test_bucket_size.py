@@ -1,0 +1,119 @@
+"""The case `bucket-size`: the planner's optimum as a size, what buckets add, and the prediction beside it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.accounting import num_parameters
+from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.cases.bucket_size import CASE, BucketBench
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.planner.cards import CARDS
+from cs336_systems.planner.communication import all_reduce_cost
+from cs336_systems.planner.rows import measured_overheads
+from cs336_systems.report.bucket_size import VIEW, with_added
+from cs336_systems.report.plots import figure_of
+from cs336_systems.report.views import rows_table
+
+MIB = 2**20
+
+
+def all_reduces(folder: Path, overhead_s: float, bandwidth: float, world_size: int = 2, backend: str = "gloo") -> str:
+    """A row file of all-reduces that take o + bytes / w."""
+    path = folder / "all-reduce.jsonl"
+    for size in (10**4, 10**6, 10**8):
+        config = {"bytes": size, "world_size": world_size, "backend": backend}
+        metrics = {"time_ms": {"p50": (overhead_s + size / bandwidth) * 1e3}}
+        append_row(path, Row(case="all-reduce", variant="v", config=config, metrics=metrics, env={}))
+    return str(path)
+
+
+def quick(*variants: str, **fields: Any) -> list[BucketBench]:
+    return configurations(CASE, {"variant": variants, **{name: (value,) for name, value in fields.items()}}, quick=True)
+
+
+def test_the_optimum_is_that_of_the_rows(tmp_path: Path) -> None:
+    rows = all_reduces(tmp_path, 1e-4, 1e9)
+    (best,) = quick("bucketed:best", rows=rows)
+    nbytes = 4 * num_parameters(best.workload().shape)
+    size = (nbytes * 1e9 * 1e-4) ** 0.5  # sqrt(s w o)
+    assert float(best.variant.removeprefix("bucketed:")) == pytest.approx(size / MIB, abs=1e-3)
+    (small,) = quick("bucketed:0.01", rows=rows)
+    count = -(-nbytes // (0.01 * MIB))
+    predicted = small.predicted()["predicted"]
+    assert predicted["added_ms"] == pytest.approx(1e3 * (nbytes / count / 1e9 + count * 1e-4))
+    assert predicted["best_mb"] == pytest.approx(size / MIB)
+
+
+def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no rows are at hand
+    for number, rows in enumerate([dict(world_size=4), dict(backend="nccl")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(ValueError, match=r"^rows is .*: world_size is 2: the row file has no all-reduce"):
+            quick("bucketed:best", rows=all_reduces(folder, 1e-4, 1e9, **rows))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^variant is 'bucketed:best': it must be bucketed:BUCKET_MB without rows"):
+        quick("bucketed:best")
+    assert quick("bucketed:1")[0].predicted() == {}
+    (tmp_path / "runs/bench").mkdir(parents=True)
+    all_reduces(tmp_path / "runs/bench", 1e-4, 1e9)
+    assert quick("bucketed:1")[0].predicted()["predicted"]["overhead_s"] == pytest.approx(1e-4)
+
+
+def test_a_ring_of_more_sends_more_in_more_steps() -> None:
+    (two, four), card = (all_reduce_cost(CARDS["H200"], n) for n in (2, 4)), CARDS["H200"]
+    assert two == (card.latency_s, card.link)
+    assert four == (3 * card.latency_s, card.link / 1.5)  # 2 x 3 / 4 bytes a byte instead of 1
+
+
+@pytest.mark.parametrize("variant", ["overlap", "bucketed", "bucketed:x", "best"])
+def test_other_strategies_are_refused(variant: str) -> None:
+    with pytest.raises(ValueError, match=r"^(variant|strategy) is '"):
+        quick(variant)
+
+
+def made_up() -> list[Row]:
+    def row(variant: str, bucket: float | None, ms: float, predicted_ms: float | None, **fields: Any) -> Row:
+        config = {"size": "xl", "devices": 2, "compile": False, "bucket_size_mb": bucket, **fields}
+        metrics: dict[str, Any] = {"step_ms": {"p50": ms, "p20": ms, "p80": ms}}
+        metrics |= {} if predicted_ms is None else {"predicted": {"added_ms": predicted_ms, "best_mb": 40.0}}
+        return Row(case="bucket-size", variant=variant, config=config, metrics=metrics, env={"gpu": "A"})
+
+    return [row("alone", None, 100, None), row("bucketed:1", 1.0, 150, 40.0), row("bucketed:100", 100.0, 110, 8.0),
+            row("bucketed:1", 1.0, 500, None, size="small")]  # fmt: skip
+
+
+def test_added_is_beside_the_same_setting_alone() -> None:
+    rows = with_added(made_up())
+    assert [row.metrics.get("added_ms") for row in rows] == [None, 50, 10, None]
+    assert rows[1].metrics["added"] == 0.5
+    table = rows_table(made_up()[:3])
+    assert "| 1.0 | 150.00 | 150.00 | 150.00 | 50.00 | +50.0% | 40.00 | 40 |" in table
+    assert measured_overheads(made_up()[:3]) == [("eager", MIB, pytest.approx(0.05)), ("eager", 100 * MIB, 0.01)]
+
+
+def test_the_plot_draws_the_prediction_beside_what_was_measured() -> None:
+    (axes,) = figure_of(VIEW.plots[0], with_added(made_up()[:3])[1:], VIEW.keys).axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert list(lines.values()) == [([1.0, 100.0], [50, 10]), ([1.0, 100.0], [40.0, 8.0])]
+
+
+@pytest.mark.usefixtures("ranks_forked")
+def test_sizes_take_turns_and_say_what_ran(tmp_path: Path) -> None:
+    configs = configurations(CASE, {"rows": (all_reduces(tmp_path, 1e-4, 1e9),)}, quick=True)
+    rows: Sequence[Row] = list(CASE.measure(configs))
+    assert [(row.variant, row.error) for row in rows] == [
+        ("alone", None), ("bucketed:0.01", None), ("bucketed:0.1", None)]  # fmt: skip
+    alone, small, large = rows
+    assert [row.config["bucket_size_mb"] for row in rows] == [None, 0.01, 0.1]
+    assert all(len(row.metrics["steps_ms"]) == 4 for row in rows)  # 2 steps in 2 rounds
+    assert "predicted" not in alone.metrics
+    # By hand, backwards through 300 x 32 + 2 blocks of (4 x 32^2 + 3 x 32 x 64 + 64) + 32 + 300 x 32 float32 numbers:
+    # of 0.01 MiB, 10,485 bytes, each matrix of 32 x 64 or more is a bucket; two of 32 x 32 are one.
+    assert small.metrics["buckets"] > 8 > large.metrics["buckets"] >= 2
+    assert large.metrics["predicted"]["best_mb"] == small.metrics["predicted"]["best_mb"] > 0
+    json.dumps([replace(row).metrics for row in rows])

@@ -1,0 +1,175 @@
+"""The cases `optimizer-sharding` and `fsdp-accounting`: memory to the byte, counted by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.cases import fsdp_accounting, optimizer_sharding
+from cs336_systems.bench.cases.optimizer_sharding import MemoryBench
+from cs336_systems.bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, StorageMeter, fullest
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.cli import main
+from cs336_systems.report.views import rows_table
+from tests.distributed import run_ranks
+
+# The quick model: two matrices of the vocabulary, 300 x 32; in each of 2 blocks four of 32 x 32, three of 32 x 64, two
+# norms of 32; the last norm. 2 sequences of 16 tokens a process, all float32.
+MATRICES = 2 * 300 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)
+NORMS = 5 * 32
+N = MATRICES + NORMS
+TENSORS = 2 + 2 * 9 + 1
+STEPS = 4 * TENSORS  # AdamW counts the steps of each tensor in a number of 4 bytes
+
+
+def test_a_storage_counts_as_large_as_it_is_now() -> None:
+    meter = StorageMeter()
+    before = torch.zeros(1000)
+    with meter:
+        a = torch.zeros(100)
+        view = a[:50]
+        b = before + 1
+        assert meter.live_bytes() == 400 + 4000
+        b.untyped_storage().resize_(0)
+        assert (meter.live_bytes(), meter.peak_bytes()) == (400, 4400)
+        b.untyped_storage().resize_(800)
+        del a
+        assert meter.live_bytes() == 400 + 800  # the view keeps it
+        del view
+        meter.restart()
+        assert (meter.live_bytes(), meter.peak_bytes()) == (800, 800)
+
+
+@pytest.mark.usefixtures("in_this_process", "ranks_forked")
+def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "optimizer-sharding", "--quick", "--out", str(tmp_path)])
+    assert ended.value.code == 0
+    rows = read_rows(tmp_path / "optimizer-sharding.jsonl")
+    assert [(row.variant, row.error) for row in rows] == [("overlap", None), ("overlap+zero1", None)]
+    whole, sharded = (row.metrics for row in rows)
+    for metrics in (whole, sharded):
+        assert list(metrics["moments"]) == list(MOMENTS)
+        for moment in metrics["moments"].values():
+            assert sum(moment["parts"].values()) == moment["live_bytes"] <= moment["peak_bytes"]
+        first, before = metrics["moments"][INITIALISED]["parts"], metrics["moments"][BEFORE]["parts"]
+        assert (first["gradients"], first["optimizer_state"], before["gradients"]) == (0, 0, 4 * N)
+        assert before == metrics["moments"][AFTER]["parts"]  # in a step that is not the first
+        assert abs(before["other"]) < 3000  # rotary tables, the loss, flags
+    assert whole["moments"][AFTER]["parts"]["parameters"] == 4 * N
+    assert whole["ranks"]["optimizer_state_bytes"] == [8 * N + STEPS] * 2
+    assert sum(sharded["ranks"]["optimizer_state_bytes"]) == 8 * N + STEPS
+    # The parts of the ranks differ by no more than the largest tensor.
+    one, other = sharded["ranks"]["optimizer_state_bytes"]
+    assert abs(one - other) <= 8 * 300 * 32 + STEPS
+    # The planner counts as a GPU's allocator gives: in units of 512 bytes, of which each norm's 128 take one.
+    rounding = TENSORS * 512
+    for part in ("parameters", "gradients", "optimizer_state"):
+        assert whole["predicted"][part] == pytest.approx(whole["moments"][AFTER]["parts"][part], abs=2 * rounding)
+    left = whole["moments"][FORWARD]["parts"]["activations"]
+    assert whole["predicted"]["activations"] == pytest.approx(left, rel=0.01)
+    assert sharded["predicted"]["optimizer_state"] == whole["predicted"]["optimizer_state"] / 2
+    assert "| overlap+zero1 | before the step |" in capsys.readouterr().out
+    assert (tmp_path / "optimizer-sharding.csv").is_file()
+    assert (tmp_path / "optimizer-sharding-parts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def account(variants: tuple[str, ...]) -> list[Row]:
+    configs = configurations(fsdp_accounting.CASE, {"variant": variants}, quick=True)
+    return list(fsdp_accounting.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
+
+
+def test_fsdp_keeps_half_of_the_matrices_and_gathers_each_unit_in_each_pass() -> None:
+    rows = run_ranks(account, 2, ("overlap", "fsdp"))[0]
+    assert [row.error for row in rows] == [None, None]
+    overlap, fsdp = (row.metrics["moments"] for row in rows)
+    kept = 4 * (MATRICES // 2 + NORMS)
+    assert fsdp[AFTER]["parts"]["parameters"] == fsdp[AFTER]["parts"]["gradients"] == kept
+    assert fsdp[AFTER]["parts"]["optimizer_state"] == 2 * kept + STEPS
+    # At the end of the forward pass the head alone is whole: backward begins with it.
+    assert [moment["parts"]["gathered"] for moment in fsdp.values()] == [0, 4 * 300 * 32, 0, 0]
+    # What is computed is the same.
+    assert fsdp[FORWARD]["parts"]["activations"] == overlap[FORWARD]["parts"]["activations"] > 100_000
+    assert rows[0].metrics["peak_memory_bytes"] > rows[1].metrics["peak_memory_bytes"]
+    gathers = rows[1].metrics["gathers"]
+    # lm_head stays whole from one pass to the next, and the backward pass of the embedding needs no weights.
+    assert [(each["unit"], each["turn"]) for each in gathers] == [
+        ("token_embeddings", 1), ("layers.0", 1), ("layers.1", 1), ("lm_head", 1), ("layers.1", 2), ("layers.0", 2)
+    ]  # fmt: skip
+    assert all(each["ms"] > 0 for each in gathers)
+    table = rows_table(rows)
+    assert "all-gathers of a step are over before their weights could be used" in table
+    assert "| fsdp | predicted |" in table
+    assert "saved beside overlap (KiB)" in table
+
+
+def test_the_fullest_rank_and_the_slowest_count() -> None:
+    def rank(peak: int, state: int, ms: float) -> dict[str, Any]:
+        moment = {"live_bytes": 1, "peak_bytes": peak, "parts": {"optimizer_state": state}}
+        return {"moments": {AFTER: moment}, "step_ms": {"p50": ms}, "steps_ms": [ms]}
+
+    found = fullest([rank(7, 3, 2.0), rank(5, 4, 6.0)])
+    assert found["peak_memory_bytes"] == 7
+    assert found["moments"][AFTER]["parts"]["optimizer_state"] == 3
+    assert found["ranks"] == {"peak_bytes": [7, 5], "optimizer_state_bytes": [3, 4]}
+    assert (found["step_ms"]["p50"], found["spread_ms"]) == (6.0, 4.0)
+
+
+def test_savings_are_beside_the_first_variant() -> None:
+    def row(variant: str, gib: float, predicted: float) -> Row:
+        parts = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations", "gathered", "other"), 0)
+        moment = {"live_bytes": 1 << 30, "peak_bytes": int(gib * 2**30), "parts": parts | {"gradients": 1 << 30}}
+        metrics = {"moments": dict.fromkeys(MOMENTS, moment), "peak_memory_bytes": gib * 2**30,
+                   "predicted": {"peak": predicted * 2**30, "gradients": 2**30}, "step_ms": {"p50": 10.0}}  # fmt: skip
+        config = {"devices": 2, "size": "xl", "context_length": 512, "batch_size": 4, "precision": "bf16",
+                  "compile": False, "variant": variant}  # fmt: skip
+        return Row(case="fsdp-accounting", variant=variant, config=config, metrics=metrics, env={"gpu": "A"})
+
+    table = rows_table([row("overlap", 40, 42), row("fsdp", 20, 21)])
+    assert "2 x A, xl, 4 x 512 a process, bf16, eager; GiB a process" in table
+    assert "| overlap | 10.0 | 40.00 | 42.00 | +5.0% | - | - |" in table
+    assert "| fsdp | 10.0 | 20.00 | 21.00 | +5.0% | 20.00 | 21.00 |" in table
+    assert "| fsdp | after the step | 1.00 | 20.00 | 0 | 1.00 | 0 | 0 | 0 | 0 |" in table
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(compile=True), "compile is True: it must be false on a CPU"),
+        (dict(variant="overlap+graph"), "variant is 'overlap.graph': it must be one without .graph"),
+        (dict(rounds=2), "rounds is 2"),
+        (dict(warmup=1), "warmup is 1: it must be at least 2"),
+        (dict(traces="x"), "traces is 'x'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^({message}|train.cuda_graph|cuda_graph)"):
+        MemoryBench(device="cpu", **fields)
+
+
+@pytest.mark.multigpu
+def test_on_gpus_the_allocator_agrees_with_what_is_counted() -> None:
+    given = {"device": ("cuda",), "size": ("small",), "context_length": (256,), "precision": ("bf16",)}
+    rows = list(optimizer_sharding.CASE.measure(configurations(optimizer_sharding.CASE, given)))
+    assert [row.error for row in rows] == [None, None]
+    whole, sharded = (row.metrics["moments"][AFTER]["parts"] for row in rows)
+    assert sharded["optimizer_state"] == pytest.approx(whole["optimizer_state"] / 2, rel=0.1)
+    for row in rows:
+        parts = row.metrics["moments"][AFTER]["parts"]
+        assert 0 <= parts["other"] < 0.2 * row.metrics["moments"][AFTER]["live_bytes"]
+        assert row.metrics["peak_memory_bytes"] == pytest.approx(row.metrics["predicted"]["peak"], rel=0.15)
+
+
+@pytest.mark.multigpu
+def test_on_gpus_the_gathers_of_fsdp_are_found_in_the_trace() -> None:
+    given = {"device": ("cuda",), "size": ("small",), "context_length": (256,), "variant": ("fsdp",)}
+    (row,) = fsdp_accounting.CASE.measure(configurations(fsdp_accounting.CASE, given))
+    assert row.error is None
+    # Of 12 blocks, embedding and head: all forward, and backward the blocks.
+    assert row.metrics["gathers_counted"] == 12 + 2 + 12
+    assert all(0 < each["ms"] < 100 for each in row.metrics["gathers"])
