@@ -5,6 +5,8 @@ GPU by events, so that what the host takes shows only where it is slower than th
 """
 
 import itertools
+import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +47,9 @@ def bandwidths(collective: str, world_size: int, nbytes: int, time_ms: float) ->
     return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * bus_factor(collective, world_size)}
 
 
-def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor]:
-    """A call of it on float32 zeros, and the larger buffer: of nbytes, or a few more where those do not divide.
+def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor, Tensor]:
+    """A call of it on float32 numbers, the larger buffer, of nbytes or a few more where those do not divide, and what
+    each rank gives.
 
     The call has been made once and its result was right, else this raises RuntimeError.
     """
@@ -65,13 +68,23 @@ def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collect
     ends = got[[0, -1]].tolist()
     if ends != ([1.0, float(n)] if right is None else [right, right]):
         raise RuntimeError(f"{collective} over {n} ranks has given {ends}")
-    whole.zero_()  # which adding up leaves as they are
-    piece.zero_()
-    return call, whole
+    return call, whole, given
 
 
-def time_calls(call: Collective, device: torch.device, count: int) -> list[float]:
+def refill(given: Tensor) -> None:
+    """Random numbers, as small as there are: an all-reduce gives its own results again, which grow with each call."""
+    given.uniform_(1, 2).mul_(2.0**-126)
+
+
+def most_calls(collective: str, world_size: int) -> int:
+    """How many calls may follow a `refill` until numbers are too large for float32."""
+    return int(250 / math.log2(world_size)) if collective == "all-reduce" else sys.maxsize
+
+
+def time_calls(call: Collective, given: Tensor, count: int) -> list[float]:
     """The times of so many calls in ms, one after another; before them goes one for which the ranks may have waited."""
+    device = given.device
+    refill(given)
     comm.barrier("start of the calls")
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -101,11 +114,12 @@ def measure_collective(
     Warm-up and calls together take about budget_s at most: of what takes long there are fewer, but 3 at least.
     """
     with named(f"{collective} of {nbytes} bytes"):
-        call, buffer = prepare(collective, nbytes, device)
-        estimate = max(comm.gather_objects(time_calls(call, device, 1)[0], "the time of one call"))
-        warmup, calls = affordable(estimate, warmup, calls, budget_s)
-        time_calls(call, device, warmup)
-        times = time_calls(call, device, calls)
+        call, buffer, given = prepare(collective, nbytes, device)
+        estimate = max(comm.gather_objects(time_calls(call, given, 1)[0], "the time of one call"))
+        most = most_calls(collective, comm.world_size()) - 1
+        warmup, calls = affordable(estimate, min(warmup, most), min(calls, most), budget_s)
+        time_calls(call, given, warmup)
+        times = time_calls(call, given, calls)
     metrics = of_ranks(comm.gather_objects(times, "times of the calls"))
     metrics |= bandwidths(collective, comm.world_size(), buffer.nbytes, metrics["time_ms"]["p50"])
     backend = dict(each.split(":") for each in dist.get_backend_config().split(","))[device.type]

@@ -8,7 +8,15 @@ import torch
 
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases.all_reduce import CASE, CollectiveBench, runs_here
-from cs336_systems.bench.collectives import affordable, bandwidths, bus_factor, measure_collective, of_ranks
+from cs336_systems.bench.collectives import (
+    affordable,
+    bandwidths,
+    bus_factor,
+    measure_collective,
+    most_calls,
+    of_ranks,
+    refill,
+)
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.cli import main
 from cs336_systems.planner.rows import transfer_points
@@ -61,6 +69,19 @@ def test_the_quick_command_measures_every_collective_and_the_planner_reads_its_r
     for name in ("all-reduce.md", "all-reduce-time.png", "all-reduce-bandwidth.png"):
         assert (tmp_path / name).is_file()
     assert "| broadcast | 1000000 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6, 8, 1024])
+def test_an_all_reduce_of_its_own_results_stays_within_float32(world_size: int) -> None:
+    given = torch.empty(1000)
+    refill(given)
+    tiny, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    assert tiny <= given.min()
+    assert len(given.unique()) > 900
+    calls = most_calls("all-reduce", world_size)
+    assert (
+        given.max().item() * world_size**calls < largest < 16 * world_size**2 * world_size**calls * given.max().item()
+    )
 
 
 def what_ran(collective: str, nbytes: int) -> dict[str, Any]:
