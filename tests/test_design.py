@@ -4,10 +4,14 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentError
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,8 @@ from cs336_systems.cli import _COMMANDS, make_report, parse_run_config, train_pa
 from cs336_systems.report.documents import fill_blocks
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md", "docs/one-gpu.md"]
+GUIDES = ["docs/assignment.md", "docs/extending.md", "docs/troubleshooting.md"]
+DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md", "docs/multi-node.md", "docs/one-gpu.md", *GUIDES]
 
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {
@@ -133,6 +138,110 @@ def test_commands_and_fields_that_documents_name_exist(document: str) -> None:
     assert set(re.findall(r"(--[a-z]+\.\w+)", text)) <= fields
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"\bmake ([a-z-]+)(?= |`|$)", text, re.M)) & {"demo", "test", "help", "lint"} <= targets
+
+
+def prose_of(text: str) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def commands_of(text: str) -> set[tuple[str, ...]]:
+    """The words after `cs336` of every command in a document's code, up to one that stands for others (`...`)."""
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)).replace("\\\n", " ")
+    found = set()
+    for code in (*blocks.splitlines(), *re.findall(r"`([^`]+)`", prose_of(text))):
+        start = r"(?:(?:\.venv/bin/|uv run )?cs336|.*torchrun .*-m cs336_systems) ([a-z].*)"
+        if command := re.match(start, " ".join(code.split())):
+            words = shlex.split(command[1], comments=True)
+            found.add(tuple(words[: words.index("...")] if "..." in words else words))
+    return found
+
+
+class _Parsed(Exception):
+    pass
+
+
+class Commands:
+    """Reads commands with their own parsers, and does nothing of what they say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options = {"--help", "--version"}
+        for module in ("cli", "bench_command", "plan_command", "profile_command"):
+            monkeypatch.setattr(f"cs336_systems.{module}.parse", self._parse)
+
+    def _parse(self, parser: Any, arguments: list[str]) -> None:
+        known = {option for action in parser._actions for option in action.option_strings}
+        self.options |= known
+        if unknown := [word for word in arguments if word.startswith("--") and word.partition("=")[0] not in known]:
+            raise ValueError(f"unknown {unknown}")
+        if arguments and arguments[-1].startswith("--"):  # named without its value
+            arguments = arguments[:-1]
+        if not any(re.fullmatch("[A-Z_]+", word) for word in arguments):  # which stands for a value
+            parser.parse_args(arguments)
+        raise _Parsed
+
+    def wrong_with(self, words: Sequence[str]) -> str | None:
+        """What a command's parser says against it."""
+        if len(words) < 2 or words[1].isupper() or "--help" in words:
+            return None  # it stands for several
+        name, *arguments = words
+        if name == "train" and "--config" in arguments:  # a file that need not be there
+            at = arguments.index("--config")
+            del arguments[at : at + 2]
+        try:
+            _COMMANDS[name][0](arguments)
+        except _Parsed:
+            return None
+        except (KeyError, ValueError, ArgumentError) as error:
+            return f"cs336 {shlex.join(words)}: {error!r}"
+        raise AssertionError(f"cs336 {shlex.join(words)} was not parsed")
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_of_documents_have_their_options(document: str, commands: Commands) -> None:
+    text = (ROOT / document).read_text()
+    wrong = [commands.wrong_with(words) for words in sorted(commands_of(text))]
+    assert not [each for each in wrong if each]
+    if document in GUIDES:  # options that stand alone are those of a command that is there too
+        ours, _, others = prose_of(text).partition("## Commands of others")
+        ours += re.sub(r"^(#.*|\|[^|]*)", "", others, flags=re.M)  # without their own options
+        assert set(re.findall(r"`(--[\w.-]+)", ours)) <= commands.options
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        "`cs336 bench model --sizes small`",
+        "`cs336 bench modle --quick`",
+        "`cs336 plan memroy --size xl`",
+        "```bash\n.venv/bin/cs336 train --config run.json \\\n  --train.step 5\n```",
+        "`torchrun --nproc-per-node 2 -m cs336_systems train --parallel.strategy ddp`",
+        "`cs336 profile kernels --tools nsys`",
+        "`cs336 bench\n  all-reduce --bytes many`",
+    ],
+)
+def test_a_stale_command_is_noticed(stale: str, commands: Commands) -> None:
+    assert [commands.wrong_with(words) for words in commands_of(stale)] != [None]
+    assert commands_of(stale)
+
+
+def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
+    files = [*ROOT.glob("cs336_*/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    nodes = (
+        node for file in files if file.name != Path(__file__).name for node in ast.walk(ast.parse(file.read_text()))
+    )
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    said = "\0".join([*texts, (ROOT / "Makefile").read_text()])
+    cells = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    quoted = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if not quote.startswith("make ")]
+    assert len(quoted) > 20
+    pieces = {piece.strip() for quote in quoted for piece in quote.split("...")}
+    assert not [piece for piece in pieces if piece not in said]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
