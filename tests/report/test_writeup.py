@@ -12,6 +12,7 @@ import pytest
 
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import NAMES, get_case
+from cs336_systems.bench.memory_moments import MOMENTS
 from cs336_systems.cli import make_report
 from cs336_systems.report.writeup import additions, attention, build, claims, precision, profiling, several_gpus
 from cs336_systems.report.writeup.build import HTML, MARKDOWN, NO_TYPST, PDF, RowFile, answer_of, document, find_rows
@@ -118,7 +119,7 @@ def test_what_communication_adds_is_beside_one_gpu_alone() -> None:
         evidence(timed("ddp", 120.0, "alone", **setting), timed("ddp", 150.0, "naive", **setting))
     )
     assert said is not None
-    assert "eager, 150 ms beside 120 ms of one GPU alone (+25%)" in said
+    assert "eager, 150 ms beside 120 ms of one rank alone (+25%)" in said
 
 
 def test_memory_that_runs_out_is_said() -> None:
@@ -180,6 +181,69 @@ def test_checkpointing_that_saves_nothing_fails() -> None:
     assert "K = 2 needs least; sqrt(L I / A) = 2.5" in (additions.best_size(evidence(*rows)) or "")
     with pytest.raises(ClaimError, match=r"made_up.*`groups_2` needs less.*least 2147483648, none 1073741824"):
         additions.least_memory(evidence(policy("none", 1 << 30, None), *rows[1:]))
+
+
+def test_collectives_are_compared_by_size_and_backend() -> None:
+    def call(backend: str, nbytes: int, ms: float) -> Row:
+        metrics = {"time_ms": {"p50": ms}, "bus_bytes_per_s": 2e9}
+        return row("all-reduce", backend, metrics, collective="all-reduce", backend=backend, world_size=2, bytes=nbytes)
+
+    rows = [call("gloo", 10**6, 10.0), call("gloo", 10**8, 100.0), call("nccl", 10**8, 1.0)]
+    assert several_gpus.bandwidths(evidence(*rows)) == (
+        "An all-reduce of 100 MB takes 100 ms with gloo over 2 (2 GB/s bus bandwidth) and 1 ms with nccl over 2 "
+        "(2 GB/s bus bandwidth)."
+    )
+    assert "is 100 times as fast as gloo" in (several_gpus.backends(evidence(*rows)) or "")
+    assert "100 times the bytes take 10 times the time: a small one waits for the call" in (
+        several_gpus.small_and_large(evidence(*rows)) or ""
+    )
+    assert several_gpus.backends(evidence(*rows[:2])) is None
+
+
+def test_the_best_bucket_is_that_which_adds_least() -> None:
+    setting = dict(devices=2, size="xl", context_length=8, batch_size=1, precision="bf16", compile=False)
+
+    def bucket(size: float, ms: float) -> Row:
+        made = timed("bucket-size", ms, f"bucketed:{size:g}", **setting, bucket_size_mb=size)
+        return replace(made, metrics={**made.metrics, "predicted": {"best_mb": 266.0}})
+
+    alone = timed("bucket-size", 100.0, "alone", **setting, bucket_size_mb=None)
+    said = several_gpus.buckets(evidence(alone, bucket(1.0, 130.0), bucket(100.0, 112.0)))
+    assert said == (
+        "Of the bucket sizes 1 and 100 MiB, 100 MiB adds least, 12 ms a step; the model puts the optimum at 266 MiB."
+    )
+
+
+def test_sharding_that_does_not_divide_the_state_fails() -> None:
+    def measured(case: str, variant: str, state: int, nbytes: int) -> Row:
+        parts = {"parameters": 2**30, "gradients": 2**30, "optimizer_state": state}
+        moments = {name: {"peak_bytes": nbytes, "live_bytes": nbytes, "parts": parts} for name in MOMENTS}
+        return row(case, variant, {"moments": moments, "peak_memory_bytes": nbytes}, devices=2, size="xl")
+
+    plain = measured("optimizer-sharding", "overlap", 4 << 30, 8 << 30)
+    halved = measured("optimizer-sharding", "overlap+zero1", 2 << 30, 6 << 30)
+    said = several_gpus.sharded_memory(evidence(plain, halved)) or ""
+    assert "6 GiB instead of 8 GiB after initialisation" in said
+    assert said.endswith("AdamW's moments are 2 GiB of 4 GiB.")
+    whole = measured("optimizer-sharding", "overlap+zero1", 4 << 30, 8 << 30)
+    with pytest.raises(ClaimError, match="sharding divides the optimizer's state"):
+        several_gpus.sharded_memory(evidence(plain, whole))
+    sharded = [
+        measured("fsdp-accounting", "overlap", 4 << 30, 8 << 30),
+        measured("fsdp-accounting", "fsdp", 1, 9 << 30),
+    ]
+    with pytest.raises(ClaimError, match="'FSDP needs less memory'"):
+        additions.fsdp_memory(evidence(*sharded))
+
+
+def test_the_8b_step_beside_pytorchs_sharding() -> None:
+    def step(strategy: str, ms: float) -> Row:
+        made = timed("leaderboard-2026", ms, f"{strategy} first_6", strategy=strategy, size="8B")
+        return replace(made, metrics={**made.metrics, "tokens_per_s": 65536.0, "mfu": 0.5})
+
+    said = additions.fastest_8b(evidence(step("fsdp", 5000.0), step("fsdp", 4000.0), step("torch_fsdp", 6000.0))) or ""
+    assert "takes 4.00 s (65,536 tokens/s, 50% of the peak rate) and peaks at 1 GiB a GPU" in said
+    assert said.endswith("with PyTorch's `fully_shard` it takes 1.50 times as long.")
 
 
 def test_evidence_is_of_one_machine_and_the_last_measurement() -> None:

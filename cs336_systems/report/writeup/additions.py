@@ -1,18 +1,15 @@
 """The problems that the handout of 2026 adds: checkpointing, fully sharded data parallelism, its leaderboard."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 from ...bench.case import Row
 from ...bench.memory_moments import AFTER
 from ...model_config import ModelConfig
 from ...planner.activations import checkpointing_sections
 from ...planner.job import Job
 from ...planner.working import Section
-from ..memory_parts import draw_parts
 from ..view import OUTCOMES
 from .claims import Evidence, gib, listing, ms, one_setting, p50, peak, percent, span, times
 from .problem import Exhibit, Problem, says, without_details
+from .several_gpus import draw_parts_into
 
 SECTION = "2026: additions"
 _SETTING = ("size", "context_length", "batch_size", "precision", "compile", "attention", "mode")
@@ -105,7 +102,7 @@ def fsdp_memory(e: Evidence) -> str | None:
     claim = e.claim("FSDP needs less memory", peak(ours) < peak(plain), fsdp=peak(ours), plain=peak(plain))
     return (
         f"{claim}: a peak of {gib(peak(ours))} instead of {gib(peak(plain))} with `{plain.variant}` on "
-        f"{ours.config['devices']} GPUs; after a step they hold {listing(told)}."
+        f"{ours.config['devices']} ranks; after a step they hold {listing(told)}."
     )
 
 
@@ -171,11 +168,6 @@ def what_makes_it_fit(e: Evidence) -> str | None:
     )
 
 
-def _draw_parts(rows: Sequence[Row], out: Path) -> None:
-    for made in draw_parts(rows, out.parent):
-        made.replace(out)
-
-
 PROBLEMS = (
     Problem(
         name="gradient_checkpointing",
@@ -212,7 +204,7 @@ PROBLEMS = (
             Exhibit(
                 case="fsdp-accounting",
                 command="bench fsdp-accounting",
-                pictures=(("memory by part at each moment", _draw_parts),),
+                pictures=(("memory by part at each moment", draw_parts_into),),
             ),
         ),
         sentences=(says(fsdp_memory, "fsdp-accounting"), says(fsdp_gathers, "fsdp-accounting")),

@@ -80,8 +80,11 @@ def ms(value: float) -> str:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB."""
-    return f"{_digits(nbytes / GIB)} GiB"
+    """Bytes in GiB, or in the smaller unit that reads better."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20)):
+        if abs(nbytes) >= size / 10:
+            return f"{_digits(nbytes / size)} {unit}"
+    return f"{_digits(nbytes / 2**10)} KiB"
 
 
 def mib(nbytes: float) -> str:

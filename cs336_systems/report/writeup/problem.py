@@ -41,7 +41,7 @@ class Exhibit:
         for number, (caption, drawing) in enumerate(self.pictures):
             file = stem.with_name(f"{stem.name}-{self.case}-{number}.png")
             drawing(rows, file)
-            found.append((caption, file))
+            found += [(caption, file)] if file.exists() else []
         if self.plots:
             view = VIEWS[self.case]
             shown = view.derive(latest(rows, view.keys))

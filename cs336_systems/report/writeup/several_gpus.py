@@ -13,6 +13,7 @@ from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parall
 from ...planner.working import Section
 from ..bucket_size import with_added
 from ..memory_parts import draw_parts
+from ..streams import plot_streams
 from .claims import Evidence, gb_s, gib, listing, mib, ms, one_setting, p50, peak, percent, span, times
 from .problem import Exhibit, Problem, says
 
@@ -72,7 +73,7 @@ def steps(e: Evidence, how: str = "") -> dict[str, Row]:
 
 def _setting(row: Row) -> str:
     c = row.config
-    return f"{c['size']}, {c['batch_size']} x {c['context_length']} on each of {c['devices']} GPUs, {c['precision']}"
+    return f"{c['size']}, {c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']}"
 
 
 def added(variant: str) -> Callable[[Evidence], str | None]:
@@ -86,7 +87,7 @@ def added(variant: str) -> Callable[[Evidence], str | None]:
                 more = p50(found[variant]) - p50(found[_ALONE])
                 share = more / p50(found[_ALONE])
                 parts.append(
-                    f"{how}, {ms(p50(found[variant]))} beside {ms(p50(found[_ALONE]))} of one GPU alone ({share:+.0%})"
+                    f"{how}, {ms(p50(found[variant]))} beside {ms(p50(found[_ALONE]))} of one rank alone ({share:+.0%})"
                 )
         if not parts:
             return None
@@ -252,12 +253,23 @@ def _ddp(*names: str) -> Exhibit:
     )
 
 
-def _draw_parts(rows: Sequence[Row], out: Path) -> None:
+def draw_parts_into(rows: Sequence[Row], out: Path) -> None:
+    """Draw memory by part at each moment into a PNG, should any row have been measured."""
     for made in draw_parts(rows, out.parent):
         made.replace(out)
 
 
-_TRACE = Exhibit(case="overlap-trace", command="bench overlap-trace --variant naive bucketed:100")
+def _draw_streams(rows: Sequence[Row], out: Path) -> None:
+    files = [file for row in rows if (file := Path(row.metrics.get("streams") or "")).is_file()]
+    if files:  # which are not committed with the rows
+        plot_streams(files, out)
+
+
+_TRACE = Exhibit(
+    case="overlap-trace",
+    command="bench overlap-trace --variant naive bucketed:100",
+    pictures=(("compute and communication over one step", _draw_streams),),
+)
 
 PROBLEMS = (
     Problem(
@@ -316,7 +328,7 @@ PROBLEMS = (
             Exhibit(case="bucket-size", command="bench bucket-size", plots=("added",)),
             _ddp("overlap", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000", "torch_ddp"),
         ),
-        sentences=(says(buckets, "ddp"), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
+        sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
         working=bucket_working,
         plan="plan ddp-overhead --size xl",
     ),
@@ -344,7 +356,7 @@ PROBLEMS = (
             Exhibit(
                 case="optimizer-sharding",
                 command="bench optimizer-sharding",
-                pictures=(("memory by part at each moment", _draw_parts),),
+                pictures=(("memory by part at each moment", draw_parts_into),),
             ),
             Exhibit(case="ddp", command=_DDP, keep=lambda row: row.variant.startswith((_ALONE, "bucketed:100"))),
         ),
