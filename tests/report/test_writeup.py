@@ -106,10 +106,12 @@ def test_which_way_a_comparison_goes_is_of_the_rows() -> None:
     setting = dict(devices=2, size="xl", context_length=8, batch_size=1, precision="bf16")
     shorter = evidence(timed("ddp", 100.0, "naive", **setting), timed("ddp", 80.0, "flat", **setting))
     assert (
-        several_gpus.compared("flat", "naive")(shorter) == "Eager a step with `flat` is 20% shorter than with `naive`."
+        several_gpus.compared("flat", "naive")(shorter) == "Eager, a step with `flat` is 20% shorter than with `naive`."
     )
     longer = evidence(timed("ddp", 100.0, "naive", **setting), timed("ddp", 150.0, "flat", **setting))
-    assert several_gpus.compared("flat", "naive")(longer) == "Eager a step with `flat` is 50% longer than with `naive`."
+    assert (
+        several_gpus.compared("flat", "naive")(longer) == "Eager, a step with `flat` is 50% longer than with `naive`."
+    )
     assert several_gpus.compared("flat", "naive")(evidence(timed("ddp", 1.0, "flat", **setting))) is None
 
 
@@ -372,6 +374,7 @@ def test_every_table_of_rows_names_file_command_commit_and_machine(made: Path) -
     pictures = re.findall(r"\]\((pictures/.*?)\)", text)
     assert pictures
     assert all((made / picture).is_file() for picture in pictures)
+    assert any("steps with --traces" in line for line in text.splitlines())  # of files beside the rows
 
 
 def test_the_pdf_is_made_of_the_committed_rows(made: Path) -> None:

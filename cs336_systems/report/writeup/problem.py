@@ -11,8 +11,8 @@ from ..view import latest, table
 from ..views import VIEWS, rows_table
 from .claims import Evidence
 
-Drawing = Callable[[Sequence[Row], Path], None]
-"""Draws rows into a PNG."""
+Drawing = Callable[[Sequence[Row], Path, Path], None]
+"""Draws rows, whose file is in the first folder, into a PNG; or makes none where there is nothing to draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +31,16 @@ class Exhibit:
     pictures: tuple[tuple[str, Drawing], ...] = ()
     """Other pictures: what they show, and what draws them."""
 
-    def draw(self, rows: Sequence[Row], stem: Path) -> list[tuple[str, Path]]:
+    def draw(self, rows: Sequence[Row], folder: Path, stem: Path) -> list[tuple[str, Path]]:
         """Draw the pictures into files whose names begin with `stem`: what each shows, and the file.
 
-        What would show nothing is left out.
+        folder: where the row file is, and what else a run has left beside it. What would show nothing is left out.
         """
         stem.parent.mkdir(parents=True, exist_ok=True)
         found = []
         for number, (caption, drawing) in enumerate(self.pictures):
             file = stem.with_name(f"{stem.name}-{self.case}-{number}.png")
-            drawing(rows, file)
+            drawing(rows, folder, file)
             found += [(caption, file)] if file.exists() else []
         if self.plots:
             view = VIEWS[self.case]

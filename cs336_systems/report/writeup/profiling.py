@@ -150,7 +150,7 @@ def softmax_and_products(e: Evidence) -> str | None:
     )
 
 
-def _shares(rows: Sequence[Row], out: Path) -> None:
+def _shares(rows: Sequence[Row], _: Path, out: Path) -> None:
     plot_shares([row for row in rows if setting(row) == setting(rows[-1])], out)
 
 

@@ -15,7 +15,7 @@ from ..bucket_size import with_added
 from ..memory_parts import draw_parts
 from ..streams import plot_streams
 from .claims import Evidence, gb_s, gib, listing, mib, ms, one_setting, p50, peak, percent, span, times
-from .problem import Exhibit, Problem, says
+from .problem import Drawing, Exhibit, Problem, says
 
 COMMUNICATION, DATA, SHARDED = "2.1 Communication", "2.2 Data parallelism", "3 Sharded optimizer state"
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
@@ -113,7 +113,7 @@ def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
                     word = "shorter" if ratio < 1 else "longer"
                     told.append(f"{percent(abs(1 - ratio))} {word} than with `{other}`")
             if told:
-                parts.append(f"{how} a step with `{variant}` is {listing(told)}")
+                parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
         return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
 
     return say
@@ -246,29 +246,40 @@ def sharded_and_zero(e: Evidence) -> str:
 _DDP = "bench ddp --compile false true --rounds 3"
 
 
-def _ddp(*names: str) -> Exhibit:
+def _ddp(*names: str, pictures: tuple[tuple[str, Drawing], ...] = ()) -> Exhibit:
     """The rows of some variants beside one GPU alone."""
+    shown = (_ALONE, *names)
     return Exhibit(
-        case="ddp", command=_DDP, keep=lambda row: row.variant.split(" ")[0].partition("+")[0] in (_ALONE, *names)
+        case="ddp",
+        command=_DDP,
+        keep=lambda row: row.variant.split(" ")[0].partition("+")[0] in shown,
+        pictures=pictures,
     )
 
 
-def draw_parts_into(rows: Sequence[Row], out: Path) -> None:
+def draw_parts_into(rows: Sequence[Row], _: Path, out: Path) -> None:
     """Draw memory by part at each moment into a PNG, should any row have been measured."""
     for made in draw_parts(rows, out.parent):
         made.replace(out)
 
 
-def _draw_streams(rows: Sequence[Row], out: Path) -> None:
-    files = [file for row in rows if (file := Path(row.metrics.get("streams") or "")).is_file()]
-    if files:  # which are not committed with the rows
+def _draw_traced(rows: Sequence[Row], folder: Path, out: Path) -> None:
+    named = [Path(row.metrics["streams"]) for row in rows if row.metrics.get("streams")]
+    places = [(file, folder / file.parent.name / file.name) for file in named]  # where it was, or beside the rows
+    files = [file for place in places for file in [each for each in place if each.is_file()][:1]]
+    if files:
+        plot_streams(files, out)
+
+
+def _draw_beside(_: Sequence[Row], folder: Path, out: Path) -> None:
+    if files := sorted((folder / "ddp-streams").glob("*.json")):  # of cs336 bench ddp --traces
         plot_streams(files, out)
 
 
 _TRACE = Exhibit(
     case="overlap-trace",
     command="bench overlap-trace --variant naive bucketed:100",
-    pictures=(("compute and communication over one step", _draw_streams),),
+    pictures=(("compute and communication over one step", _draw_traced),),
 )
 
 PROBLEMS = (
@@ -311,7 +322,7 @@ PROBLEMS = (
         name="ddp_overlap_individual_parameters_benchmarking",
         section=DATA,
         question="What does sending during the backward pass gain, and is the overlap there in a profile?",
-        exhibits=(_ddp("naive", "flat", "overlap"), _TRACE),
+        exhibits=(_ddp("naive", "flat", "overlap", pictures=(("steps with --traces", _draw_beside),)), _TRACE),
         sentences=(says(compared("overlap", "naive", "flat"), "ddp"), says(overlapped, "overlap-trace")),
     ),
     Problem(
