@@ -212,7 +212,8 @@ def test_the_best_bucket_is_that_which_adds_least() -> None:
     alone = timed("bucket-size", 100.0, "alone", **setting, bucket_size_mb=None)
     said = several_gpus.buckets(evidence(alone, bucket(1.0, 130.0), bucket(100.0, 112.0)))
     assert said == (
-        "Of the bucket sizes 1 and 100 MiB, 100 MiB adds least, 12 ms a step; the model puts the optimum at 266 MiB."
+        "Eager, of the bucket sizes 1 and 100 MiB, 100 MiB adds least, 12 ms a step; "
+        "the model puts the optimum at 266 MiB."
     )
 
 

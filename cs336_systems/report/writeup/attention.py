@@ -198,7 +198,7 @@ def leaderboard(e: Evidence) -> str | None:
     return f"{text}: {how} the fastest of PyTorch's kernels (`{best}`, {peers[best]:.3f} ms){faster}."
 
 
-_FLASH = "bench flash --kernels naive flash_torch flash_triton sdpa sdpa_flash sdpa_cudnn"
+_FLASH = "bench flash --kernels naive vectorized_torch flash_torch flash_triton flash_cuda sdpa sdpa_flash sdpa_cudnn"
 
 PROBLEMS = (
     Problem(

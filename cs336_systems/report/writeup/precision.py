@@ -16,6 +16,8 @@ from .problem import Exhibit, Problem, says
 from .profiling import MODEL_COMMAND, SECTION
 
 _SPEEDUPS = ("forward", "backward", "step")
+_WAY = ("mode", "compile", "attention", "activation_checkpointing")
+"""How a model is run; what is compared is run in one way, that of most rows."""
 
 
 def accumulation(e: Evidence) -> str | None:
@@ -77,11 +79,10 @@ def norm_type(e: Evidence) -> str | None:
 
 def with_bf16_speedups(rows: Sequence[Row]) -> list[Row]:
     """The rows in bf16 that have one of equal setting in fp32, with how many times as fast they are."""
-    found = [row for row in latest(rows, VIEWS["model"].keys) if "step_ms" in row.metrics or row.status != "ok"]
+    done = [row for row in latest(rows, VIEWS["model"].keys) if row.status == "ok"]
+    found = one_setting([row for row in done if all(f"{name}_ms" in row.metrics for name in _SPEEDUPS)], *_WAY)
     for name in _SPEEDUPS:
-        metric = f"{name}_ms"
-        found = [row for row in found if row.status != "ok" or metric in row.metrics]
-        found = with_speedups(found, metric, f"{name}_speedup", "precision", "fp32")
+        found = with_speedups(found, f"{name}_ms", f"{name}_speedup", "precision", "fp32")
     return [r for r in found if r.config.get("precision") == "bf16" and "step_speedup" in r.metrics]
 
 
@@ -140,7 +141,7 @@ def memory_at_peak(e: Evidence) -> str | None:
 
 def memory_by_precision(e: Evidence) -> str | None:
     """(c) What mixed precision does to the peak."""
-    rows = one_setting(e.ok("model", "peak_memory_bytes"), "mode", "compile", "attention", "activation_checkpointing")
+    rows = one_setting(e.ok("model", "peak_memory_bytes"), *_WAY)
     peaks: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
         peaks.setdefault((row.config["size"], row.config["context_length"]), {})[row.config["precision"]] = row

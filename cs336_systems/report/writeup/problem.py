@@ -40,6 +40,7 @@ class Exhibit:
         found = []
         for number, (caption, drawing) in enumerate(self.pictures):
             file = stem.with_name(f"{stem.name}-{self.case}-{number}.png")
+            file.unlink(missing_ok=True)  # of rows that were there before
             drawing(rows, folder, file)
             found += [(caption, file)] if file.exists() else []
         if self.plots:

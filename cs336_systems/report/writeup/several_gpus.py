@@ -122,11 +122,11 @@ def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
 def buckets(e: Evidence) -> str | None:
     """The best measured bucket, in the case ddp or in bucket-size where that was measured."""
     rows = [row for row in with_added(e.all("bucket-size")) if row.status == "ok" and "added_ms" in row.metrics]
-    if rows:
+    if rows := one_setting(rows, *_SETTING, "compile"):
         best = min(rows, key=lambda row: row.metrics["added_ms"])
         predicted = best.metrics.get("predicted", {}).get("best_mb")
         text = (
-            f"Of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds least, "
+            f"{_how(best)}, of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds least, "
             f"{ms(best.metrics['added_ms'])} a step"
         )
         return f"{text}; the model puts the optimum at {predicted:.3g} MiB." if predicted else f"{text}."
@@ -142,6 +142,10 @@ def buckets(e: Evidence) -> str | None:
         else f"Eager, the step is shortest with `{best_name}` ({ms(p50(found[best_name]))}) and longest with "
         f"`{worst_name}` ({ms(p50(found[worst_name]))}): larger buckets wait longer for their gradients."
     )
+
+
+def _how(row: Row) -> str:
+    return "Compiled" if row.config["compile"] else "Eager"
 
 
 def _sizes(rows: Sequence[Row]) -> str:
