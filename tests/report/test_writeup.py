@@ -169,6 +169,29 @@ def test_which_kernel_dominates_is_of_the_rows() -> None:
     assert "60%, more," in (profiling.products_share(same) or "")
 
 
+def test_memory_is_told_by_part_and_phase() -> None:
+    def profile(activations: int) -> Row:
+        parts = {"parameters": 2 << 30, "optimizer state": 4 << 30, "gradients": 0, "activations": activations}
+        metrics = {"peak_bytes": 20 << 30, "peak_phase": "backward", "at_peak_bytes": parts}
+        metrics |= {"phase_peak_bytes": {"forward": 19 << 30, "backward": 20 << 30}}
+        metrics |= {"counted": {"residual_stream_bytes": 2 * 8 * 16 * 4}}
+        config = dict(size="xl", batch_size=2, context_length=8, d_model=16, precision="bf16", mode="train_step")
+        return row("profile-memory", "train_step", metrics, **config)
+
+    assert precision.memory_at_peak(evidence(profile(14 << 30))) == (
+        "(a, b) A train step of xl, 8 tokens, bf16 peaks at 20 GiB in its backward phase, of which activations 14 GiB, "
+        "optimizer state 4 GiB and parameters 2 GiB; the peaks of its phases are forward 19 GiB and backward 20 GiB."
+    )
+    assert "of which optimizer state 4 GiB, activations 3 GiB" in (
+        precision.memory_at_peak(evidence(profile(3 << 30))) or ""
+    )
+    assert (precision.residual_size(evidence(profile(1))) or "").endswith("has 2 x 8 x 16 x 4 bytes, 1 KiB.")
+    wrong = profile(1)
+    wrong.metrics["counted"]["residual_stream_bytes"] = 1
+    with pytest.raises(ClaimError, match=r"size of the residual stream.*formula 1024, row 1"):
+        precision.residual_size(evidence(wrong))
+
+
 def test_checkpointing_that_saves_nothing_fails() -> None:
     def policy(name: str, nbytes: int, k: int | None) -> Row:
         metrics = {"peak_bytes": nbytes, "predicted_bytes": nbytes, "best_group": 2.5, "step_ms": {"p50": 10.0}}

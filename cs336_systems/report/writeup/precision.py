@@ -11,7 +11,7 @@ from ..attention import with_speedups
 from ..tables import markdown_table
 from ..view import latest
 from ..views import VIEWS
-from .claims import Evidence, about, gib, listing, mib, one_setting, p50, peak, span, times
+from .claims import Evidence, about, gib, listing, one_setting, p50, peak, span, times
 from .problem import Exhibit, Problem, says
 from .profiling import MODEL_COMMAND, SECTION
 
@@ -116,7 +116,7 @@ def bf16_speed(e: Evidence) -> str | None:
 
 
 def _memory_rows(e: Evidence) -> list[Row]:
-    return e.ok("profile-memory", "at_peak_bytes", "peak_phase")
+    return e.ok("profile-memory", "at_peak_bytes", "phase_peak_bytes")
 
 
 def memory_at_peak(e: Evidence) -> str | None:
@@ -132,10 +132,10 @@ def memory_at_peak(e: Evidence) -> str | None:
     if len(rows) > 1:
         peaks = (f"{gib(r.metrics['peak_bytes'])} ({about(r, 'size', 'context_length', 'mode')})" for r in rows)
         also = f" Of all that were recorded: {listing(list(peaks))}."
+    phases = listing([f"{name} {gib(size)}" for name, size in row.metrics["phase_peak_bytes"].items()])
     return (
         f"(a, b) A {row.variant.replace('_', ' ')} of {about(row)} peaks at {gib(row.metrics['peak_bytes'])} in its "
-        f"{row.metrics['peak_phase']} phase, of which {told}; in the picture of a step memory rises block by block "
-        f"through the forward pass and falls through the backward pass.{also}"
+        f"{row.metrics['peak_phase']} phase, of which {told}; the peaks of its phases are {phases}.{also}"
     )
 
 
@@ -175,7 +175,7 @@ def residual_size(e: Evidence) -> str | None:
     )  # fmt: skip
     return (
         f"(d) An activation of the residual stream of {about(row, 'size', 'context_length')} in single precision has "
-        f"{c['batch_size']} x {c['context_length']} x {c['d_model']} x 4 bytes, {mib(size)}."
+        f"{c['batch_size']} x {c['context_length']} x {c['d_model']} x 4 bytes, {gib(size)}."
     )
 
 
@@ -186,7 +186,7 @@ def largest_allocation(e: Evidence) -> str | None:
         return None
     most = rows[-1].metrics["largest"][0]
     where = f" by `{most['code'][0]}`" if most["code"] else ""
-    return f"(e) The largest allocations have {mib(most['bytes'])} and are made{where} in the {most['phase']} phase."
+    return f"(e) The largest allocations have {gib(most['bytes'])} and are made{where} in the {most['phase']} phase."
 
 
 def residual_working() -> list[Section]:
