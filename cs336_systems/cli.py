@@ -203,16 +203,28 @@ def make_report(arguments: Sequence[str]) -> str:
     parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
     parser.add_argument(
         "what",
-        choices=["runs", "rows", "tables", "streams", "summary", "update"],
+        choices=["runs", "rows", "tables", "streams", "summary", "update", "writeup"],
         help="runs: a table of run folders. rows: tables of .jsonl files of measurements. tables: the same as files, "
         "with CSV and plots, in --out. streams: what ran at once in "
         "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
-        "again.",
+        "again. writeup: answers to the handout's problems, of the row files in --results, as Markdown, HTML and PDF "
+        "in --out.",
     )
-    parser.add_argument("paths", nargs="+", type=str, help="Run folders, row files or documents.")
+    parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
     parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
-    parser.add_argument("--out", type=str, default="runs/tables", help="With tables: the folder to write into.")
+    parser.add_argument("--results", type=str, default="results", help="With writeup: the folder of row files.")
+    parser.add_argument(
+        "--out", type=str, default=None, help="The folder to write into (tables: runs/tables, writeup: runs/writeup)."
+    )
     options = parse(parser, arguments)
+    if bool(options.paths) is (options.what == "writeup"):
+        accepted = "left out with writeup" if options.paths else f"given with {options.what}"
+        raise ValueError(f"paths is {options.paths}: it must be {accepted}")
+    out = Path(options.out or f"runs/{options.what}")
+    if options.what == "writeup":
+        from .report.writeup.build import write_writeup
+
+        return "\n".join(map(str, write_writeup(Path(options.results), out)))
     from .bench.case import read_rows
     from .report.documents import update_document
     from .report.streams import plot_streams, streams_table
@@ -229,7 +241,7 @@ def make_report(arguments: Sequence[str]) -> str:
         return "\n\n".join(map(summary_block, paths))
     if options.what in ("rows", "tables"):
         rows = [row for path in paths for row in read_rows(path)]
-        return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, Path(options.out))))
+        return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, out)))
     text = (streams_table if options.what == "streams" else runs_table)(paths)
     if options.plot:
         (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))

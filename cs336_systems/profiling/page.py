@@ -3,7 +3,7 @@
 import functools
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,12 @@ def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data
         "SCRIPT": "".join((_FILES / name).read_text() for name in scripts),
         "DATA": embedded_json(data),
     }
-    before, *pieces = (_FILES / template).read_text().split("{{")
+    return fill_template((_FILES / template).read_text(), content)
+
+
+def fill_template(template: str, content: Mapping[str, str]) -> str:
+    """A template with its {{NAME}} filled in."""
+    before, *pieces = template.split("{{")
     parts = [before]
     for piece in pieces:  # one pass: what is put in is never searched for places to put more in
         name, _, after = piece.partition("}}")

@@ -146,22 +146,22 @@ def _attention(rows: Sequence[Row]) -> str:
     lines = []
     for label, part, products in _PARTS:
         counted = "-" if products is False else f"{operations[part] / 1e9:.3g}"
-        lines.append((label, counted, *(_ms(_part_ms(row, phase, part, products)) for row, phase in columns)))
+        lines.append((label, counted, *(_ms(attention_part_ms(row, phase, part, products)) for row, phase in columns)))
     heads = [
         "inference" if row.variant == "forward" else f"{phase}, {row.variant.replace('_', ' ')}"
         for row, phase in columns
     ]
     table = markdown_table(["attention", "GFLOP forward", *(f"{head} (ms)" for head in heads)], lines)
-    of_products = _part_ms(*columns[0], SCORES, True) + _part_ms(*columns[0], VALUES, True)
+    of_products = attention_part_ms(*columns[0], SCORES, True) + attention_part_ms(*columns[0], VALUES, True)
     if not of_products:
         return table
-    ratio = _part_ms(*columns[0], SOFTMAX, None) / of_products
+    ratio = attention_part_ms(*columns[0], SOFTMAX, None) / of_products
     work = operations[SOFTMAX] / (operations[SCORES] + operations[VALUES])
     told = f"softmax takes {ratio:.2f} of the time of the two products, for {work:.3f} of their operations"
     return f"{table}\n\nIn {heads[0]}, {told}."
 
 
-def _part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
+def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
     """Time in a range of attention: of its matrix products, of all else, or (None) of everything."""
     of_class = _get(row, "metrics.attention").get(part, {}).get(phase, {})
     return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)

@@ -1,0 +1,1 @@
+"""The answers to the assignment's problems as one document, made of measured rows."""

@@ -1,0 +1,285 @@
+"""Sections 1.2 and 1.3 of the handout: plain attention, torch.compile, FlashAttention-2."""
+
+from collections.abc import Callable, Sequence
+
+from ...accounting import naive_attention_bytes
+from ...bench.case import Row
+from ...planner.working import Section, Term
+from ..attention import PEERS, with_speedups
+from ..view import OUTCOMES, latest, table
+from ..views import VIEWS
+from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
+from .problem import Exhibit, Problem, says
+
+PLAIN, FLASH = "1.2 Attention in PyTorch", "1.3 FlashAttention-2"
+_OURS = "flash_triton"
+_MOST = 0.75
+_LONG = 4096  # from here on scores are larger than a GPU's cache
+
+
+def is_eager(row: Row) -> bool:
+    """Whether a row is of attention that was not compiled."""
+    return not row.config.get("compile")
+
+
+def attention_times(e: Evidence) -> str | None:
+    """Times of the smallest and the largest setting, and what failed."""
+    rows = [row for row in e.ok("attention", "forward_ms", "backward_ms") if is_eager(row)]
+    if not rows:
+        return None
+    first, last = min(rows, key=lambda r: p50(r, "forward")), max(rows, key=lambda r: p50(r, "forward"))
+    text = (
+        f"Forward and backward take {ms(p50(first, 'forward'))} and {ms(p50(first, 'backward'))} at "
+        f"{about(first, 'head_size', 'length')}, {ms(p50(last, 'forward'))} and {ms(p50(last, 'backward'))} at "
+        f"{about(last, 'head_size', 'length')}"
+    )
+    failed = [row for row in e.all("attention") if is_eager(row) and row.status == "oom"]
+    if not failed:
+        return f"{text}; none of the {len(rows)} settings runs out of memory on this machine."
+    least = min(failed, key=lambda row: (row.config["length"], row.config["head_size"]))
+    return f"{text}; the first setting that is {OUTCOMES['oom']} is {about(least, 'head_size', 'length')}."
+
+
+def attention_memory(e: Evidence) -> str | None:
+    """How the memory that is saved for the backward pass grows with the length."""
+    name = "memory_before_backward_bytes"
+    rows = [row for row in e.ok("attention", name, "counted_bytes") if is_eager(row)]
+    rows = one_setting(rows, "head_size")
+    by_length = {row.config["length"]: row for row in rows}
+    longest = max(by_length, default=0)
+    half = by_length.get(longest // 2)
+    if half is None:
+        return None
+    row = by_length[longest]
+    ratio = row.metrics[name] / half.metrics[name]
+    counted = row.metrics["counted_bytes"]["saved_for_backward"]
+    if counted < _MOST * row.metrics[name]:  # of short inputs it is other things that take the memory
+        return None
+    claim = e.claim("it grows with the square of the length", ratio > 3, ratio_when_length_doubles=ratio)
+    return (
+        f"At {about(row, 'head_size', 'length')} {gib(row.metrics[name])} are in use before the backward pass, of "
+        f"which {gib(counted)} are counted as saved for it ({percent(counted / row.metrics[name])}): {claim}, "
+        f"{times(ratio)} as much for twice the tokens. Tile by tile, with the softmax rescaled and the scores made "
+        "again in the backward pass, as FlashAttention does, that part is linear."
+    )
+
+
+def attention_working() -> list[Section]:
+    """Memory of naive attention at the handout's batch and largest length, term by term."""
+    batch, length, head_size = 8, 16384, 128
+    counted = naive_attention_bytes(batch, length, length, head_size, is_causal=True, on_gpu=True)
+    formulas = {
+        "scores": f"S = 4 B N^2 = 4 x {batch} x {length}^2",
+        "masked_scores": "S",
+        "softmax": "S",
+        "masks": f"2 M = 2 x {length}^2",
+        "saved_for_backward": "S + M + 4 B D (N + 2 N): the softmax's output, a mask, q / sqrt(D), k, v",
+        "forward_peak": "2 S + 2 M + 4 B D N",
+        "backward_peak": "4 S + M + 4 B D (N + N) on a GPU",
+    }
+    terms = tuple(Term(name.replace("_", " "), formulas[name], size) for name, size in counted.items())
+    title = f"Naive attention, float32, causal, batch {batch}, length {length}, head size {head_size}"
+    return [Section(title, terms)]
+
+
+def compiled_attention(e: Evidence) -> str | None:
+    """What torch.compile makes of plain attention."""
+    rows = with_speedups(e.all("attention"), "forward_ms", "forward_speedup", "compile", False)
+    rows = with_speedups(rows, "backward_ms", "backward_speedup", "compile", False)
+    rows = [r for r in rows if r.config.get("compile") and "forward_speedup" in r.metrics]
+    long = [row for row in rows if row.config["length"] >= _LONG]
+    if not long:
+        return None
+    speed = {way: [row.metrics[f"{way}_speedup"] for row in long] for way in ("forward", "backward")}
+    slower = sum(row.metrics["forward_speedup"] < 1 for row in rows)
+    peaks = []
+    for row in long:
+        same = {name: row.config[name] for name in ("length", "head_size")}
+        eager = e.ok("attention", "peak_memory_bytes", compile=False, **same)
+        peaks += [row.metrics["peak_memory_bytes"] / r.metrics["peak_memory_bytes"] for r in eager[-1:]]
+    memory = f" and {span(peaks, percent)} of the peak memory" if peaks else ""
+    return (
+        f"From {_LONG:,} tokens on compiled attention is {span(speed['forward'], times)} as fast forward and "
+        f"{span(speed['backward'], times)} backward, with what lies between the two products in fewer kernels{memory}; "
+        f"in {slower} of all {len(rows)} settings its forward pass is slower than the eager one."
+    )
+
+
+def compiled_model(e: Evidence) -> str | None:
+    """What torch.compile makes of the whole model."""
+    rows = with_speedups(e.ok("model", "step_ms"), "step_ms", "speedup", "compile", False)
+    rows = [row for row in rows if row.config.get("compile") and "speedup" in row.metrics]
+    if not rows:
+        return None
+    best = max(rows, key=lambda row: row.metrics["speedup"])
+    return (
+        f"With its blocks compiled a step of the model is {span((r.metrics['speedup'] for r in rows), times)} as fast, "
+        f"most of all for {about(best, 'size', 'context_length', 'precision', 'mode')}."
+    )
+
+
+def against_naive(way: str, word: str) -> Callable[[Evidence], str | None]:
+    """The sentence on how fast our kernel's pass is beside that of plain attention, by type, at the longest inputs."""
+
+    def say(e: Evidence) -> str | None:
+        rows = with_speedups(e.ok("flash", f"{way}_ms"), f"{way}_ms", "speedup", "kernel", "naive")
+        found = []
+        for dtype in dict.fromkeys(row.config["dtype"] for row in rows):
+            own = [
+                r for r in rows if r.config["kernel"] == _OURS and r.config["dtype"] == dtype and "speedup" in r.metrics
+            ]
+            if own:
+                longest = max(row.config["length"] for row in own)
+                ratios = [row.metrics["speedup"] for row in own if row.config["length"] == longest]
+                found.append(f"{span(ratios, times)} as fast in {dtype} ({longest:,} tokens)")
+        if not found:
+            return None
+        return f"Against plain attention at the longest inputs that it holds, `{_OURS}` {word} is {listing(found)}."
+
+    return say
+
+
+def best_and_worst(e: Evidence) -> str | None:
+    """Our kernel beside the best of PyTorch's, by type, over all lengths."""
+    rows = with_speedups(e.ok("flash", "forward_backward_ms"), "forward_backward_ms", "over", "kernel", *PEERS)
+    ours = [row for row in rows if row.config["kernel"] == _OURS and "over" in row.metrics]
+    if not ours:
+        return None
+    parts = []
+    for dtype in dict.fromkeys(row.config["dtype"] for row in ours):
+        own = [row for row in ours if row.config["dtype"] == dtype]
+        ahead = sum(row.metrics["over"] > 1 for row in own)
+        worst = min(own, key=lambda row: row.metrics["over"])
+        parts.append(
+            f"in {dtype} it is ahead in {ahead} of {len(own)} settings and at worst {times(worst.metrics['over'])} as "
+            f"fast ({about(worst, 'head_size', 'length')})"
+        )
+    return f"Beside the fastest of PyTorch's own kernels, {listing(parts)}."
+
+
+def out_of_memory(e: Evidence) -> str | None:
+    """Which kernels run out of memory, and from which length on."""
+    failed: dict[str, list[Row]] = {}
+    for row in e.all("flash"):
+        if row.status == "oom":
+            failed.setdefault(row.config["kernel"], []).append(row)
+    if not failed:
+        return "No kernel runs out of memory at any of the lengths."
+    parts = [f"`{kernel}` from {min(r.config['length'] for r in rows):,} tokens on" for kernel, rows in failed.items()]
+    ours = "none" if _OURS not in failed else "some"
+    return f"Out of memory: {listing(parts)}; {ours} of `{_OURS}`, whose memory is linear in the length."
+
+
+def of_two_kernels(rows: Sequence[Row]) -> str:
+    """The table of our kernel and plain attention alone, with the ratios to all others."""
+    view = VIEWS["flash"]
+    keep = [row for row in latest(rows, view.keys) if row.config["kernel"] in ("naive", _OURS, *PEERS)]
+    measured = {id(row): row for row in view.derive(keep)}.values()
+    return table([row for row in measured if row.config["kernel"] in ("naive", _OURS)], view)
+
+
+def leaderboard(e: Evidence) -> str | None:
+    """The handout's number, and how far from it PyTorch's kernels are."""
+    rows = e.ok("leaderboard-2025", "forward_sum_backward_ms")
+    mean = {row.config["kernel"]: row.metrics["forward_sum_backward_ms"]["mean"] for row in rows}
+    if _OURS not in mean:
+        return None
+    peers = {kernel: value for kernel, value in mean.items() if kernel in PEERS}
+    text = f"`{_OURS}` takes {mean[_OURS]:.3f} ms, the mean that the handout's timer prints"
+    if not peers:
+        return f"{text}."
+    best = min(peers, key=lambda kernel: peers[kernel])
+    ratio = mean[_OURS] / peers[best]
+    how = (
+        "as long as" if abs(ratio - 1) < 0.005 else f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} than"
+    )
+    beaten = [f"`{kernel}`" for kernel, value in peers.items() if value > mean[_OURS]]
+    faster = f"; it is faster than {listing(beaten)}" if beaten else ""
+    return f"{text}: {how} the fastest of PyTorch's kernels (`{best}`, {peers[best]:.3f} ms){faster}."
+
+
+_FLASH = "bench flash --kernels naive vectorized_torch flash_torch flash_triton flash_cuda sdpa sdpa_flash sdpa_cudnn"
+
+PROBLEMS = (
+    Problem(
+        name="pytorch_attention",
+        section=PLAIN,
+        question=(
+            "How do time and memory of plain attention grow with length and head size, and where does memory run out?"
+        ),
+        exhibits=(
+            Exhibit(
+                case="attention",
+                command="bench attention --compile false",
+                keep=is_eager,
+                plots=("forward", "memory"),
+            ),
+        ),
+        sentences=(says(attention_times, "attention"), says(attention_memory, "attention")),
+        working=attention_working,
+        code=("cs336_systems/accounting.py", "cs336_systems/bench/cases/attention.py"),
+    ),
+    Problem(
+        name="torch_compile",
+        section=PLAIN,
+        question="What does torch.compile gain, for attention alone and for the whole model?",
+        exhibits=(
+            Exhibit(case="attention", command="bench attention", plots=("backward",)),
+            Exhibit(
+                case="model",
+                command="bench model --size small medium large xl 2.7B --compile false true",
+                keep=lambda row: bool(row.config.get("compile")),
+            ),
+        ),
+        sentences=(says(compiled_attention, "attention"), says(compiled_model, "model")),
+    ),
+    Problem(
+        name="flash_forward",
+        section=FLASH,
+        question="FlashAttention-2's forward pass, tile by tile in PyTorch and as a Triton kernel, with a causal mask.",
+        sentences=(says(against_naive("forward", "forward"), "flash"),),
+        code=(
+            "cs336_systems/kernels/attention/flash_torch.py",
+            "cs336_systems/kernels/attention/flash_triton.py",
+            "cs336_systems/kernels/attention/flash_triton_kernels.py",
+            "tests/test_attention.py",
+        ),
+    ),
+    Problem(
+        name="flash_backward",
+        section=FLASH,
+        question="Its backward pass, which makes the scores again from queries, keys and the saved logsumexp.",
+        sentences=(says(against_naive("backward", "backward"), "flash"),),
+        code=(
+            "cs336_systems/kernels/attention/function.py",
+            "cs336_systems/kernels/attention/flash_triton_kernels.py",
+            "tests/test_attention.py",
+        ),
+    ),
+    Problem(
+        name="flash_benchmarking",
+        section=FLASH,
+        question=(
+            "How fast are forward and backward passes over lengths, head sizes and types, beside PyTorch's attention?"
+        ),
+        exhibits=(Exhibit(case="flash", command=_FLASH, show=of_two_kernels, plots=("both",)),),
+        sentences=(
+            says(against_naive("forward_backward", "in both passes"), "flash"),
+            says(best_and_worst, "flash"),
+            says(out_of_memory, "flash"),
+        ),
+    ),
+    Problem(
+        name="leaderboard",
+        section=FLASH,
+        question="How long do both passes take with 16 heads, 16,384 tokens and head size 64, causal, in bf16?",
+        exhibits=(
+            Exhibit(
+                case="leaderboard-2025",
+                command="bench leaderboard-2025",
+            ),
+        ),
+        sentences=(says(leaderboard, "leaderboard-2025"),),
+        code=("cs336_systems/bench/cases/leaderboard_2025.py",),
+    ),
+)

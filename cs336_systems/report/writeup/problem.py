@@ -1,0 +1,95 @@
+"""A problem of the handout as data: its question, what is shown of the rows, and the sentences made of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...bench.case import Row
+from ...planner.working import Section
+from ..plots import draw
+from ..view import latest, table
+from ..views import VIEWS, rows_table
+from .claims import Evidence
+
+Drawing = Callable[[Sequence[Row], Path, Path], None]
+"""Draws rows, whose file is in the first folder, into a PNG; or makes none where there is nothing to draw."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exhibit:
+    """A table, and pictures, of the rows of a case."""
+
+    case: str
+    command: str
+    """What measures the rows, after "cs336 "."""
+    keep: Callable[[Row], bool] = lambda row: True
+    """Which rows are shown."""
+    show: Callable[[Sequence[Row]], str] = rows_table
+    """The table, in Markdown."""
+    plots: tuple[str, ...] = ()
+    """Plots of the case's view, by name."""
+    pictures: tuple[tuple[str, Drawing], ...] = ()
+    """Other pictures: what they show, and what draws them."""
+
+    def draw(self, rows: Sequence[Row], folder: Path, stem: Path) -> list[tuple[str, Path]]:
+        """Draw the pictures into files whose names begin with `stem`: what each shows, and the file.
+
+        folder: where the row file is, and what else a run has left beside it. What would show nothing is left out.
+        """
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        found = []
+        for number, (caption, drawing) in enumerate(self.pictures):
+            file = stem.with_name(f"{stem.name}-{self.case}-{number}.png")
+            file.unlink(missing_ok=True)  # of rows that were there before
+            drawing(rows, folder, file)
+            found += [(caption, file)] if file.exists() else []
+        if self.plots:
+            view = VIEWS[self.case]
+            shown = view.derive(latest(rows, view.keys))
+            for plot in (plot for plot in view.plots if plot.name in self.plots):
+                if any(plot.y.value(row) is not None for row in shown):
+                    path = stem.with_name(f"{stem.name}-{self.case}-{plot.name}.png")
+                    caption = f"{plot.y.name} by {plot.x.replace('_', ' ')}"
+                    found += [(caption, file) for file in draw(plot, shown, path, view.keys)]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """Part of an answer. `say` gives None where the rows do not hold what it is about, such as a second precision."""
+
+    say: Callable[[Evidence], str | None]
+    needs: tuple[str, ...]
+    """Cases that it takes its figures from; without rows of each it is left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A problem of the handout."""
+
+    name: str
+    section: str
+    question: str
+    """In our own words, a line."""
+    exhibits: tuple[Exhibit, ...] = ()
+    sentences: tuple[Sentence, ...] = ()
+    working: Callable[[], Sequence[Section]] | None = None
+    """What follows by arithmetic, with the command that prints it in `plan`."""
+    plan: str = ""
+    code: tuple[str, ...] = ()
+    """Files in which it is solved, and those that test them."""
+
+
+def says(say: Callable[[Evidence], str | None], *needs: str) -> Sentence:
+    """A sentence and the cases that it needs."""
+    return Sentence(say=say, needs=needs)
+
+
+def without_details(case: str) -> Callable[[Sequence[Row]], str]:
+    """The table of a case without what follows it for each row."""
+
+    def show(rows: Sequence[Row]) -> str:
+        view = VIEWS[case]
+        return table(view.derive(latest(rows, view.keys)), replace(view, details=None))
+
+    return show

@@ -1,0 +1,46 @@
+"""Markdown as a page that needs nothing but a browser."""
+
+import base64
+import html
+from pathlib import Path
+from typing import Any
+
+from ...profiling.page import fill_template
+
+_FILES = Path(__file__).parent / "pages"
+
+
+def markdown_parser() -> Any:
+    """The parser of what documents are written in: CommonMark and tables, without HTML."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark", {"html": False}).enable("table")
+
+
+def html_page(title: str, text: str, folder: Path) -> str:
+    """The page of a Markdown document; pictures, named by their path in `folder`, are in it."""
+    parser = markdown_parser()
+    tokens = parser.parse(text)
+    contents = []
+    for i, token in enumerate(tokens):
+        if token.type == "heading_open" and token.tag == "h3":
+            name = html.escape(tokens[i + 1].content)
+            token.attrSet("id", name)
+            contents.append(f'<li><a href="#{name}">{name}</a></li>')
+        for child in token.children or ():
+            if child.type == "image":
+                child.attrSet("src", _embedded(folder / str(child.attrs["src"])))
+    body = parser.renderer.render(tokens, parser.options, {})
+    content = {
+        "TITLE": html.escape(title),
+        "STYLE": (_FILES / "page.css").read_text("utf-8"),
+        "SCRIPT": (_FILES / "page.js").read_text("utf-8"),
+        "CONTENTS": "\n".join(contents),
+        # A table that is wider than a phone is scrolled by itself.
+        "BODY": body.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>"),
+    }
+    return fill_template((_FILES / "page.html").read_text("utf-8"), content)
+
+
+def _embedded(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

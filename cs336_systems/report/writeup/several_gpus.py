@@ -1,0 +1,384 @@
+"""Sections 2 and 3 of the handout: communication, data parallelism, the sharded optimizer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...accounting import num_parameters
+from ...bench.case import Row
+from ...bench.memory_moments import AFTER, BEFORE, INITIALISED
+from ...model_config import ModelConfig
+from ...planner.cards import get_card
+from ...planner.communication import all_reduce_cost, best_bucket_bytes, overhead_sections
+from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
+from ...planner.working import Section
+from ..bucket_size import with_added
+from ..memory_parts import draw_parts
+from ..streams import plot_streams
+from .claims import Evidence, gb_s, gib, listing, mib, ms, one_setting, p50, peak, percent, span, times
+from .problem import Drawing, Exhibit, Problem, says
+
+COMMUNICATION, DATA, SHARDED = "2.1 Communication", "2.2 Data parallelism", "3 Sharded optimizer state"
+_SETTING = ("devices", "size", "context_length", "batch_size", "precision")
+_ALONE = "alone"
+
+
+def bandwidths(e: Evidence) -> str | None:
+    """What an all-reduce of the largest buffer reaches, by backend and ranks."""
+    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
+    if not rows:
+        return None
+    size = max(row.config["bytes"] for row in rows)
+    large = [row for row in rows if row.config["bytes"] == size]
+    told = [
+        f"{ms(p50(row, 'time'))} with {row.config['backend']} over {row.config['world_size']} "
+        f"({gb_s(row.metrics['bus_bytes_per_s'])} bus bandwidth)"
+        for row in large
+    ]
+    return f"An all-reduce of {size / 1e6:,.0f} MB takes {listing(told)}."
+
+
+def small_and_large(e: Evidence) -> str | None:
+    """How the time of an all-reduce grows with its size."""
+    rows = one_setting(e.ok("all-reduce", "time_ms", collective="all-reduce"), "backend", "world_size")
+    if len({row.config["bytes"] for row in rows}) < 2:
+        return None
+    small, large = min(rows, key=lambda r: r.config["bytes"]), max(rows, key=lambda r: r.config["bytes"])
+    sizes, longer = large.config["bytes"] / small.config["bytes"], p50(large, "time") / p50(small, "time")
+    why = "a small one waits for the call and not for its bytes" if longer < sizes / 2 else "bytes set the pace of both"
+    return (
+        f"With {small.config['backend']} over {small.config['world_size']} ranks {times(sizes)} the bytes take "
+        f"{times(longer)} the time: {why}."
+    )
+
+
+def backends(e: Evidence) -> str | None:
+    """NCCL beside gloo at equal size and ranks."""
+    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
+    by = {(r.config["backend"], r.config["world_size"], r.config["bytes"]): p50(r, "time") for r in rows}
+    ratios = [
+        by["gloo", n, size] / t for (backend, n, size), t in by.items() if backend == "nccl" and ("gloo", n, size) in by
+    ]
+    if not ratios:
+        return None
+    return f"NCCL between GPUs is {span(ratios, times)} as fast as gloo between CPUs of the same machine."
+
+
+def steps(e: Evidence, how: str = "") -> dict[str, Row]:
+    """The rows of the case ddp of the setting that has most, by variant: eager, or those whose name ends in `how`."""
+    rows = {row.variant: row for row in one_setting(e.ok("ddp", "step_ms"), *_SETTING)}
+    return {
+        name.removesuffix(how): row for name, row in rows.items() if (name.endswith(how) if how else " " not in name)
+    }
+
+
+def _setting(row: Row) -> str:
+    c = row.config
+    return f"{c['size']}, {c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']}"
+
+
+def added(variant: str) -> Callable[[Evidence], str | None]:
+    """The sentence on what a variant adds to the step of one GPU, eager and recorded as a CUDA graph."""
+
+    def say(e: Evidence) -> str | None:
+        eager, graphs = steps(e), steps(e, "+graph compiled")
+        parts = []
+        for found, how in ((eager, "eager"), (graphs, "compiled and recorded as a CUDA graph")):
+            if {variant, _ALONE} <= set(found):
+                more = p50(found[variant]) - p50(found[_ALONE])
+                share = more / p50(found[_ALONE])
+                parts.append(
+                    f"{how}, {ms(p50(found[variant]))} beside {ms(p50(found[_ALONE]))} of one rank alone ({share:+.0%})"
+                )
+        if not parts:
+            return None
+        one = next(iter((eager or graphs).values()))
+        return (
+            f"A step of {_setting(one)} with `{variant}` takes, {listing(parts)}: the difference is what communication "
+            "adds."
+        )
+
+    return say
+
+
+def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
+    """The sentence on whether a variant's step is shorter than those of others."""
+
+    def say(e: Evidence) -> str | None:
+        parts = []
+        for found, how in ((steps(e), "eager"), (steps(e, "+graph compiled"), "under a CUDA graph")):
+            told = []
+            for other in others:
+                if {variant, other} <= set(found):
+                    ratio = p50(found[variant]) / p50(found[other])
+                    word = "shorter" if ratio < 1 else "longer"
+                    told.append(f"{percent(abs(1 - ratio))} {word} than with `{other}`")
+            if told:
+                parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
+        return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
+
+    return say
+
+
+def buckets(e: Evidence) -> str | None:
+    """The best measured bucket, in the case ddp or in bucket-size where that was measured."""
+    rows = [row for row in with_added(e.all("bucket-size")) if row.status == "ok" and "added_ms" in row.metrics]
+    if rows := one_setting(rows, *_SETTING, "compile"):
+        best = min(rows, key=lambda row: row.metrics["added_ms"])
+        predicted = best.metrics.get("predicted", {}).get("best_mb")
+        text = (
+            f"{_how(best)}, of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds least, "
+            f"{ms(best.metrics['added_ms'])} a step"
+        )
+        return f"{text}; the model puts the optimum at {predicted:.3g} MiB." if predicted else f"{text}."
+    found = {name: row for name, row in steps(e).items() if name.startswith("bucketed:") and "+" not in name}
+    if len(found) < 2:
+        return None
+    best_name, worst_name = min(found, key=lambda n: p50(found[n])), max(found, key=lambda n: p50(found[n]))
+    return (
+        f"Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
+        f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): the smaller "
+        "the buckets, the more calls, each of which costs the host time."
+        if float(best_name.partition(":")[2]) > float(worst_name.partition(":")[2])
+        else f"Eager, the step is shortest with `{best_name}` ({ms(p50(found[best_name]))}) and longest with "
+        f"`{worst_name}` ({ms(p50(found[worst_name]))}): larger buckets wait longer for their gradients."
+    )
+
+
+def _how(row: Row) -> str:
+    return "Compiled" if row.config["compile"] else "Eager"
+
+
+def _sizes(rows: Sequence[Row]) -> str:
+    return listing([f"{row.config['bucket_size_mb']:g}" for row in rows])
+
+
+def overlapped(e: Evidence) -> str | None:
+    """How much of the communication ran beside the backward pass, by the profiler."""
+    rows = e.ok("overlap-trace", "communication_ms", "overlapped")
+    told = [
+        f"{percent(row.metrics['overlapped'])} of {ms(row.metrics['communication_ms'])} with `{row.variant}`"
+        for row in rows
+        if row.metrics["overlapped"] is not None
+    ]
+    return f"In a profiled step communication runs beside computing for {listing(told)}." if told else None
+
+
+def bucket_working() -> list[Section]:
+    """The model of what buckets add, for xl on two H200."""
+    nbytes = 4.0 * num_parameters(ModelConfig(size="xl", context_length=512).shape)
+    overhead_s, bandwidth = all_reduce_cost(get_card("H200"), 2)
+    return overhead_sections(nbytes, bandwidth, overhead_s)
+
+
+def bucket_optimum(e: Evidence) -> str:
+    """The equations, and what they give for xl on two H200."""
+    nbytes = 4.0 * num_parameters(ModelConfig(size="xl", context_length=512).shape)
+    overhead_s, bandwidth = all_reduce_cost(get_card("H200"), 2)
+    best = best_bucket_bytes(nbytes, bandwidth, overhead_s)
+    return (
+        "With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds s / (w n) + o n "
+        "after the backward pass; its derivative is 0 at n = sqrt(s / (w o)), a bucket of sqrt(s w o) bytes, which "
+        f"for xl on two H200 is {mib(best)}."
+    )
+
+
+def xxl(e: Evidence) -> str:
+    """Memory and the bounds of the handout's XXL configuration."""
+    model, mesh = FeedForward(), Mesh()
+    memory, sharded, bound, _ = parallelism_sections(model, mesh)
+    gpus, saved = memory.value("GPUs for the state"), memory.value("saved for backward, a token")
+    least = least_device_batch(model, mesh)
+    device = sharded.terms[0].value
+    return (
+        f"XXL has {model.parameters / 1e9:,.1f} billion parameters: {memory.value('state, float32') / 1e9:,.0f} GB of "
+        f"float32 state, {gpus:.0f} GPUs of 80 GB, and {saved / 1e6:.1f} MB of activations a token; below 95 GB a "
+        f"device it takes N_FSDP of at least {device:.0f}, before activations. With X = {mesh.x}, Y = {mesh.y} the "
+        f"forward pass is bound by its products from {least:.0f} tokens a device on where transfers overlap, "
+        f"{bound.value('B, overlapped'):,.0f} in all."
+    )
+
+
+def sharded_memory(e: Evidence) -> str | None:
+    """(a) Memory at the three moments, with and without."""
+    rows = one_setting(
+        e.ok("optimizer-sharding", "moments"), "devices", "size", "context_length", "batch_size", "compile"
+    )
+    sharded = [row for row in rows if "+zero1" in row.variant]
+    plain = [row for row in rows if sharded and row.variant == sharded[-1].variant.replace("+zero1", "")]
+    if not plain:
+        return None
+    moments, ours = plain[-1].metrics["moments"], sharded[-1].metrics["moments"]
+    told = [
+        f"{gib(ours[at]['peak_bytes'])} instead of {gib(moments[at]['peak_bytes'])} {word}"
+        for at, word in (
+            (INITIALISED, "after initialisation"),
+            (BEFORE, "before the optimizer's step"),
+            (AFTER, "after it"),
+        )
+    ]
+    state = [m[AFTER]["parts"]["optimizer_state"] for m in (ours, moments)]
+    e.claim("sharding divides the optimizer's state", state[0] < state[1], sharded=state[0], whole=state[1])
+    return (
+        f"(a) With the optimizer sharded the peak of memory is {listing(told)}; AdamW's moments are {gib(state[0])} of "
+        f"{gib(state[1])}."
+    )
+
+
+def sharded_time(e: Evidence) -> str | None:
+    """(b) The step with and without."""
+    found = steps(e) | {f"{name}+graph": row for name, row in steps(e, "+graph compiled").items()}
+    told = []
+    for name, row in found.items():
+        plain = name.replace("+zero1", "")
+        if "+zero1" in name and plain in found:
+            told.append(
+                f"{ms(p50(row))} instead of {ms(p50(found[plain]))} with `{plain}`, at {gib(peak(row))} instead of "
+                f"{gib(peak(found[plain]))}"
+            )
+    return f"(b) A step with the optimizer sharded takes {listing(told)}." if told else None
+
+
+def sharded_and_zero(e: Evidence) -> str:
+    """(c) The difference from ZeRO stage 1."""
+    return (
+        "(c) ZeRO stage 1 reduce-scatters gradients, so that a rank gets those of its part alone, steps it and "
+        "all-gathers weights: as many bytes as an all-reduce. Here gradients are all-reduced as without sharding and "
+        "each owner sends its weights to all, which is half as much again on the way, and memory for whole gradients."
+    )
+
+
+_DDP = "bench ddp --compile false true --rounds 3"
+
+
+def _ddp(*names: str, pictures: tuple[tuple[str, Drawing], ...] = ()) -> Exhibit:
+    """The rows of some variants beside one GPU alone."""
+    shown = (_ALONE, *names)
+    return Exhibit(
+        case="ddp",
+        command=_DDP,
+        keep=lambda row: row.variant.split(" ")[0].partition("+")[0] in shown,
+        pictures=pictures,
+    )
+
+
+def draw_parts_into(rows: Sequence[Row], _: Path, out: Path) -> None:
+    """Draw memory by part at each moment into a PNG, should any row have been measured."""
+    for made in draw_parts(rows, out.parent):
+        made.replace(out)
+
+
+def _draw_traced(rows: Sequence[Row], folder: Path, out: Path) -> None:
+    named = [Path(row.metrics["streams"]) for row in rows if row.metrics.get("streams")]
+    places = [(file, folder / file.parent.name / file.name) for file in named]  # where it was, or beside the rows
+    files = [file for place in places for file in [each for each in place if each.is_file()][:1]]
+    if files:
+        plot_streams(files, out)
+
+
+def _draw_beside(_: Sequence[Row], folder: Path, out: Path) -> None:
+    if files := sorted((folder / "ddp-streams").glob("*.json")):  # of cs336 bench ddp --traces
+        plot_streams(files, out)
+
+
+_TRACE = Exhibit(
+    case="overlap-trace",
+    command="bench overlap-trace --variant naive bucketed:100",
+    pictures=(("compute and communication over one step", _draw_traced),),
+)
+
+PROBLEMS = (
+    Problem(
+        name="distributed_communication_single_node",
+        section=COMMUNICATION,
+        question="What does an all-reduce take, by backend, size and number of processes?",
+        exhibits=(Exhibit(case="all-reduce", command="bench all-reduce", plots=("time",)),),
+        sentences=tuple(says(each, "all-reduce") for each in (bandwidths, small_and_large, backends)),
+    ),
+    Problem(
+        name="naive_ddp",
+        section=DATA,
+        question="Data parallelism that all-reduces each gradient after the backward pass, and ends in equal weights.",
+        code=("cs336_systems/parallel/ddp.py", "tests/test_ddp.py"),
+    ),
+    Problem(
+        name="naive_ddp_benchmarking",
+        section=DATA,
+        question="How much of a step with naive data parallelism is communication?",
+        exhibits=(_ddp("naive"),),
+        sentences=(says(added("naive"), "ddp"),),
+    ),
+    Problem(
+        name="minimal_ddp_flat_benchmarking",
+        section=DATA,
+        question="What does a single all-reduce of all gradients gain over one a parameter?",
+        exhibits=(_ddp("naive", "flat"),),
+        sentences=(says(compared("flat", "naive"), "ddp"),),
+    ),
+    Problem(
+        name="ddp_overlap_individual_parameters",
+        section=DATA,
+        question=(
+            "Data parallelism that sends each gradient as soon as it is there, beside the rest of the backward pass."
+        ),
+        code=("cs336_systems/parallel/ddp.py", "tests/test_ddp_individual_parameters.py"),
+    ),
+    Problem(
+        name="ddp_overlap_individual_parameters_benchmarking",
+        section=DATA,
+        question="What does sending during the backward pass gain, and is the overlap there in a profile?",
+        exhibits=(_ddp("naive", "flat", "overlap", pictures=(("steps with --traces", _draw_beside),)), _TRACE),
+        sentences=(says(compared("overlap", "naive", "flat"), "ddp"), says(overlapped, "overlap-trace")),
+    ),
+    Problem(
+        name="ddp_overlap_bucketed",
+        section=DATA,
+        question="Data parallelism that sends gradients in buckets of a size during the backward pass.",
+        code=("cs336_systems/parallel/bucketed.py", "tests/test_ddp.py"),
+    ),
+    Problem(
+        name="ddp_bucketed_benchmarking",
+        section=DATA,
+        question="What does the size of a bucket change, and what is the best one, measured and by a model?",
+        exhibits=(
+            Exhibit(case="bucket-size", command="bench bucket-size", plots=("added",)),
+            _ddp("overlap", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000", "torch_ddp"),
+        ),
+        sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
+        working=bucket_working,
+        plan="plan ddp-overhead --size xl",
+    ),
+    Problem(
+        name="communication_accounting",
+        section=DATA,
+        question="What memory and which batch does a model of 126 huge feed-forward blocks need, sharded over a mesh?",
+        sentences=(says(xxl),),
+        working=lambda: parallelism_sections(FeedForward(), Mesh()),
+        plan="plan parallelism",
+    ),
+    Problem(
+        name="optimizer_state_sharding",
+        section=SHARDED,
+        question=(
+            "An optimizer of which each rank keeps the state of its part alone, and sends the weights it has stepped."
+        ),
+        code=("cs336_systems/parallel/zero1.py", "tests/test_sharded_optimizer.py"),
+    ),
+    Problem(
+        name="optimizer_state_sharding_accounting",
+        section=SHARDED,
+        question="What does sharding the optimizer's state save of memory, cost of time, and lack of ZeRO stage 1?",
+        exhibits=(
+            Exhibit(
+                case="optimizer-sharding",
+                command="bench optimizer-sharding",
+                pictures=(("memory by part at each moment", draw_parts_into),),
+            ),
+            Exhibit(case="ddp", command=_DDP, keep=lambda row: row.variant.startswith((_ALONE, "bucketed:100"))),
+        ),
+        sentences=(
+            says(sharded_memory, "optimizer-sharding"),
+            says(sharded_time, "ddp"),
+            says(sharded_and_zero),
+        ),
+    ),
+)
