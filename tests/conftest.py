@@ -45,8 +45,6 @@ def _spare_the_interpreter() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # First, so that one worker does them all: they share two runs, and wait while the others compute.
-    items.sort(key=lambda item: item.path.name != "test_launch.py")
     reasons: dict[str, str] = {}
     if "slow" not in (config.getoption("markexpr") or ""):
         reasons["slow"] = "takes minutes: run with -m slow"
