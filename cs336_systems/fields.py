@@ -1,8 +1,13 @@
 """Checks of a configuration's fields: each raises a ValueError that names the field, the value and what is accepted."""
 
+import contextlib
 import math
-from types import NoneType, UnionType
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+_GROUPS = re.compile(r"(?<![\w./-])(?:model|data|optimizer|train|parallel)\.(?=[a-z])")
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
@@ -57,3 +62,18 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
             above = " and below 2^63" if value > minimum else ""
             prefix = f"{group}." if group else ""
             raise ValueError(f"{prefix}{name} is {value!r}: it must be at least {minimum:g}{above}")
+
+
+@contextlib.contextmanager
+def without_groups(renamed: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Let a ValueError about fields of a run's configuration name them without their group, as where there are none.
+
+    renamed: fields that have another name there, by that of the run.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for theirs, ours in renamed.items():
+            message = message.replace(theirs, ours)
+        raise ValueError(_GROUPS.sub("", message)) from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from ..fields import check_types, require
+from ..fields import check_types, require, without_groups
 from ..hardware import select_device, use_device
 from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
@@ -88,10 +88,8 @@ def check_sizes(config: Any, *names: str) -> None:
 
 def resolve_device(name: str) -> str:
     """The device's name, with auto made what there is. Raises ValueError for one that is not there."""
-    try:
+    with without_groups():
         return str(select_device(name))
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("train.")) from error
 
 
 def parse_sizes(text: str, name: str, form: str, count: int, separator: str) -> tuple[int, ...]:

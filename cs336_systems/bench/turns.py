@@ -46,7 +46,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
     """The training loop of a run, on random weights and tokens, which are the same on all ranks."""
     shape = run.model.shape
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
-    torch.manual_seed(0)
+    torch.manual_seed(run.train.seed)
     with device:
         model = TransformerLM(**asdict(shape), attention=get_attention(run.model.attention))
     return Trainer(run, model, tokens, device)

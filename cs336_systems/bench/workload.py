@@ -18,7 +18,7 @@ from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.shape import ModelShape
 
 from ..config import OptimizerConfig, TrainConfig
-from ..fields import check_types, require
+from ..fields import check_types, require, without_groups
 from ..hardware import check_precision, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
@@ -61,13 +61,11 @@ class Workload:
         check_types(self, "")
         for name in ("context_length", "batch_size"):
             require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
-        try:
+        with without_groups():
             for check in (lambda: self.model_config, lambda: self.train_config, lambda: get_attention(self.attention)):
                 check()
             object.__setattr__(self, "device", str(select_device(self.device)))
             object.__setattr__(self, "vocab_size", self.shape.vocab_size)
-        except ValueError as error:
-            raise ValueError(str(error).replace("model.", "").replace("train.", "")) from error
 
     @property
     def model_config(self) -> ModelConfig:

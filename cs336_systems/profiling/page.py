@@ -23,14 +23,16 @@ def write_page(history: History, path: Path, title: str, note: str, detail: int,
 
 def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:
     """A page of these files that draws some data, which it holds; it needs nothing else, and no network."""
-    content = {
-        "TITLE": html.escape(title),
-        "NOTE": html.escape(note),
-        "STYLE": (_FILES / "page.css").read_text(),
-        "SCRIPT": "".join((_FILES / name).read_text() for name in scripts),
-        "DATA": embedded_json(data),
-    }
-    return fill_template((_FILES / template).read_text(), content)
+    content = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": embedded_json(data)}
+    body = fill_template((_FILES / template).read_text(), content)
+    script = "".join((_FILES / name).read_text() for name in scripts)
+    return framed(title, body, (_FILES / "page.css").read_text(), script)
+
+
+def framed(title: str, body: str, style: str, script: str) -> str:
+    """What stands in a page's body as the whole page, which may load nothing: pictures are in it."""
+    content = {"TITLE": html.escape(title), "BODY": body, "STYLE": style, "SCRIPT": script}
+    return fill_template((_FILES / "frame.html").read_text(), content)
 
 
 def fill_template(template: str, content: Mapping[str, str]) -> str:

@@ -380,7 +380,7 @@ class FlashKernelTests(KernelTests):
         assert torch.equal(self.function.apply(q, k, v), self.attention(q, k, v, False))
         assert torch.equal(self.attention(q, k, v), self.attention(q, k, v, False))
 
-    @pytest.mark.parametrize("layout", ["heads_inside", "expanded"])
+    @pytest.mark.parametrize("layout", ["contiguous", "heads_inside", "expanded"])
     def test_operators_keep_pytorchs_rules(self, layout: str) -> None:
         forward, backward = self.operators
         q, k, v, dO = Case(17, 20, 16, leading=(2, 2), is_causal=True, layout=layout).inputs(

@@ -57,7 +57,7 @@ if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and rank == 0:
     time.sleep(3)  # a restart may not depend on who is back first: rank 1 must not find where rank 0 was
 if fault == "differs" and rank == 1:
     sys.argv += ["--train.max_steps", "11"]
-if fault == "one mistypes" and rank == 1:
+if fault == "all mistype" or fault == "one mistypes" and rank == 1:
     sys.argv += ["--train.max_stepz", "11"]
 if fault == "all find no checkpoint":
     sys.argv += ["--resume", "nowhere/step_00000001"]
@@ -84,7 +84,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:
     """A finished run of two processes, and what it said. Not to be written to."""
-    config = config_for(tmp_path_factory.mktemp("pair"), devices=2)
+    return trained(config_for(tmp_path_factory.mktemp("pair"), devices=2))
+
+
+def trained(config: RunConfig) -> tuple[RunConfig, str]:
     done = run_train(config)
     assert done.returncode == 0, done.stderr
     return config, done.stdout
@@ -117,8 +120,14 @@ def processes_of(run_dir: str) -> list[str]:
     return found
 
 
-def test_one_command_trains_the_same_model_on_several_processes(pair: tuple[RunConfig, str], alone: RunConfig) -> None:
-    config, said = pair
+@pytest.mark.parametrize("devices", [2, 4])
+def test_one_command_trains_the_same_model_on_several_processes(
+    devices: int, alone: RunConfig, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if devices == 2:
+        config, said = request.getfixturevalue("pair")
+    else:
+        config, said = trained(config_for(tmp_path, devices, parallel=dict(strategy="overlap", shard_optimizer=True)))
     assert_same_losses(config, alone)
     assert said.count("validation loss") == 1
     assert said.count("training: steps") == 1
@@ -216,6 +225,7 @@ def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: P
 
 
 MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
+    "all mistype": r"unknown field train.max_stepz: did you mean train.max_steps\?",
     "one mistypes": r"unknown field train.max_stepz: did you mean train.max_steps\?",
     "all find no checkpoint": r".*nowhere/step_00000001.*",
     "raises": r"the dog ate my gradients",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cs336_basics.model import RMSNorm
 
-from ...fields import check_types
+from ...fields import check_types, without_groups
 from ...hardware import check_precision, select_device, use_device
 from ...training.build import AUTOCAST_DTYPES
 from ..outcome import each
@@ -53,10 +53,8 @@ class AutocastDtypesBench:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        try:
+        with without_groups():
             object.__setattr__(self, "device", str(select_device(self.device)))
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("train.")) from error
 
 
 def measure(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, Any]]:

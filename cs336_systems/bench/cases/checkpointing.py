@@ -52,7 +52,7 @@ class CheckpointingBench(Workload):
         "none", "block", "every_2", "every_4", *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
         quick=("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
     )  # fmt: skip
-    """none; block, which is a group of one; every_K: every K-th block; groups_K: K blocks together."""
+    """none; block, which is a group of one; first_K: the first K blocks; every_K: every K-th; groups_K: K together."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu, cuda or cuda:N."""
     warmup: int = swept(3, quick=1)

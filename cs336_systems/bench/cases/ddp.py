@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require_at_least
+from ...fields import check_types, require_at_least, without_groups
 from ...hardware import select_device
 from ...training.launch import check_devices
 from ...training.loop import Trainer
@@ -75,15 +75,10 @@ class DDPBench:
     def __post_init__(self) -> None:
         check_types(self, "")
         require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps", "rounds")
-        try:
+        with without_groups():
             self.run_config()
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        except ValueError as error:
-            message = str(error)
-            for group in ("model.", "train.", "parallel."):
-                message = message.removeprefix(group)
-            raise ValueError(message) from error
 
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for a variant that is none."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...accounting import training_flops
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require_at_least
+from ...fields import check_types, require_at_least, without_groups
 from ...hardware import device_peak_flops, select_device
 from ...parallel import comm
 from ...training.launch import check_devices
@@ -78,15 +78,10 @@ class Leaderboard2026Bench:
     def __post_init__(self) -> None:
         check_types(self, "")
         require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps")
-        try:
+        with without_groups():
             self.run_config()
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        except ValueError as error:
-            message = str(error)
-            for group in ("model.", "train.", "parallel."):
-                message = message.replace(group, "")
-            raise ValueError(message) from error
 
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for what cannot be."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from cs336_basics.data import load_tokens
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require, require_at_least
+from ...fields import check_types, require, require_at_least, without_groups
 from ...hardware import select_device
 from ...kernels.attention import get_attention
 from ...model_config import ModelConfig
@@ -100,16 +100,11 @@ class LMMatrixBench:
             require(path is None or Path(path).is_file(), name, path, "a token file")
         if any(getattr(self, name) is not None for name in _SHAPE):
             object.__setattr__(self, "size", None)
-        try:
+        with without_groups({"model.attention": "kernel"}):
             self.run_config(Path("unused"))
             get_attention(self.kernel)
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        except ValueError as error:
-            message = str(error).replace("model.attention", "kernel")
-            for group in ("model.", "train.", "parallel.", "optimizer."):
-                message = message.replace(group, "")
-            raise ValueError(message) from error
 
     def model_config(self) -> ModelConfig:
         """The architecture. Raises ValueError for one that is none."""

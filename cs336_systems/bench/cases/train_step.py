@@ -7,26 +7,22 @@ the wait for it. The peer is compiled as a whole, which is what its users do, an
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-
-from cs336_basics.data import token_dtype
-from cs336_basics.model import TransformerLM
 
 from ...accounting import training_flops
 from ...config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from ...fields import check_types, require_at_least
 from ...garbage import objects_set_aside
 from ...hardware import device_peak_flops, use_device
-from ...kernels.attention import get_attention
-from ...training.loop import Trainer
 from ...training.metrics import summarise
 from ..outcome import each
 from ..sweep import Case, swept
 from ..timing import wait_for
+from ..turns import build_trainer
 from ..workload import Workload
 
 
@@ -82,13 +78,9 @@ class TrainStepBench:
 
 def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     """Times of `Trainer.train_step`, step by step."""
-    device, shape = use_device(config.train.device), config.model.shape
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
+    device = use_device(config.train.device)
     started = time.perf_counter()
-    torch.manual_seed(config.train.seed)
-    with device:
-        model = TransformerLM(**asdict(shape), attention=get_attention(config.model.attention))
-    trainer = Trainer(config, model, tokens, device)
+    trainer = build_trainer(config, device)
     trainer.train_step()
     wait_for(device)
     startup_s = time.perf_counter() - started

@@ -5,7 +5,7 @@ import html
 from pathlib import Path
 from typing import Any
 
-from ...profiling.page import fill_template
+from ...profiling.page import fill_template, framed
 
 _FILES = Path(__file__).parent / "pages"
 
@@ -32,14 +32,12 @@ def html_page(title: str, text: str, folder: Path) -> str:
                 child.attrSet("src", _embedded(folder / str(child.attrs["src"])))
     body = parser.renderer.render(tokens, parser.options, {})
     content = {
-        "TITLE": html.escape(title),
-        "STYLE": (_FILES / "page.css").read_text("utf-8"),
-        "SCRIPT": (_FILES / "page.js").read_text("utf-8"),
         "CONTENTS": "\n".join(contents),
         # A table that is wider than a phone is scrolled by itself.
         "BODY": body.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>"),
     }
-    return fill_template((_FILES / "page.html").read_text("utf-8"), content)
+    style, script = ((_FILES / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    return framed(title, fill_template((_FILES / "page.html").read_text("utf-8"), content), style, script)
 
 
 def _embedded(path: Path) -> str:

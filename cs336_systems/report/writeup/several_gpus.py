@@ -134,13 +134,15 @@ def buckets(e: Evidence) -> str | None:
     if len(found) < 2:
         return None
     best_name, worst_name = min(found, key=lambda n: p50(found[n])), max(found, key=lambda n: p50(found[n]))
+    larger_is_better = float(best_name.partition(":")[2]) > float(worst_name.partition(":")[2])
+    why = (
+        "the smaller the buckets, the more calls, each of which costs the host time"
+        if larger_is_better
+        else "larger buckets wait longer for their gradients"
+    )
     return (
         f"Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
-        f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): the smaller "
-        "the buckets, the more calls, each of which costs the host time."
-        if float(best_name.partition(":")[2]) > float(worst_name.partition(":")[2])
-        else f"Eager, the step is shortest with `{best_name}` ({ms(p50(found[best_name]))}) and longest with "
-        f"`{worst_name}` ({ms(p50(found[worst_name]))}): larger buckets wait longer for their gradients."
+        f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): {why}."
     )
 
 
@@ -165,16 +167,18 @@ def overlapped(e: Evidence) -> str | None:
 
 def bucket_working() -> list[Section]:
     """The model of what buckets add, for xl on two H200."""
-    nbytes = 4.0 * num_parameters(ModelConfig(size="xl", context_length=512).shape)
+    return overhead_sections(*_xl_on_two())
+
+
+def _xl_on_two() -> tuple[float, float, float]:
+    """Bytes of gradients, bandwidth in bytes/s and seconds a call."""
     overhead_s, bandwidth = all_reduce_cost(get_card("H200"), 2)
-    return overhead_sections(nbytes, bandwidth, overhead_s)
+    return 4.0 * num_parameters(ModelConfig(size="xl", context_length=512).shape), bandwidth, overhead_s
 
 
 def bucket_optimum(e: Evidence) -> str:
     """The equations, and what they give for xl on two H200."""
-    nbytes = 4.0 * num_parameters(ModelConfig(size="xl", context_length=512).shape)
-    overhead_s, bandwidth = all_reduce_cost(get_card("H200"), 2)
-    best = best_bucket_bytes(nbytes, bandwidth, overhead_s)
+    best = best_bucket_bytes(*_xl_on_two())
     return (
         "With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds s / (w n) + o n "
         "after the backward pass; its derivative is 0 at n = sqrt(s / (w o)), a bucket of sqrt(s w o) bytes, which "
