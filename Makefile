@@ -18,6 +18,7 @@ test: $(VENV)/.installed-dev ## run the CPU test suite (some minutes on 2 cores)
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need one CUDA GPU
 	$(BIN)/pytest -m gpu -n auto --maxprocesses 8
+	$(BIN)/pytest -m 'gpu and timing'
 
 lint: $(VENV)/.installed-dev ## check style, formatting and types
 	$(BIN)/ruff check

@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons: dict[str, str] = {}
     if "slow" not in (config.getoption("markexpr") or ""):
         reasons["slow"] = "takes minutes: run with -m slow"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        reasons["timing"] = "compares times: run without -n, which has other tests beside it"
     if any(item.get_closest_marker(name) for item in items for name in ("gpu", "multigpu")):
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpus < 1:

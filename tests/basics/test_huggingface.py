@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+import transformers
 
 from cs336_basics.generate import generate
 from cs336_basics.huggingface import export_hf, import_hf
@@ -39,7 +39,7 @@ def test_transformers_gives_the_same_logits(tmp_path: Path, heads: int, tokenize
     shape = dataclasses.replace(SHAPE, num_heads=heads)
     model = build(shape)
     export_hf(model.state_dict(), shape, tokenizer, tmp_path)
-    llama, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    llama, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     tokens = torch.randint(0, shape.vocab_size, (2, shape.context_length))
@@ -50,7 +50,7 @@ def test_transformers_gives_the_same_logits(tmp_path: Path, heads: int, tokenize
 def test_transformers_generates_the_same_greedy_continuation(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = build()
     export_hf(model.state_dict(), SHAPE, tokenizer, tmp_path)
-    llama = LlamaForCausalLM.from_pretrained(tmp_path)
+    llama = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     prompt = [5, 17, 200, 3]
     theirs = llama.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None)
     assert generate(model, [prompt], 20, temperature=0)[0] == theirs[0, len(prompt) :].tolist()
@@ -58,7 +58,7 @@ def test_transformers_generates_the_same_greedy_continuation(tmp_path: Path, tok
 
 def test_transformers_tokenizes_the_same(tmp_path: Path, tokenizer: Tokenizer) -> None:
     export_hf(build().state_dict(), SHAPE, tokenizer, tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = f"the cat  sat\non a héllo 🎉{END_OF_TEXT} mat , .  "
     assert theirs(text)["input_ids"] == tokenizer.encode(text)
     assert theirs.decode(tokenizer.encode(text)) == text
@@ -85,8 +85,8 @@ def test_export_and_import_are_inverse_to_the_bit(tmp_path: Path, tokenizer: Tok
 
 def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    llama = LlamaForCausalLM(
-        LlamaConfig(
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=300,
             hidden_size=64,
             intermediate_size=160,

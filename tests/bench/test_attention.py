@@ -229,6 +229,7 @@ def test_the_command_refuses_before_it_measures(
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_times_agree_with_tritons_benchmark() -> None:
     from triton.testing import do_bench
 

@@ -185,6 +185,7 @@ def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_configuration_twice_takes_the_same_time(precision: str) -> None:
     # Kernels longer than it takes to launch them: how long that takes is the host's, and moves by more.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+import transformers
 
 from cs336_systems.cli import main, parse_run_config
 from cs336_systems.training import train
@@ -61,12 +61,13 @@ def test_generate_continues_the_prompt_and_repeats_by_seed(trained: Path, capsys
 
 def test_export_gives_what_transformers_loads(trained: Path, tmp_path: Path) -> None:
     assert run_command("export", trained, "--format", "hf", "--out", tmp_path / "hf") == 0
-    llama, ours = LlamaForCausalLM.from_pretrained(tmp_path / "hf"), load_model(trained)
+    llama, ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf"), load_model(trained)
     tokens = torch.randint(0, 300, (2, 32))
     with torch.no_grad():
         torch.testing.assert_close(llama(tokens).logits, ours.build(torch.device("cpu"))(tokens), atol=1e-4, rtol=0)
     assert ours.tokenizer is not None
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("a cat")["input_ids"] == ours.tokenizer.encode("a cat")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs("a cat")["input_ids"] == ours.tokenizer.encode("a cat")
 
 
 def test_import_brings_the_same_weights_back(trained: Path, tmp_path: Path) -> None:

@@ -221,15 +221,16 @@ def test_five_and_five_steps_are_ten_where_they_are_saved_in_the_background(
     background = dict(checkpointing_interval=1, async_save=True)  # a save under way in every step, also when recorded
     optimizer = dict(implementation="torch_fused")
     config = make_config(tmp_path, optimizer=optimizer, train=train, checkpoint=background)
-    run_in_a_new_process(config)
+    run = run_in_a_new_process if config.train.deterministic else run_in_process
+    run(config)
     uninterrupted = end_of(config)
     for step in range(6, 11):
         shutil.rmtree(checkpoint_path(config, step))
-    run_in_a_new_process(resumed(config))
+    run(resumed(config))
     assert_same_end(end_of(config), uninterrupted)
 
     foreground = make_config(tmp_path, "foreground", optimizer=optimizer, train=train, checkpoint=EVERY_FIVE)
-    run_in_a_new_process(foreground)
+    run(foreground)
     assert_same_end(end_of(foreground), uninterrupted)
 
 

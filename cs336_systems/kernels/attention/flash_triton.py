@@ -77,7 +77,7 @@ def padded_head_size(d: int) -> int:
 
 def _tile(phase: str, q: Tensor, tma: bool) -> Tile:
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
-        return Tile(BM=32, BN=16, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
+        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
     if properties.shared_memory_per_block_optin < 160 * 1024:
         return Tile(BM=32, BN=32, num_warps=4, num_stages=2)  # the table is for the larger cards; this fits all
