@@ -222,11 +222,14 @@ class ParallelConfig:
     devices: int = 1
     """Processes to start on this machine, one a GPU. Under torchrun it is torchrun that starts them."""
     bucket_size_mb: float | None = None
-    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, PyTorch's 25 for torch_ddp)."""
+    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, PyTorch's 25 for torch_ddp; overlap:
+    each by itself)."""
     shard_optimizer: bool = False
     """Each process keeps the optimizer's state of its own part of the parameters only (ZeRO stage 1)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients travel; same: as they are."""
+    nccl_max_ctas: int | None = None
+    """Thread blocks of a GPU that NCCL may send with, and which do not compute meanwhile (default: NCCL's choice)."""
     init_timeout_s: float = 300.0
     """How long processes wait for each other at the start."""
     step_timeout_s: float = 120.0
@@ -234,7 +237,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "parallel.")
-        require_at_least(self, "parallel", 1, "devices")
+        require_at_least(self, "parallel", 1, "devices", "nccl_max_ctas")
         for name in ("bucket_size_mb", "init_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             require(value is None or 0 < value < 1e9, f"parallel.{name}", value, "above 0 and below 1e9")

@@ -1,7 +1,7 @@
 """Cases that several ranks measure together: started in one launch, measured by all of them; rank 0 writes the rows.
 
 The module of such a case has a function `measure_on_rank` (see `OnRank`), its configurations have `devices`, the number
-of processes, and `device`, cpu or cuda; where a rank may wait for another longer than 120 s, `step_timeout_s`.
+of processes, and `device`, cpu or cuda; they may have what `_GROUP_OPTIONS` names, alike in all of a launch.
 """
 
 import json
@@ -27,6 +27,7 @@ from .worker import SCRATCH
 OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]
 """Rows of some configurations, the same on all ranks; tells the last argument which of them it is at work on."""
 _PROGRAM = ["-m", "cs336_systems.bench.ranks"]
+_GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas")
 _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 
 
@@ -87,7 +88,8 @@ def write_rows(module: str, folder: Path, device: torch.device | None = None) ->
     configs = [case.CASE.config(**fields) for fields in json.loads((folder / _CONFIGS).read_text())]
     if device is None:
         device = use_device_of_rank(configs[0].device)
-        with comm.process_group(device, step_timeout_s=getattr(configs[0], "step_timeout_s", 120.0)):
+        options = {name: getattr(configs[0], name) for name in _GROUP_OPTIONS if hasattr(configs[0], name)}
+        with comm.process_group(device, **options):
             write_rows(module, folder, device)
         return
 

@@ -36,7 +36,7 @@ def _flat(module: nn.Module, options: Options) -> Strategy:
 def _overlap(module: nn.Module, options: Options) -> Strategy:
     from .ddp import DDP
 
-    return DDP(module, options.grad_dtype)
+    return DDP(module, options.grad_dtype, options.bucket_size_mb)
 
 
 def _bucketed(module: nn.Module, options: Options) -> Strategy:

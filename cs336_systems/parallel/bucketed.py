@@ -45,23 +45,6 @@ class Bucket:
             p.grad = view
 
 
-def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one type and device, at most most_bytes together; a larger one is alone.
-
-    Buckets come in the order in which they are complete.
-    """
-    place = {p: i for i, p in enumerate(parameters)}
-    buckets: list[list[nn.Parameter]] = []
-    filling: dict[Any, list[nn.Parameter]] = {}
-    for p in parameters:
-        bucket = filling.setdefault((p.dtype, p.device), [])
-        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > most_bytes:
-            buckets.append(bucket)
-            bucket = filling[p.dtype, p.device] = []
-        bucket.append(p)
-    return sorted([*buckets, *filling.values()], key=lambda bucket: place[bucket[-1]])
-
-
 class DDPBucketed(DDP):
     """`DDP` whose gradients live in flat buckets of at most bucket_size_mb (in 2^20 bytes), sent when they are full.
 
@@ -75,11 +58,7 @@ class DDPBucketed(DDP):
     def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
         if not 0 < bucket_size_mb < math.inf:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0 and finite")
-        self._most_bytes = bucket_size_mb * 2**20
-        super().__init__(module, grad_dtype)
-
-    def _group(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        return cut_into_buckets(order, self._most_bytes)
+        super().__init__(module, grad_dtype, bucket_size_mb)
 
     def _arrange(self) -> None:
         super()._arrange()

@@ -77,15 +77,19 @@ def process_group(
     *,
     init_timeout_s: float = 300,
     step_timeout_s: float = 120,
+    nccl_max_ctas: int | None = None,
     **where: Any,
 ) -> Iterator[None]:
     """The process group of this run: NCCL for tensors on a GPU, gloo for those on a CPU.
 
     Where the others are is in the environment, as torchrun sets it, or in `where`: what `init_process_group` takes
     (init_method, rank, world_size). A collective that is not done within step_timeout_s ends the process (on a GPU) or
-    raises CollectiveError. Raises it too where the others do not come within init_timeout_s.
+    raises CollectiveError. Raises it too where the others do not come within init_timeout_s. NCCL takes at most
+    nccl_max_ctas thread blocks of a GPU, unless the environment says so itself.
     """
     global _watchdog
+    if nccl_max_ctas is not None:
+        os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))  # read when the first group is made
     # gloo beside NCCL carries Python objects, which would otherwise wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:

@@ -55,8 +55,8 @@ def train(config: RunConfig) -> RunResult:
         return _train(config, use_device(config.train.device))
     check_launch(config)
     device = use_device_of_rank(config.train.device)
-    times = {"init_timeout_s": config.parallel.init_timeout_s, "step_timeout_s": config.parallel.step_timeout_s}
-    with comm.process_group(device, **times):
+    options = {name: getattr(config.parallel, name) for name in ("init_timeout_s", "step_timeout_s", "nccl_max_ctas")}
+    with comm.process_group(device, **options):
         return _train(config, device)
 
 

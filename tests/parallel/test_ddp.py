@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.parallel import STRATEGIES, Options, comm
-from cs336_systems.parallel.bucketed import DDPBucketed, cut_into_buckets
-from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP
+from cs336_systems.parallel.bucketed import DDPBucketed
+from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
 
@@ -51,9 +51,9 @@ def train_on_ranks(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("model", ["awkward", "transformer"])
-@pytest.mark.parametrize("name", OURS)
-def test_equals_one_process(name: str, model: str, world_size: int) -> None:
-    options = {"bucket_size_mb": 0.002}
+@pytest.mark.parametrize("name, size", [*((name, 0.002) for name in OURS), ("overlap", None)])
+def test_equals_one_process(name: str, size: float | None, model: str, world_size: int) -> None:
+    options = {"bucket_size_mb": size}
     states = run_ranks(train_on_ranks, world_size, name, model, options)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone(model, STEPS), rtol=1e-4, atol=1e-5)
@@ -197,8 +197,11 @@ def test_naive_and_flat_send_nothing_before_the_end() -> None:
             assert events[0] == "end of backward"
 
 
-def test_buckets_are_sent_during_the_backward_pass_in_the_order_in_which_they_fill() -> None:
-    for first, *later in run_ranks(transfers_during_backward, 2, DDPBucketed, 0.002):
+@pytest.mark.parametrize("how", [(DDPBucketed, 0.002), (DDP, None, 0.002)], ids=["buckets", "groups"])
+def test_several_are_sent_during_the_backward_pass_in_the_order_in_which_all_are_there(
+    how: tuple[Any, ...],
+) -> None:
+    for first, *later in run_ranks(transfers_during_backward, 2, *how):
         assert first.index("end of backward") > 1
         for events in later:
             *gradients, end, _ = events

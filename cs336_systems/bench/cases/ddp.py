@@ -32,6 +32,7 @@ VARIANTS = (
     "naive",
     "flat",
     "overlap",
+    "overlap:100",
     "bucketed:1",
     "bucketed:10",
     "bucketed:100",
@@ -40,6 +41,9 @@ VARIANTS = (
     "overlap+zero1",
     "fsdp",
     "torch_fsdp",
+    "alone+graph",
+    "overlap:100+graph",
+    "bucketed:100+graph",
 )
 
 
@@ -61,6 +65,8 @@ class DDPBench:
     """Sequences a process."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", quick="fp32")
     """Autocast type."""
+    nccl_max_ctas: int | None = swept(None)
+    """Thread blocks of a GPU that NCCL may send with (default: NCCL's choice)."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(5, quick=1)
@@ -74,7 +80,7 @@ class DDPBench:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps", "rounds")
+        require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps", "rounds", "nccl_max_ctas")
         with without_groups():
             self.run_config()
             check_devices(self.device, self.devices)
@@ -94,6 +100,7 @@ class DDPBench:
             parallel = dict(devices=self.devices, strategy=name, shard_optimizer="zero1" in chosen)
             parallel |= dict(grad_dtype="bf16") if "bf16" in chosen else {}
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
+            parallel |= dict(nccl_max_ctas=self.nccl_max_ctas)
         return RunConfig(
             model=self.workload().model_config,
             data=DataConfig(source="random"),
@@ -119,8 +126,9 @@ class DDPBench:
 
 
 def name_of(config: DDPBench) -> str:
-    """The variant, and whether it is compiled."""
-    return f"{config.variant} compiled" if config.compile else config.variant
+    """The variant, what NCCL may take, and whether it is compiled."""
+    ctas = "" if config.nccl_max_ctas is None or config.is_alone else f"+ctas{config.nccl_max_ctas}"
+    return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
 
 def measure_on_rank(
