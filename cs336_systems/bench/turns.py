@@ -90,12 +90,12 @@ def _measure(
     config: StepBench, device: torch.device, look: Callable[[Trainer], dict[str, Any]] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Times and memory of a round, and what `look` has returned."""
-    held = 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)  # by a variant before, should it not have given back all
+    on_gpu = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if on_gpu else 0
     with closing(build_trainer(config.run_config(), device)) as trainer:
-        free_memory()  # of weights as they were drawn, whole
+        free_memory()  # of weights as they were drawn, whole, and of a variant before that gave back late
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
         first_loss = trainer.train_step()["loss"]
         wait_for(device)
@@ -103,7 +103,7 @@ def _measure(
         for _ in range(config.warmup - 1):
             trainer.train_step()
         times = time_steps(trainer, config.steps)
-        memory = {"peak_memory_bytes": trainer.memory_bytes() - held, "held_before_bytes": held}
+        memory = {"peak_memory_bytes": trainer.memory_bytes(), "held_before_bytes": held}
         found = {"steps_ms": times, **memory, "first_loss": first_loss, "startup_s": startup_s}
         return found, {} if look is None else look(trainer)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..accounting import num_parameters
 from .cards import Card
-from .job import IN_BUCKETS, NUMBER_BYTES, Job
+from .job import NUMBER_BYTES, Job
 from .working import Section, Term
 
 MIB = 2**20
@@ -62,16 +62,16 @@ def sent(job: Job, card: Card) -> Sent:
 
 
 def num_calls(job: Job) -> int:
-    """All-reduces of gradients in a step: one, one a parameter, or one a bucket."""
+    """All-reduces of gradients in a step: one, one a parameter, or one for those that travel together."""
     s = job.shape
     d, matrix = s.d_model, 4 * s.d_model**2
     block = [4 * d] + [matrix] * 4 + [4 * d] + [4 * d * s.d_ff] * 3
     sizes = [4 * s.vocab_size * d, *block * s.num_layers, 4 * d, 4 * s.vocab_size * d]
     if job.strategy == "flat":
         return 1
-    if job.strategy not in IN_BUCKETS:
+    if job.bucket_size_mb is None or job.strategy == "naive":
         return len(sizes)
-    most, calls, filled = (job.bucket_size_mb or 0) * MIB, 1, 0
+    most, calls, filled = job.bucket_size_mb * MIB, 1, 0
     for size in reversed(sizes):
         if filled and filled + size > most:
             calls, filled = calls + 1, 0

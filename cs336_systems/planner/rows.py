@@ -44,6 +44,10 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     batch, rest = divmod(train["batch_size"], world_size)
     if rest or train["gradient_accumulation_steps"] != 1:
         raise ValueError("no prediction for uneven batches and for accumulation")
+    if not alone and parallel.get("nccl_max_ctas"):
+        raise ValueError("no prediction for fewer thread blocks than NCCL takes by itself")
+    # In rows of before that field, overlap took no notice of a size.
+    grouping = ("bucketed", "overlap") if "nccl_max_ctas" in parallel else ("bucketed",)
     return Job(
         shape=ModelConfig(**run["model"]).shape,
         batch_size=batch,
@@ -58,7 +62,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         strategy=strategy,
         world_size=world_size,
         shard_optimizer=parallel.get("shard_optimizer", False) and not alone,
-        bucket_size_mb=parallel["bucket_size_mb"] if strategy == "bucketed" else None,
+        bucket_size_mb=parallel["bucket_size_mb"] if strategy in grouping else None,
         grad_dtype="same" if alone else parallel["grad_dtype"],
     )
 

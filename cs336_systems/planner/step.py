@@ -8,7 +8,7 @@ from ..accounting import forward_flops, matmul_parameters, num_parameters, train
 from .activations import kept_blocks
 from .cards import Card
 from .communication import sent
-from .job import IN_BUCKETS, Job
+from .job import IN_BUCKETS, NUMBER_BYTES, Job
 from .memory import parameter_bytes
 from .products import products_seconds
 from .working import Section, Term, total
@@ -130,7 +130,8 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
 
     After the backward pass (naive, flat) all is exposed. During it, the transfer of the last bucket, the overhead of
     every call (as in `communication.added_seconds`), and what is longer than the backward pass. Hidden transfers take
-    CHANNELS multiprocessors from it, and PASSES times their bytes of its memory bandwidth.
+    CHANNELS multiprocessors from it, and PASSES times their bytes of its memory bandwidth. Gradients that travel in
+    another type are cast to it and back.
     """
     if job.world_size == 1:
         return []
@@ -143,6 +144,8 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.hidden_bytes / card.bandwidth
     n = num_parameters(job.shape)
     copies = {"flat": 16, **dict.fromkeys(IN_BUCKETS, 8 if job.cuda_graph else 16)}.get(job.strategy, 0)
+    if job.grad_dtype != "same" and not job.is_sharded and NUMBER_BYTES[job.grad_dtype] != job.weight_bytes:
+        copies += 2 * (NUMBER_BYTES[job.grad_dtype] + job.weight_bytes)
     costs = f"{CHANNELS} of {card.multiprocessors} multiprocessors, {PASSES} passes"
     terms = [
         Term("communication exposed", f"of {time * 1e3:.4g} ms, and {all_sent.calls} calls", exposed, "s"),

@@ -111,7 +111,8 @@ def test_all_reduces_of_a_step(strategy: str, size: float | None, calls: int) ->
 def test_all_reduces_in_buckets() -> None:
     # In MiB, backwards: head 61.04, last norm 0.01, and 48 times: 3 of 39.06, 0.01, 4 of 9.77, 0.01; embedding 61.04.
     # Buckets of 40: head | norm, w3 | w2 | w1, ln2 | o, v, k, q, ln1 | w3 | ... | embedding: 4 a block and 2 more.
-    assert num_calls(Job(shape=XL, strategy="bucketed", world_size=2, bucket_size_mb=40.0)) == 48 * 4 + 2
+    for strategy in ("bucketed", "overlap"):
+        assert num_calls(Job(shape=XL, strategy=strategy, world_size=2, bucket_size_mb=40.0)) == 48 * 4 + 2
 
 
 def test_what_is_sent_by_hand() -> None:
