@@ -206,7 +206,7 @@ def gradient_bytes(
     The gradient of the residual stream, 4 T d, and those of the feed-forward layer's two factors beside that of their
     product, while one saved tensor is gone: 2 c T d_ff. Or, with all scores in memory and where it is more, the
     gradients of softmax and scores, 8 B H N^2, when all that was saved after them is gone. Gradients of weights are not
-    counted: with fewer than d tokens that of the last product, d d_ff numbers, is more than the second of those.
+    counted: with fewer than 2 d / c tokens that of the last product, 4 d d_ff bytes, is more than those of a factor.
     """
     tokens, c = batch_size * length, _SIZE[precision]
     saved = activation_bytes(shape, batch_size, length, precision, attention)

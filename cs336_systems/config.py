@@ -223,13 +223,14 @@ class ParallelConfig:
     """Processes to start on this machine, one a GPU. Under torchrun it is torchrun that starts them."""
     bucket_size_mb: float | None = None
     """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, PyTorch's 25 for torch_ddp; overlap:
-    each by itself)."""
+    each by itself, as individual always)."""
     shard_optimizer: bool = False
     """Each process keeps the optimizer's state of its own part of the parameters only (ZeRO stage 1)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients travel; same: as they are."""
     nccl_max_ctas: int | None = None
-    """Thread blocks of a GPU that NCCL may send with, and which do not compute meanwhile (default: NCCL's choice)."""
+    """Thread blocks of a GPU that NCCL may send with, and which do not compute meanwhile (default: NCCL's choice). Not
+    for gloo."""
     init_timeout_s: float = 300.0
     """How long processes wait for each other at the start."""
     step_timeout_s: float = 120.0

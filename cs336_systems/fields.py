@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-_GROUPS = re.compile(r"(?<![\w./-])(?:model|data|optimizer|train|parallel)\.(?=[a-z])")
+_GROUPS = re.compile(r"""(?<![\w./'"-])(?:model|data|optimizer|train|parallel)\.(?=[a-z])""")
 
 
 def require(condition: bool, name: str, value: object, accepted: str) -> None:

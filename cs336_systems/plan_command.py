@@ -35,7 +35,10 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "strategy": (str, "How GPUs share the work (default: none, or bucketed for several)."),
     "world_size": (int, "GPUs (default: 1)."),
     "shard_optimizer": (bool, "Each GPU keeps the optimizer's state of its part."),
-    "bucket_size_mb": (float, "Gradients that travel together, in 2^20 bytes (default: 100)."),
+    "bucket_size_mb": (
+        float,
+        "Gradients that travel together, in 2^20 bytes (default: 100, torch_ddp 25, overlap: each).",
+    ),
     "grad_dtype": (str, "Type in which gradients travel: same, fp32, bf16 or fp16 (default: same)."),
 }
 

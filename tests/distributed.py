@@ -18,7 +18,9 @@ import torch
 from cs336_systems.parallel import comm
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "cs336_systems.parallel", "cs336_systems.training"])
+_context.set_forkserver_preload(
+    ["pytest", "torch", "torch._dynamo", "cs336_systems.parallel", "cs336_systems.training"]
+)
 
 
 def run_ranks(

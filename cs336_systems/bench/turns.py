@@ -91,7 +91,8 @@ def _measure(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Times and memory of a round, and what `look` has returned."""
     on_gpu = device.type == "cuda"
-    held = torch.cuda.memory_allocated(device) if on_gpu else 0
+    free_memory()
+    held = torch.cuda.memory_allocated(device) if on_gpu else 0  # by a variant before; in the peak, where it stays
     with closing(build_trainer(config.run_config(), device)) as trainer:
         free_memory()  # of weights as they were drawn, whole, and of a variant before that gave back late
         if on_gpu:

@@ -39,6 +39,12 @@ def _overlap(module: nn.Module, options: Options) -> Strategy:
     return DDP(module, options.grad_dtype, options.bucket_size_mb)
 
 
+def _individual(module: nn.Module, options: Options) -> Strategy:
+    from .ddp import DDP
+
+    return DDP(module, options.grad_dtype)
+
+
 def _bucketed(module: nn.Module, options: Options) -> Strategy:
     from .bucketed import DDPBucketed
 
@@ -71,7 +77,7 @@ STRATEGIES: dict[str, Callable[[nn.Module, Options], Strategy]] = {
     "naive": _naive,
     "flat": _flat,
     "overlap": _overlap,
-    "individual": _overlap,
+    "individual": _individual,
     "bucketed": _bucketed,
     "flashddp": _bucketed,
     "torch_ddp": _torch_ddp,

@@ -4,7 +4,6 @@ A transfer has a cost of its own besides that of its bytes, and small gradients 
 3.2.3).
 """
 
-import math
 from typing import Any
 
 import torch
@@ -56,8 +55,6 @@ class DDPBucketed(DDP):
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
-        if not 0 < bucket_size_mb < math.inf:
-            raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0 and finite")
         super().__init__(module, grad_dtype, bucket_size_mb)
 
     def _arrange(self) -> None:

@@ -85,11 +85,13 @@ def process_group(
     Where the others are is in the environment, as torchrun sets it, or in `where`: what `init_process_group` takes
     (init_method, rank, world_size). A collective that is not done within step_timeout_s ends the process (on a GPU) or
     raises CollectiveError. Raises it too where the others do not come within init_timeout_s. NCCL takes at most
-    nccl_max_ctas thread blocks of a GPU, unless the environment says so itself.
+    nccl_max_ctas thread blocks of a GPU; ValueError where the environment has another limit.
     """
     global _watchdog
-    if nccl_max_ctas is not None:
-        os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))  # read when the first group is made
+    if nccl_max_ctas is not None:  # NCCL reads it when it first connects, once a process
+        given = os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))
+        if given != str(nccl_max_ctas):
+            raise ValueError(f"nccl_max_ctas is {nccl_max_ctas}: NCCL_MAX_CTAS is {given!r} in the environment")
     # gloo beside NCCL carries Python objects, which would otherwise wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:

@@ -1,10 +1,12 @@
 """Data parallelism: every rank has the whole model and its own part of the batch, and gradients are averaged.
 
 From the plainest to the one that hides its communication: `NaiveDDP` sends each gradient by itself after the backward
-pass, `FlatDDP` all of them at once, `DDP` each one during the backward pass, as soon as it is there. `bucketed.py` has
-the one that sends several together. All leave the same gradients (Li et al. 2020, PyTorch Distributed, section 3).
+pass, `FlatDDP` all of them at once, `DDP` each one, or several, during the backward pass, as soon as they are there.
+`bucketed.py` has the one that keeps several in one tensor. All leave the same gradients (Li et al. 2020, PyTorch
+Distributed, section 3).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -72,11 +74,15 @@ class DDP(Strategy):
 
     With a bucket_size_mb (in 2^20 bytes) consecutive gradients of at most so much start together, as one collective of
     many tensors, each from where it is: fewer calls than of each by itself, and nothing is copied into a bucket.
+
+    Raises ValueError where bucket_size_mb is not above 0.
     """
 
     def __init__(
         self, module: nn.Module, grad_dtype: torch.dtype | None = None, bucket_size_mb: float | None = None
     ) -> None:
+        if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
+            raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0 and finite")
         super().__init__(module, grad_dtype)
         self._most_bytes = 0 if bucket_size_mb is None else bucket_size_mb * 2**20
         self._names = {p: name for name, p in module.named_parameters()}
@@ -92,12 +98,8 @@ class DDP(Strategy):
         """The names of the parameters whose gradients travel together, group by group as they are sent."""
         return [[self._names[p] for p in group] for group in self._groups]
 
-    def _group(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Which gradients travel together."""
-        return cut_into_buckets(order, self._most_bytes)
-
     def _arrange(self) -> None:
-        self._groups = self._group(self._order)
+        self._groups = cut_into_buckets(self._order, self._most_bytes)
         self._group_of = {p: i for i, group in enumerate(self._groups) for p in group}
         self._reset()
 

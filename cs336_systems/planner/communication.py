@@ -69,7 +69,7 @@ def num_calls(job: Job) -> int:
     sizes = [4 * s.vocab_size * d, *block * s.num_layers, 4 * d, 4 * s.vocab_size * d]
     if job.strategy == "flat":
         return 1
-    if job.bucket_size_mb is None or job.strategy == "naive":
+    if job.bucket_size_mb is None or job.strategy in ("naive", "individual"):
         return len(sizes)
     most, calls, filled = job.bucket_size_mb * MIB, 1, 0
     for size in reversed(sizes):

@@ -48,7 +48,7 @@ class Job:
     shard_optimizer: bool = False
     """ZeRO stage 1: each GPU keeps the optimizer's state of its part."""
     bucket_size_mb: float | None = None
-    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp)."""
+    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp; overlap: each)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients travel."""
     optimizer: bool = True

@@ -45,9 +45,9 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     if rest or train["gradient_accumulation_steps"] != 1:
         raise ValueError("no prediction for uneven batches and for accumulation")
     if not alone and parallel.get("nccl_max_ctas"):
-        raise ValueError("no prediction for fewer thread blocks than NCCL takes by itself")
-    # In rows of before that field, overlap took no notice of a size.
-    grouping = ("bucketed", "overlap") if "nccl_max_ctas" in parallel else ("bucketed",)
+        raise ValueError("no prediction for a limited number of NCCL's thread blocks")
+    if strategy == "overlap" and "nccl_max_ctas" not in parallel:
+        parallel["bucket_size_mb"] = None  # in rows of before that field it took no notice of a size
     return Job(
         shape=ModelConfig(**run["model"]).shape,
         batch_size=batch,
@@ -62,7 +62,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         strategy=strategy,
         world_size=world_size,
         shard_optimizer=parallel.get("shard_optimizer", False) and not alone,
-        bucket_size_mb=parallel["bucket_size_mb"] if strategy in grouping else None,
+        bucket_size_mb=None if alone else parallel["bucket_size_mb"],
         grad_dtype="same" if alone else parallel["grad_dtype"],
     )
 

@@ -16,16 +16,23 @@ def ddp_table(rows: Sequence[Row]) -> str:
 
 def _setting_table(rows: Sequence[Row]) -> str:
     last = {row.variant: row for row in rows}
+    beside: dict[str, Row | None] = {}  # what each is compared with: the row of the launch it was measured in
+    alone: dict[tuple[bool, bool], Row] = {}
+    for row in rows:
+        kind = "+graph" in row.variant, row.variant.endswith(" compiled")
+        if row.variant.startswith("alone"):
+            alone[kind] = row
+        beside[row.variant] = alone.get(kind)
     variants = list(dict.fromkeys(variant.removesuffix(" compiled") for variant in last))
 
     def cells(variant: str, how: str) -> tuple[str, str, str]:
-        by_itself = "alone+graph" if "+graph" in variant else "alone"
-        row, alone = last.get(variant + how), last.get(by_itself + how)
+        row = last.get(variant + how)
+        by_itself = beside.get(variant + how) or alone.get(("+graph" in variant, bool(how)))
         if row is None or row.status != "ok":
             return ("-" if row is None else OUTCOMES[row.status], "-", "-")
         fields, added = row_fields(row), "-"
-        if alone is not None and alone.status == "ok":
-            added = f"{row.metrics['step_ms']['p50'] / alone.metrics['step_ms']['p50'] - 1:+.1%}"
+        if by_itself is not None and by_itself.status == "ok":
+            added = f"{row.metrics['step_ms']['p50'] / by_itself.metrics['step_ms']['p50'] - 1:+.1%}"
         step, peak = (fields.number("metrics.step_ms.p50", ".1f"),
                       fields.number("metrics.peak_memory_bytes", ".1f", 2**30))  # fmt: skip
         return step, added, peak

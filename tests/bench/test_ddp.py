@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.bench import ranks
 from cs336_systems.bench.case import Row, append_row, read_rows
-from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure
+from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
 from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.bench.turns import slowest
 from cs336_systems.cli import main, make_report
@@ -101,6 +101,7 @@ def test_the_command_writes_where_it_is_told(
         (dict(devices=0), "devices is 0"),
         (dict(steps=0), "steps is 0"),
         (dict(rounds=0), "rounds is 0"),
+        (dict(nccl_max_ctas=0), "nccl_max_ctas is 0"),
         (dict(device="tpu"), "device is 'tpu'"),
     ],
     ids=str,
@@ -108,6 +109,14 @@ def test_the_command_writes_where_it_is_told(
 def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         DDPBench(**{"device": "cpu", **fields})
+
+
+def test_a_limit_of_thread_blocks_is_in_the_name_and_in_the_run_but_not_alone() -> None:
+    limited, alone = (DDPBench(variant=name, nccl_max_ctas=8, device="cpu") for name in ("overlap:100", ALONE))
+    assert name_of(limited) == "overlap:100+ctas8"
+    assert limited.run_config().parallel.nccl_max_ctas == 8
+    assert name_of(alone) == ALONE
+    assert alone.run_config().parallel.nccl_max_ctas is None
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -132,6 +141,10 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     assert "2 x NVIDIA H200" in table
     assert "| naive | 150.0 | +50.0% | 4.0 | 60.0 | +20.0% | 2.0 |" in table
     assert "| fsdp | out of memory | - | - | - | - | - |" in table
+    # A launch has an `alone` of its own, and what is before any is compared with the last.
+    launches = [row("flat", 300, 4), row("alone", 100, 3), row("naive", 150, 4), row("alone", 200, 3), row("a", 300, 4)]
+    table = rows_table(launches)
+    assert [line.split(" | ")[2] for line in table.splitlines()[4:]] == ["+50.0%", "+0.0%", "+50.0%", "+50.0%"]
 
 
 def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_run_out_of_memory() -> None:

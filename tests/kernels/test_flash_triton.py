@@ -17,7 +17,7 @@ class TestFlashTritonInterpreted(FlashKernelTests):
     function = flash_triton.FlashAttentionTriton
     dtypes = (torch.float32,)
     cases = QUICK_CASES
-    random_examples = 8
+    random_examples = 5
 
 
 @on_cpu_only

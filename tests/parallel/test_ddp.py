@@ -14,7 +14,8 @@ from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
 
 STEPS = 10
-OURS = ("naive", "flat", "overlap", "bucketed")
+OURS = ("naive", "flat", "individual", "overlap", "bucketed")
+"""overlap is told a size, so it sends several gradients in a call; individual is the same with one a call."""
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
@@ -51,9 +52,9 @@ def train_on_ranks(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("model", ["awkward", "transformer"])
-@pytest.mark.parametrize("name, size", [*((name, 0.002) for name in OURS), ("overlap", None)])
-def test_equals_one_process(name: str, size: float | None, model: str, world_size: int) -> None:
-    options = {"bucket_size_mb": size}
+@pytest.mark.parametrize("name", OURS)
+def test_equals_one_process(name: str, model: str, world_size: int) -> None:
+    options = {"bucket_size_mb": 0.002}
     states = run_ranks(train_on_ranks, world_size, name, model, options)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone(model, STEPS), rtol=1e-4, atol=1e-5)
@@ -201,10 +202,13 @@ def test_naive_and_flat_send_nothing_before_the_end() -> None:
 def test_several_are_sent_during_the_backward_pass_in_the_order_in_which_all_are_there(
     how: tuple[Any, ...],
 ) -> None:
+    parameters = len(list(build("transformer").parameters()))
     for first, *later in run_ranks(transfers_during_backward, 2, *how):
         assert first.index("end of backward") > 1
         for events in later:
             *gradients, end, _ = events
+            assert 1 < len(gradients) < parameters
+            assert any(" more" in what for what in gradients)
             assert end == "end of backward"
             assert "lm_head" in gradients[0]
             assert "token_embeddings" in gradients[-1] or "ln1" in gradients[-1] or "q_proj" in gradients[-1]
@@ -227,6 +231,23 @@ def gradients_are_views() -> None:
         strategy.finish_gradient_synchronization()
 
 
+def gradients_in_groups_stay_where_they_are() -> list[str]:
+    module = build("transformer")
+    strategy = DDP(module, bucket_size_mb=0.002)
+    mean_loss(strategy, batch_of(0)).backward()
+    before = {p: p.grad.data_ptr() for p in module.parameters() if p.grad is not None}
+    assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}) == len(before)
+    strategy.finish_gradient_synchronization()
+    assert before == {p: p.grad.data_ptr() for p in module.parameters() if p.grad is not None}
+    return [name for group in strategy.groups for name in group]
+
+
+def test_groups_copy_nothing_and_hold_every_parameter_once() -> None:
+    names = [name for name, _ in build("transformer").named_parameters()]
+    for found in run_ranks(gradients_in_groups_stay_where_they_are, 2):
+        assert sorted(found) == sorted(names)
+
+
 def test_gradients_are_views_of_their_buckets_and_stay_where_they_are() -> None:
     run_ranks(gradients_are_views, 2)
 
@@ -247,9 +268,10 @@ def test_buckets_are_of_one_type() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
-def test_a_bucket_size_that_is_none_is_refused(size: float) -> None:
+@pytest.mark.parametrize("cls", [DDP, DDPBucketed])
+def test_a_bucket_size_that_is_none_is_refused(cls: type[DDP], size: float) -> None:
     with pytest.raises(ValueError, match="bucket_size_mb is"):
-        DDPBucketed(nn.Linear(2, 2), size)
+        cls(nn.Linear(2, 2), bucket_size_mb=size)
 
 
 def backward_twice(name: str) -> str:

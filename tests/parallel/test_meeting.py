@@ -1,12 +1,16 @@
 """Ranks find those of their own start in a store that has seen others."""
 
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import permutations
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from cs336_systems.parallel import comm
 from cs336_systems.parallel.meeting import fresh_store
 
 TIMEOUT_S = 30.0
@@ -62,3 +66,15 @@ def test_one_without_a_first_rank_does_not_wait_for_ever(store: dist.TCPStore) -
 def test_one_rank_alone_meets_at_once(store: dist.TCPStore) -> None:
     fresh_store(store, 0, 1, timeout_s=0).set("a", "b")
     assert not store.check(["a"])
+
+
+def test_nccls_thread_blocks_are_limited_where_the_environment_has_no_other_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
+    with pytest.raises(ValueError, match=r"^nccl_max_ctas is 8: NCCL_MAX_CTAS is '4' in the environment"):
+        comm.process_group(torch.device("cpu"), nccl_max_ctas=8).__enter__()
+    monkeypatch.delenv("NCCL_MAX_CTAS")
+    where = dict(init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    with comm.process_group(torch.device("cpu"), nccl_max_ctas=8, **where):
+        assert os.environ["NCCL_MAX_CTAS"] == "8"

@@ -22,8 +22,8 @@ def rows(name: str) -> list[Any]:
     return [SimpleNamespace(**json.loads(line)) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
-LIMITED = [row for row in rows("ddp-groups") if "+ctas" in row.variant]  # NCCL took fewer thread blocks
-MEASURED = [row for row in [*rows("train-step"), *rows("ddp"), *rows("ddp-groups")] if row not in LIMITED]
+GROUPS = rows("ddp-groups")
+MEASURED = [row for row in [*rows("train-step"), *rows("ddp"), *GROUPS] if "+ctas" not in row.variant]
 NAMES = [f"{row.config['size']} {row.variant}" for row in MEASURED]
 
 
@@ -31,7 +31,9 @@ NAMES = [f"{row.config['size']} {row.variant}" for row in MEASURED]
 def test_peak_memory_within_one_per_cent_and_two_at_small(row: Any) -> None:
     found = error(compare(row).memory)
     assert found is not None
-    if row.variant in SUBTRACTED:
+    if row in GROUPS and row.variant in SUBTRACTED:
+        assert 0.01 < found < 0.025  # 0.3 GiB more than is measured, and why is not known
+    elif row.variant in SUBTRACTED:
         assert found > 0.01  # what is measured is too little; a new row may be met, then this is to go
     else:
         assert abs(found) < (0.02 if row.config["size"] == "small" else 0.01)
@@ -45,10 +47,29 @@ def test_step_time_within_twelve_per_cent_where_the_gpu_sets_the_pace(row: Any) 
     if row.variant == "naive+graph compiled":
         # 435 small all-reduces one after the other take 94 ms instead of 43: gaps between them, see docs/log.md.
         assert -0.35 < found < -0.25
+    elif (
+        row.variant == "alone+graph"
+    ):  # eager: 14 ms of 118 are missing, in what elementwise operations are said to take
+        assert -0.13 < found < -0.11
     elif "graph" in row.variant or large:
-        assert abs(found) < (0.12 if row.config["run"]["train"]["compile"] or large else 0.15)
+        assert abs(found) < 0.12
     else:
         assert found < 0  # the host takes longer
+
+
+@pytest.mark.parametrize("row", [row for row in GROUPS if "+ctas" in row.variant], ids=lambda row: row.variant)
+def test_nothing_is_predicted_with_fewer_thread_blocks(row: Any) -> None:
+    found = compare(row)
+    assert found.note == "no prediction for a limited number of NCCL's thread blocks"
+    assert (found.memory, found.seconds) == (None, None)
+
+
+def test_overlap_took_no_notice_of_a_size_before_it_sent_groups() -> None:
+    (old,) = [row for row in rows("ddp") if row.variant == "overlap"]
+    (new,) = [row for row in GROUPS if row.variant == "overlap:100"]
+    assert old.config["run"]["parallel"]["bucket_size_mb"] is not None
+    assert job_of(old).bucket_size_mb is None
+    assert job_of(new).bucket_size_mb == 100
 
 
 def test_every_row_is_shown_and_the_largest_error_is_said() -> None:

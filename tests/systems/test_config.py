@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cs336_systems.config import (
     SampleConfig,
     TrainConfig,
 )
+from cs336_systems.fields import without_groups
 from cs336_systems.model_config import MODEL_SIZES
 
 NAN, INF = math.nan, math.inf
@@ -342,3 +344,17 @@ def test_the_resolved_form_holds_nothing_that_json_does_not() -> None:
     written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert written["model"] == {**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"}
     assert written["data"]["tokenizer"] == "data/text/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "message, ours",
+    [
+        ("train.precision is 'x': 'fp16' with train.compile", "precision is 'x': 'fp16' with compile"),
+        ("model.attention is 'train.flash': no such", "kernel is 'train.flash': no such"),
+        ("path is 'a/data.npy'", "path is 'a/data.npy'"),
+        ("path is 'data.npy'", "path is 'data.npy'"),
+    ],
+)
+def test_fields_are_named_without_their_group_and_values_as_they_are(message: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(ours)}$"), without_groups({"model.attention": "kernel"}):
+        raise ValueError(message)

@@ -333,6 +333,7 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (dict(parallel=dict(devices=3)), "train.batch_size is 4: it must be divisible by .* 3 x 1"),
         (dict(parallel=dict(devices=2), train=dict(gradient_accumulation_steps=4)), "divisible by .* 2 x 4"),
         (dict(parallel=dict(bucket_size_mb=0.0)), "parallel.bucket_size_mb is 0.0"),
+        (dict(parallel=dict(nccl_max_ctas=0)), "parallel.nccl_max_ctas is 0"),
         (dict(parallel=dict(devices=2, strategy="none")), "parallel.strategy is 'none'"),
         (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is True"),
         (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),

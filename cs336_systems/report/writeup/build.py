@@ -113,11 +113,12 @@ def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile],
         rows = [row for row in file.rows if exhibit.keep(row)]
         if not rows:
             continue
-        parts += [text] if (text := exhibit.show(rows)) else []
+        shown = [text] if (text := exhibit.show(rows)) else []
         stem = out / PICTURES / (problem.name if number == 0 else f"{problem.name}-{number + 1}")
         for caption, picture in exhibit.draw(rows, file.path.parent, stem):
-            parts.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
-        parts.append(_source(file.path, rows, exhibit.command, out))
+            shown.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
+        if shown:
+            parts += [*shown, _source(file.path, rows, exhibit.command, out)]
     return parts or [f"Not measured yet; this measures it: `cs336 {exhibit.command}`."]
 
 

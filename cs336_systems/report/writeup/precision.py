@@ -94,7 +94,7 @@ def speedup_table(rows: Sequence[Row]) -> str:
          *(f"{row.metrics[f'{n}_speedup']:.2f}" for n in _SPEEDUPS)]
         for row in with_bf16_speedups(rows)
     ]  # fmt: skip
-    return markdown_table(header, lines, left=2) if lines else "No setting has been measured in both precisions."
+    return markdown_table(header, lines, left=2) if lines else ""
 
 
 def bf16_speed(e: Evidence) -> str | None:
