@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint clean
+.PHONY: help demo test test-gpu report lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -19,6 +19,10 @@ test: $(VENV)/.installed-dev ## run the CPU test suite (some minutes on 2 cores)
 test-gpu: $(VENV)/.installed-dev ## run the tests that need one CUDA GPU
 	$(BIN)/pytest -m gpu -n auto --maxprocesses 8
 	$(BIN)/pytest -m 'gpu and timing'
+
+report: $(VENV)/.installed-report ## answer the assignment's questions: with a GPU by measuring what is missing (hours), else from results/
+	@if nvidia-smi -L >/dev/null 2>&1; then set -x; $(BIN)/cs336 report writeup --measure --results runs/report/rows --out runs/report; \
+	else set -x; $(BIN)/cs336 report writeup --out runs/report; fi
 
 lint: $(VENV)/.installed-dev ## check style, formatting and types
 	$(BIN)/ruff check
@@ -41,6 +45,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY_INSTALL)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e . -c constraints.txt
 	touch $@
+
+$(VENV)/.installed-report: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(SAY_INSTALL)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[report]' -c constraints.txt
+	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY_INSTALL)

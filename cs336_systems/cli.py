@@ -214,17 +214,27 @@ def make_report(arguments: Sequence[str]) -> str:
     parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
     parser.add_argument("--results", type=str, default="results", help="With writeup: the folder of row files.")
     parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="With writeup: first measure what the folder has no rows of (a GPU, an hour or more; again, it goes on).",
+    )
+    parser.add_argument(
         "--out", type=str, default=None, help="The folder to write into (tables: runs/tables, writeup: runs/writeup)."
     )
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):
         accepted = "left out with writeup" if options.paths else f"given with {options.what}"
         raise ValueError(f"paths is {options.paths}: it must be {accepted}")
+    if options.measure and options.what != "writeup":
+        raise ValueError(f"measure is True: it must be left out with {options.what}")
     out = Path(options.out or f"runs/{options.what}")
     if options.what == "writeup":
         from .report.writeup.build import write_writeup
+        from .report.writeup.measure import measure_missing
 
-        return "\n".join(map(str, write_writeup(Path(options.results), out)))
+        failed = measure_missing(Path(options.results)) if options.measure else []
+        lines = [*write_writeup(Path(options.results), out), *(f"not measured, see above: {each}" for each in failed)]
+        return "\n".join(map(str, lines))
     from .bench.case import read_rows
     from .report.documents import update_document
     from .report.streams import plot_streams, streams_table

@@ -6,15 +6,26 @@ import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.memory_moments import MOMENTS
 from cs336_systems.cli import make_report
-from cs336_systems.report.writeup import additions, attention, build, claims, precision, profiling, several_gpus
+from cs336_systems.report.writeup import (
+    additions,
+    attention,
+    build,
+    claims,
+    measure,
+    precision,
+    profiling,
+    several_gpus,
+)
 from cs336_systems.report.writeup.build import HTML, MARKDOWN, NO_TYPST, PDF, RowFile, answer_of, document, find_rows
 from cs336_systems.report.writeup.claims import ClaimError, Evidence
 from cs336_systems.report.writeup.problems import PROBLEMS
@@ -432,3 +443,66 @@ def test_a_changed_row_changes_the_document(tmp_path: Path) -> None:
     (after,) = answer_of(problem, find_rows(tmp_path))
     assert f"takes {mean / 2:.3f} ms" in after
     assert after != before
+
+
+# Measuring
+
+
+def ran_commands(monkeypatch: pytest.MonkeyPatch, fails: str = "", stops: str = "") -> list[list[str]]:
+    """What is run from now on, in the place of measuring: each leaves a file; one fails, one is interrupted."""
+    found: list[list[str]] = []
+
+    def run(words: list[str], check: bool) -> Any:
+        found.append(words[3:])
+        out = Path(words[words.index("--out") + 1])
+        out.mkdir(exist_ok=True)
+        (out / "rows.jsonl").write_text("")
+        if stops and stops in words:
+            raise KeyboardInterrupt
+        return SimpleNamespace(returncode=1 if fails and fails in words else 0)
+
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    monkeypatch.setattr(measure, "gpu_count", lambda: 1)
+    return found
+
+
+def test_every_command_is_run_once_and_a_second_time_only_those_that_know_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = {exhibit.command for problem in PROBLEMS for exhibit in problem.exhibits}
+    found = ran_commands(monkeypatch, fails="ddp")
+    assert measure.measure_missing(tmp_path) == ["cs336 bench ddp --compile false true --rounds 3"]
+    assert len(found) == len(commands)
+    assert all(("--resume" in words) is (words[0] == "bench") for words in found)
+    assert (tmp_path / "profile-kernels/rows.jsonl").exists()
+    first = len(found)
+    measure.measure_missing(tmp_path)
+    assert {words[0] for words in found[first:]} == {"bench"}
+
+
+def test_a_profile_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ran_commands(monkeypatch, stops="kernels")
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure_missing(tmp_path)
+    assert not (tmp_path / "profile-kernels").exists()
+    found = ran_commands(monkeypatch)
+    measure.measure_missing(tmp_path)
+    assert any(words[:2] == ["profile", "kernels"] for words in found)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"profile-kernels", "profile-memory"}
+
+
+def test_rows_of_a_profile_are_found_where_it_writes_them(tmp_path: Path) -> None:
+    append_row(tmp_path / "profile-kernels/rows.jsonl", Row(case="profile-kernels", variant="v", config={}, env=ENV))
+    append_row(tmp_path / "profile-kernels/rows.jsonl", Row(case="other", variant="v", config={}, env=ENV))
+    ((case, files),) = find_rows(tmp_path).items()
+    assert (case, [len(file.rows) for file in files]) == ("profile-kernels", [1])
+
+
+def test_without_a_gpu_nothing_is_measured_and_with_others_than_a_writeup_neither(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"^measure is True: it needs a CUDA GPU"):
+        make_report(["writeup", "--measure", "--results", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"^measure is True: it must be left out with rows"):
+        make_report(["rows", "some.jsonl", "--measure"])

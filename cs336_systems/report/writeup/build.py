@@ -38,7 +38,8 @@ def find_rows(results: Path) -> dict[str, list[RowFile]]:
         raise ValueError(f"results is {str(results)!r}: it must be a folder with row files")
     found: dict[str, list[RowFile]] = {}
     for case in dict.fromkeys(exhibit.case for problem in PROBLEMS for exhibit in problem.exhibits):
-        for path in sorted(results.rglob(f"{case}.jsonl")):
+        # rows.jsonl is what `cs336 profile` writes.
+        for path in sorted([*results.rglob(f"{case}.jsonl"), *results.rglob("rows.jsonl")]):
             if rows := [row for row in read_rows(path) if row.case == case]:
                 found.setdefault(case, []).append(RowFile(path, rows))
     return found
