@@ -19,9 +19,7 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
     Raises ValueError where there is no GPU: what the problems ask for would take a CPU days.
     """
     if gpu_count() == 0:
-        raise ValueError(
-            "measure is True: it needs a CUDA GPU; without it rows that are there will do"
-        )
+        raise ValueError("measure is True: it needs a CUDA GPU; without it rows that are there will do")
     results.mkdir(parents=True, exist_ok=True)
     failed = []
     for command, case in {each.command: each.case for problem in problems for each in problem.exhibits}.items():
