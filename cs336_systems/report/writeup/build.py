@@ -39,7 +39,8 @@ def find_rows(results: Path) -> dict[str, list[RowFile]]:
     found: dict[str, list[RowFile]] = {}
     for case in dict.fromkeys(exhibit.case for problem in PROBLEMS for exhibit in problem.exhibits):
         # rows.jsonl is what `cs336 profile` writes.
-        for path in sorted([*results.rglob(f"{case}.jsonl"), *results.rglob("rows.jsonl")]):
+        paths = [*results.rglob(f"{case}.jsonl"), *results.rglob("rows.jsonl")]
+        for path in sorted(paths, key=lambda path: (len(path.parts), path)):
             if rows := [row for row in read_rows(path) if row.case == case]:
                 found.setdefault(case, []).append(RowFile(path, rows))
     return found

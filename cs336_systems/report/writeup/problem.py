@@ -47,7 +47,9 @@ class Exhibit:
             view = VIEWS[self.case]
             shown = view.derive(latest(rows, view.keys))
             for plot in (plot for plot in view.plots if plot.name in self.plots):
-                if any(plot.y.value(row) is not None for row in shown):
+                drawn = [point for row in shown for point in plot.each(row) if plot.y.value(point) is not None]
+                # A line of one point tells no more than the table.
+                if drawn and (plot.kind == "bar" or len({point.config.get(plot.x) for point in drawn}) > 1):
                     path = stem.with_name(f"{stem.name}-{self.case}-{plot.name}.png")
                     caption = f"{plot.y.name} by {plot.x.replace('_', ' ')}"
                     found += [(caption, file) for file in draw(plot, shown, path, view.keys)]
