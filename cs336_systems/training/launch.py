@@ -117,8 +117,15 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
 
 
 def check_devices(device: str, count: int) -> None:
-    """Raise ValueError where there are fewer GPUs than processes of this machine; `device` as in train.device."""
-    if select_device(device).type == "cuda" and count > torch.cuda.device_count():
+    """Raise ValueError where there are fewer GPUs than processes of this machine, or on a CPU far fewer cores.
+
+    device: as in train.device.
+    """
+    on_gpus = select_device(device).type == "cuda"
+    cores = os.cpu_count() or 1
+    if not on_gpus and count > (most := max(16, 4 * cores)):  # each takes half a GB, and all wait for the last
+        raise ValueError(f"parallel.devices is {count}: it must be at most {most} on a CPU of {cores} cores")
+    if on_gpus and count > torch.cuda.device_count():
         raise ValueError(
             f"parallel.devices is {count}: each process takes a CUDA device, and PyTorch sees "
             f"{torch.cuda.device_count()} here (train.device cpu needs none)"

@@ -99,6 +99,8 @@ def test_the_command_writes_where_it_is_told(
         (dict(variant="fsdp+zero1"), "shard_optimizer is True"),
         (dict(size="huge"), "size is 'huge'"),
         (dict(devices=0), "devices is 0"),
+        (dict(devices=100_000), r"devices is 100000: it must be at most \d+ on a CPU of \d+ cores"),
+        (dict(variant="overlap+graph"), r"variant is 'overlap\+graph': it must be without \+graph"),
         (dict(steps=0), "steps is 0"),
         (dict(rounds=0), "rounds is 0"),
         (dict(nccl_max_ctas=0), "nccl_max_ctas is 0"),

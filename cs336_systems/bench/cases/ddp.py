@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require_at_least, without_groups
+from ...fields import check_types, require, require_at_least, without_groups
 from ...hardware import select_device
 from ...training.launch import check_devices
 from ...training.loop import Trainer
@@ -85,6 +85,8 @@ class DDPBench:
             self.run_config()
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
+        recorded = "graph" in self.variant.split("+")
+        require(self.device == "cuda" or not recorded, "variant", self.variant, "without +graph where there is no GPU")
 
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for a variant that is none."""
