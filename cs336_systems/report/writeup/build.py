@@ -120,7 +120,9 @@ def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile],
         for caption, picture in exhibit.draw(rows, file.path.parent, stem):
             shown.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
         if shown:
-            parts += [*shown, _source(file.path, rows, exhibit.command, out)]
+            # Rows of a file beside that of the command are of other settings, which stand above their table.
+            command = exhibit.command if number == 0 else " ".join([*exhibit.command.split()[:2], "..."])
+            parts += [*shown, _source(file.path, rows, command, out)]
     return parts or [f"Not measured yet; this measures it: `cs336 {exhibit.command}`."]
 
 
