@@ -50,7 +50,7 @@ def test_groups_keep_inputs_for_blocks() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", ["none", "groups_3"])
 def test_on_a_gpu_the_allocator_holds_what_is_counted(policy: str, precision: str) -> None:
-    # With fewer tokens than d_model gradients of weights, which are not counted, are more than those of activations.
+    # So many tokens that the gradient of a weight, which is not counted, is less than that of an activation.
     how = dict(size="small", context_length=512, attention="flash_triton", precision=precision, device="cuda", warmup=1)
     _, metrics = measured(policy, **how)
     assert metrics["held_bytes"] == pytest.approx(metrics["predicted_held_bytes"], rel=0.02)

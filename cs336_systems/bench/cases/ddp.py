@@ -82,11 +82,11 @@ class DDPBench:
         check_types(self, "")
         require_at_least(self, "", 1, "devices", "batch_size", "warmup", "steps", "rounds", "nccl_max_ctas")
         with without_groups():
-            self.run_config()
+            run = self.run_config()
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        recorded = "graph" in self.variant.split("+")
-        require(self.device == "cuda" or not recorded, "variant", self.variant, "without +graph where there is no GPU")
+        is_possible = self.device == "cuda" or not run.train.cuda_graph
+        require(is_possible, "variant", self.variant, "without +graph where there is no GPU")
 
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for a variant that is none."""
