@@ -1,5 +1,6 @@
 """Rows of what was tried: measured, out of memory, or failed."""
 
+import contextlib
 import functools
 import gc
 import re
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..hardware import gpu_state
+from ..hardware import gpu_state, use_device
 from .case import Row
 from .sweep import as_json
 
@@ -27,6 +28,9 @@ def each(
 
     def rows(configs: Sequence[Any]) -> Iterable[Row]:
         for config in configs:
+            if str(getattr(config, "device", "")).startswith("cuda"):
+                with contextlib.suppress(Exception):  # measuring it says what is wrong
+                    use_device(config.device)  # in a process of its own nobody has: its state before is asked for next
             yield attempt(case, variant(config), as_json(config), functools.partial(measure, config))
             free_memory()
 

@@ -20,7 +20,7 @@ import torch
 from ..parallel import comm
 from ..training.launch import one_of_several, run_processes, use_device_of_rank
 from .case import Row, append_row, read_rows
-from .outcome import failed
+from .outcome import current_gpu_state, failed, with_gpu_states
 from .sweep import as_json, is_of
 from .worker import SCRATCH
 
@@ -97,9 +97,12 @@ def write_rows(module: str, folder: Path, device: torch.device | None = None) ->
         if comm.rank() == 0:
             (folder / _AT_WORK).write_text(str(configs.index(config)))
 
+    before = current_gpu_state()
     for row in case.measure_on_rank(configs, device, at_work):
+        after = current_gpu_state()
         if comm.rank() == 0:
-            append_row(folder / _ROWS, row)
+            append_row(folder / _ROWS, with_gpu_states(row, before, after))
+        before = after
 
 
 def main() -> None:

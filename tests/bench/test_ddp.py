@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cs336_systems.bench import ranks
 from cs336_systems.bench.case import Row, append_row, read_rows
@@ -111,6 +113,19 @@ def test_the_command_writes_where_it_is_told(
 def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         DDPBench(**{"device": "cpu", **fields})
+
+
+def test_rows_of_ranks_have_the_states_of_the_first_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    states = [{"sm_mhz": number} for number in (1, 2, 3)]
+    monkeypatch.setattr(ranks, "current_gpu_state", lambda: states.pop(0))
+    rows = [Row(case="ddp", variant=name, config={}) for name in "ab"]
+    module = SimpleNamespace(CASE=SimpleNamespace(config=dict), measure_on_rank=lambda *_: iter(rows))
+    monkeypatch.setattr(ranks, "import_module", lambda name: module)
+    (tmp_path / ranks._CONFIGS).write_text("[]")
+    ranks.write_rows("module", tmp_path, torch.device("cpu"))
+    first, second = read_rows(tmp_path / ranks._ROWS)
+    assert (first.env["gpu_before"], first.env["gpu_after"]) == ({"sm_mhz": 1}, {"sm_mhz": 2})
+    assert (second.env["gpu_before"], second.env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
 
 
 def test_a_limit_of_thread_blocks_is_in_the_name_and_in_the_run_but_not_alone() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,17 @@ def test_a_row_has_the_state_of_its_gpu_before_and_after_also_where_it_was_not_b
     assert "gpu_before" not in rows[0].env
     assert rows[0].env["gpu_after"] == {"sm_mhz": 1}
     assert (rows[1].env["gpu_before"], rows[1].env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
+
+
+def test_a_gpu_is_begun_before_its_state_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(outcome, "use_device", events.append)
+    monkeypatch.setattr(outcome, "current_gpu_state", lambda: events.append("state") or {})
+    configs = [SimpleNamespace(device=device) for device in ("cuda:1", "cpu")]
+    measure = outcome.each("case", lambda config: "v", lambda config: events.append("measured") or ({}, {}))
+    monkeypatch.setattr(outcome, "as_json", lambda config: {})
+    assert [row.status for row in measure(configs)] == ["ok", "ok"]
+    assert events == ["cuda:1", "state", "measured", "state", "state", "measured", "state"]
 
 
 def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> None:
