@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.bench import ranks
 from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.cases import ddp
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
 from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.bench.turns import slowest
@@ -96,8 +97,20 @@ def test_the_command_writes_where_it_is_told(
     "fields, message",
     [
         (dict(variant="bucketed:x"), "variant is 'bucketed:x'"),
-        (dict(variant="naive+fast"), "variant is 'naive.fast'"),
-        (dict(variant="bogus"), "strategy is 'bogus'"),
+        (dict(variant="overlap:"), "variant is 'overlap:'"),
+        (
+            dict(variant="naive:5"),
+            "variant is 'naive:5': it must be .* but not after alone, naive, flat, .*, torch_fsdp;",
+        ),
+        (dict(variant="alone:5"), "variant is 'alone:5'"),
+        (dict(variant="alone+zero1"), r"variant is 'alone\+zero1'"),
+        (dict(variant="naive+fast"), r"variant is 'naive\+fast': .* then any of \+zero1, \+bf16, \+graph, once$"),
+        (dict(variant="overlap+"), r"variant is 'overlap\+'"),
+        (dict(variant="overlap+bf16+bf16"), r"variant is 'overlap\+bf16\+bf16'"),
+        (dict(variant="bogus"), "variant is 'bogus': it must be alone or one of naive, flat, overlap, .*, torch_fsdp;"),
+        (dict(variant="none"), "variant is 'none'"),
+        (dict(variant="auto"), "variant is 'auto'"),
+        (dict(variant=""), "variant is ''"),
         (dict(variant="fsdp+zero1"), "shard_optimizer is True"),
         (dict(size="huge"), "size is 'huge'"),
         (dict(devices=0), "devices is 0"),
@@ -106,6 +119,7 @@ def test_the_command_writes_where_it_is_told(
         (dict(steps=0), "steps is 0"),
         (dict(rounds=0), "rounds is 0"),
         (dict(nccl_max_ctas=0), "nccl_max_ctas is 0"),
+        (dict(nccl_max_ctas=8), "nccl_max_ctas is 8: it must be left out with device 'cpu'"),
         (dict(device="tpu"), "device is 'tpu'"),
     ],
     ids=str,
@@ -128,8 +142,10 @@ def test_rows_of_ranks_have_the_states_of_the_first_ranks_gpu(monkeypatch: pytes
     assert (second.env["gpu_before"], second.env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
 
 
-def test_a_limit_of_thread_blocks_is_in_the_name_and_in_the_run_but_not_alone() -> None:
-    limited, alone = (DDPBench(variant=name, nccl_max_ctas=8, device="cpu") for name in ("overlap:100", ALONE))
+def test_a_limit_of_thread_blocks_is_in_the_name_and_in_the_run_but_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "check_devices", lambda device, devices: None)
+    monkeypatch.setattr(ddp, "select_device", torch.device)
+    limited, alone = (DDPBench(variant=name, nccl_max_ctas=8, device="cuda") for name in ("overlap:100", ALONE))
     assert name_of(limited) == "overlap:100+ctas8"
     assert limited.run_config().parallel.nccl_max_ctas == 8
     assert name_of(alone) == ALONE

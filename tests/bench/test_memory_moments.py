@@ -140,7 +140,7 @@ def test_savings_are_beside_the_first_variant() -> None:
     "fields, message",
     [
         (dict(compile=True), "compile is True: it must be false on a CPU"),
-        (dict(variant="overlap+graph"), "variant is 'overlap.graph': it must be one without .graph"),
+        (dict(variant="overlap+graph"), r"variant is 'overlap\+graph': .* then any of \+zero1, \+bf16, once$"),
         (dict(rounds=2), "rounds is 2"),
         (dict(warmup=1), "warmup is 1: it must be at least 2"),
         (dict(traces="x"), "traces is 'x'"),
@@ -148,7 +148,7 @@ def test_savings_are_beside_the_first_variant() -> None:
     ids=str,
 )
 def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^({message}|train.cuda_graph|cuda_graph)"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         MemoryBench(device="cpu", **fields)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -27,6 +27,7 @@ from ..turns import measure_in_turns
 from ..workload import Workload
 
 ALONE = "alone"
+WITHOUT_BUCKETS = ("naive", "flat", "individual", "fsdp", "torch_fsdp")
 VARIANTS = (
     ALONE,
     "naive",
@@ -85,18 +86,14 @@ class DDPBench:
             run = self.run_config()
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        is_possible = self.device == "cuda" or not run.train.cuda_graph
-        require(is_possible, "variant", self.variant, "without +graph where there is no GPU")
+        on_gpu = self.device == "cuda"
+        require(on_gpu or not run.train.cuda_graph, "variant", self.variant, "without +graph where there is no GPU")
+        ctas = self.nccl_max_ctas
+        require(on_gpu or ctas is None, "nccl_max_ctas", ctas, "left out with device 'cpu', where NCCL does not send")
 
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for a variant that is none."""
-        strategy, _, options = self.variant.partition("+")
-        name, _, bucket = strategy.partition(":")
-        chosen = set(options.split("+")) - {""}
-        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?|", bucket) or not chosen <= {"zero1", "bf16", "graph"}:
-            raise ValueError(
-                f"variant is {self.variant!r}: it must be alone or STRATEGY[:BUCKET_MB], with +zero1, +bf16 or +graph"
-            )
+        name, bucket, chosen = self._parts()
         parallel: dict[str, Any] = {}
         if name != ALONE:
             parallel = dict(devices=self.devices, strategy=name, shard_optimizer="zero1" in chosen)
@@ -116,6 +113,31 @@ class DDPBench:
             ),
             parallel=ParallelConfig(**parallel),
         )
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What may follow the strategy of a variant."""
+        return ("zero1", "bf16", "graph")
+
+    def _parts(self) -> tuple[str, str | None, list[str]]:
+        """The strategy, the size of its buckets and what follows; no part of a variant's name is without meaning."""
+        parts = re.fullmatch(r"(\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
+        name, bucket, options = parts.groups() if parts else ("", None, "")
+        chosen = options.split("+")[1:]
+        strategies = [s for s in get_args(get_type_hints(ParallelConfig)["strategy"]) if s not in ("auto", "none")]
+        accepted = set(self.options) if name != ALONE else set(self.options) & {"graph"}
+        in_buckets = name not in (ALONE, *WITHOUT_BUCKETS)
+        if (
+            name not in (ALONE, *strategies)
+            or not (in_buckets or bucket is None)
+            or not (set(chosen) <= accepted and len(set(chosen)) == len(chosen))
+        ):
+            raise ValueError(
+                f"variant is {self.variant!r}: it must be {ALONE} or one of "
+                f"{', '.join(strategies)}; then :BUCKET_MB, but not after {', '.join((ALONE, *WITHOUT_BUCKETS))}; then "
+                f"any of +{', +'.join(self.options)}, once"
+            )
+        return name, bucket, chosen
 
     def workload(self) -> Workload:
         """The model. Raises ValueError for one that there is not."""

@@ -34,10 +34,13 @@ class MemoryBench(DDPBench):
         require_at_least(self, "", 2, "warmup")
         on_gpu = self.device == "cuda"
         require(on_gpu or not self.compile, "compile", self.compile, "false on a CPU, where operators are counted")
-        # A graph's memory is a pool of its own, and its forward pass calls no hooks.
-        require("+graph" not in self.variant, "variant", self.variant, "one without +graph")
         require(self.rounds == 1, "rounds", self.rounds, "1")
         require(self.traces == "", "traces", self.traces, "left out, see the cases ddp and overlap-trace")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What may follow the strategy: no +graph, whose memory is a pool of its own, and which calls no hooks."""
+        return ("zero1", "bf16")
 
 
 def measure_on_rank(
