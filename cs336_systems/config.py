@@ -110,6 +110,9 @@ class TrainConfig:
 
     max_steps: int = 1000
     """Optimizer steps in all."""
+    max_minutes: float | None = None
+    """Stop after the step in which so much time since the start is over, as if it were the last: validate, save, sample
+    (default: only max_steps counts). The schedule of the learning rate is that of max_steps all the same."""
     batch_size: int = 32
     """Sequences an optimizer step, over all micro-batches and processes."""
     gradient_accumulation_steps: int = 1
@@ -152,6 +155,8 @@ class TrainConfig:
             self, "train", 1, "max_steps", "batch_size", "gradient_accumulation_steps", "validation_sequences"
         )
         require_at_least(self, "train", 0, "validation_interval")
+        minutes = self.max_minutes
+        require(minutes is None or 0 < minutes < 1e6, "train.max_minutes", minutes, "above 0 and below 1e6")
         require_at_least(self, "train", 1, "loss_chunk_tokens")
         require(
             self.weight_dtype == "fp32" or self.precision == "bf16",

@@ -54,7 +54,7 @@ class RunResult:
     loss_curve: str
     step: int
     interrupted: str | None
-    """Name of the signal that stopped the run before its last step, or None."""
+    """Name of the signal that stopped the run before its last step, or None; None too where its time was up."""
     train_loss: float | None
     valid_loss: float | None
     unigram_entropy: float
@@ -105,7 +105,7 @@ class Run:
         self.saver: AsyncSaver | None = None
 
     def run(self) -> str | None:
-        """Train to the last step, or to a signal, whose name is returned; then save."""
+        """Train to the last step, to train.max_minutes, or to a signal, whose name is returned; then save."""
         position, max_steps = self.trainer.position, self.config.train.max_steps
         self._describe()
         with contextlib.ExitStack() as stack:
@@ -122,6 +122,9 @@ class Run:
                 if position.step == self.first_step:
                     stack.enter_context(objects_set_aside())
             interrupted = self._stopped_by(stop) if position.step < max_steps else None
+            if interrupted is None and position.step < max_steps:
+                minutes = self.config.train.max_minutes
+                logger.info("time is up: train.max_minutes %g, at step %d of %d", minutes, position.step, max_steps)
             if interrupted is None and (self.validated is None or self.validated[0] != position.step):
                 self._validate()
             if self.saved_step != position.step:
@@ -131,6 +134,10 @@ class Run:
     def _is_to_stop(self, stop: StopRequest) -> bool:
         # Several ranks agree in a step, one alone can stop wherever it is asked to.
         return self.trainer.stopping or (comm.world_size() == 1 and stop.wanted())
+
+    def _time_is_up(self) -> bool:
+        minutes = self.config.train.max_minutes
+        return minutes is not None and time.perf_counter() - self.started >= 60 * minutes
 
     def _stopped_by(self, stop: StopRequest) -> str | None:
         """The signal that stopped the run, on whichever rank it came first."""
@@ -171,7 +178,7 @@ class Run:
             self.progress.update(row)
 
     def _step(self, stop: StopRequest) -> None:
-        row = self.trainer.train_step(stop.wanted)
+        row = self.trainer.train_step(lambda: stop.wanted() or self._time_is_up())
         if self.startup_s is None:
             self.startup_s = time.perf_counter() - self.started
         self.rows.append(row)

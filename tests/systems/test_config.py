@@ -122,6 +122,7 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     *_cases("train", "max_steps batch_size gradient_accumulation_steps validation_sequences", (0, -1, NAN), AT_LEAST_1),
     *_cases("train", "validation_interval", (-1, NAN), AT_LEAST_0),
     *_cases("train", "max_grad_norm", (0.0, -1.0, NAN), ABOVE_0),
+    *_cases("train", "max_minutes", (0.0, -1.0, NAN, INF), ABOVE_0),
     # NumPy refuses a negative one for random tokens, and for stories -1 would silently be the same text as 1.
     ("data", "seed", -1, AT_LEAST_0),
     ("train", "seed", -1, AT_LEAST_0),

@@ -688,6 +688,18 @@ def test_a_signal_during_the_last_step_is_no_interruption(tmp_path: Path) -> Non
     assert result.valid_loss is not None
 
 
+def test_a_run_whose_time_is_up_ends_like_a_finished_one_and_can_go_on(tmp_path: Path, finished: RunConfig) -> None:
+    short = dataclasses.replace(finished.train, max_minutes=1e-9)
+    config = dataclasses.replace(finished, run_dir=str(tmp_path / "run"), train=short)
+    result = train(config)
+    assert (result.step, result.interrupted) == (1, None)
+    assert result.valid_loss is not None
+    assert checkpoint_names(config) == [checkpoint_name(1)]
+    train(resumed(config, train=finished.train))
+    assert_same_tensors(end_of(config).tensors, end_of(finished).tensors)
+    assert loss_rows(config) == loss_rows(finished)
+
+
 # Real processes and real signals
 
 LONG = dict(max_steps=200, batch_size=8, gradient_accumulation_steps=4, validation_interval=0)
