@@ -281,8 +281,15 @@ def _plan(arguments: Sequence[str]) -> int:
     return plan(arguments)
 
 
+def _speedrun(arguments: Sequence[str]) -> int:
+    from .speedrun_command import speedrun
+
+    return speedrun(arguments, lambda words: parse_run_config(words)[0], _train)
+
+
 _COMMANDS = {
     "train": (_train, "text in, trained language model out"),
+    "speedrun": (_speedrun, "as much model as the time and the cards allow"),
     "generate": (_generate, "sample from a trained model"),
     "export": (_export, "write a trained model as a Hugging Face folder"),
     "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),

@@ -1,0 +1,198 @@
+"""Which model to train in a given time: sizes, the loss to expect of each, its batch and its learning rate.
+
+Arithmetic with published laws; how fast a size trains is asked of whoever measures it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from cs336_basics.shape import ModelShape
+
+from ..accounting import num_parameters, training_flops
+from ..model_config import MODEL_SIZES
+
+# From what a CPU trains in a minute to what fills a card: heads of 32 or 64, feed-forward layers of about 8/3 d_model,
+# as SwiGLU is used (Shazeer 2020), and then the named sizes.
+SIZES: dict[str, dict[str, int]] = {
+    "nano": dict(d_model=128, d_ff=384, num_layers=4, num_heads=4),
+    "micro": dict(d_model=256, d_ff=704, num_layers=6, num_heads=4),
+    "mini": dict(d_model=384, d_ff=1024, num_layers=8, num_heads=6),
+    "base": dict(d_model=512, d_ff=1408, num_layers=10, num_heads=8),
+    "mid": dict(d_model=768, d_ff=2048, num_layers=10, num_heads=12),
+    **{name: MODEL_SIZES[name] for name in ("small", "medium", "large", "xl", "2.7B")},
+}
+TOKENS_A_PARAMETER = 20
+MOST_EPOCHS = 16  # after which another pass over the text is worth a third of the first, and a model learns it by heart
+_LEAST_GAIN = 0.01  # in nats, for which a larger size is worth its trial
+_FIRST_SEQUENCES = 8  # a GPU's, as long as nothing is known of how fast it is
+_LARGEST_LR = 3e-3
+
+
+def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
+    """E + A / N^a + B / D^b: the loss of N parameters after D tokens (Hoffmann et al. 2022, approach 3).
+
+    With the constants of Besiroglu et al. 2024, who fitted it anew. Of a text of U tokens that is read several times
+    both N and D are worth less than they are (Muennighoff et al. 2023): D counts as U + U R (1 - exp(-r / R)) with
+    R = 15.4, r being how often U is repeated after the first time; N likewise, with R = 5.3, where it is above the
+    number of parameters that U is for. The constants are of web text: of another one the loss says which of two models
+    will be better, not how good they are.
+    """
+    tokens = _worth(tokens, unique_tokens, 15.4)
+    parameters = _worth(parameters, unique_tokens / TOKENS_A_PARAMETER, 5.3)
+    return 1.8172 + 482.01 / parameters**0.3478 + 2085.43 / tokens**0.3658
+
+
+def _worth(amount: float, unique: float, decay: float) -> float:
+    """The amount, and of what is above `unique` ever less: an exponential saturation."""
+    if amount <= unique:
+        return amount
+    return unique - unique * decay * math.expm1(-(amount / unique - 1) / decay)
+
+
+def batch_tokens(flops: float) -> float:
+    """Tokens a step, 0.2920 C^0.3271, of a run of C operations (Bi et al. 2024, DeepSeek LLM; from 1e17 on)."""
+    return 0.2920 * flops**0.3271
+
+
+def learning_rate(flops: float) -> float:
+    """Largest learning rate, 0.3118 C^-0.1250, of a run of C operations (as `batch_tokens`); at most 3e-3."""
+    return min(_LARGEST_LR, 0.3118 * flops**-0.1250)
+
+
+class TrialFailed(RuntimeError):
+    """A trial that did not work, for another reason than memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is to be timed: a size, its batch and its kernel."""
+
+    size: str
+    kernel: str
+    sequences: int
+    """Of a step, a GPU."""
+    micro_batches: int = 1
+    """In which they go through the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How fast a trial went."""
+
+    step_s: float
+    startup_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A trial that worked, and what a run of it comes to."""
+
+    trial: Trial
+    timing: Timing
+    shape: ModelShape
+    tokens: float
+    """That the run would train on."""
+    loss: float
+    """What `expected_loss` says of that."""
+
+    @property
+    def flops(self) -> float:
+        """Operations of the run."""
+        return run_flops(self.shape, self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is searched: what there is to choose from, and how long, or on how many tokens, the run is to train."""
+
+    shapes: Mapping[str, ModelShape]
+    """By name, smallest first."""
+    kernels: tuple[str, ...]
+    devices: int
+    unique_tokens: int
+    """Of the training text."""
+    seconds: float | None = None
+    """Time of the run's steps, which makes at most MOST_EPOCHS passes; None where `tokens` is given."""
+    tokens: float | None = None
+    """That the run trains on."""
+    most_sequences: Callable[[ModelShape], int]
+    """How many a GPU has room for at once, 0 if not even for one."""
+    measure: Callable[[Trial], Timing | None]
+    """Times a trial; None where memory does not do. Raises TrialFailed for anything else."""
+    is_time_left: Callable[[], bool]
+    """Whether to go on looking."""
+
+
+def run_flops(shape: ModelShape, tokens: float) -> float:
+    """Matrix-product operations of training on so many tokens."""
+    return training_flops(shape, 1, shape.context_length) * tokens / shape.context_length
+
+
+def search(task: Task) -> Iterator[Candidate]:
+    """Candidates as they are found, the one to train last.
+
+    From the smallest size on, as long as the loss to expect gets lower; then the kernels of the best. With a number of
+    tokens the size is the largest that has `TOKENS_A_PARAMETER` a parameter (or the smallest there is).
+    Raises RuntimeError where not even the smallest works.
+    """
+    best: Candidate | None = None
+    for size in _sizes(task):
+        found = _try(task, size, task.kernels[0], None if best is None else best.flops)
+        if found is None:  # a larger one needs more memory still
+            break
+        yield found
+        if best is not None and found.loss > best.loss - _LEAST_GAIN:
+            break
+        best = found
+        if not task.is_time_left():
+            break
+    if best is None:
+        raise RuntimeError("no model of any size could be trained here; the reasons stand above")
+    of_best = [
+        found
+        for kernel in task.kernels
+        if (found := _try(task, best.trial.size, kernel, best.flops, known=best)) is not None
+    ]
+    yield from (found for found in of_best if found is not best)
+    yield min(of_best or [best], key=lambda found: found.timing.step_s / found.trial.sequences)
+
+
+def _sizes(task: Task) -> list[str]:
+    """The sizes to try, in turn; with a number of tokens only the one that it is for."""
+    if task.tokens is None:
+        return list(task.shapes)
+    for name, shape in reversed(list(task.shapes.items())):
+        if TOKENS_A_PARAMETER * num_parameters(shape) <= task.tokens and task.most_sequences(shape):
+            return [name]
+    return list(task.shapes)[:1]
+
+
+def _try(task: Task, size: str, kernel: str, flops: float | None, known: Candidate | None = None) -> Candidate | None:
+    """The size with the batch of a run of so many operations; where memory is short, in ever smaller pieces."""
+    shape = task.shapes[size]
+    most = task.most_sequences(shape)
+    if task.tokens is not None:
+        flops = run_flops(shape, task.tokens)
+    sequences = _FIRST_SEQUENCES if flops is None else batch_tokens(flops) / shape.context_length / task.devices
+    whole = 2 ** max(0, round(math.log2(sequences)))
+    at_once = min(whole, 2 ** int(math.log2(most))) if most else 0
+    while at_once:
+        trial = Trial(size=size, kernel=kernel, sequences=whole, micro_batches=whole // at_once)
+        if known is not None and trial == known.trial:
+            return known
+        try:
+            timing = task.measure(trial)
+        except TrialFailed:
+            return None
+        if timing is not None:
+            rate = whole * task.devices * shape.context_length / timing.step_s
+            tokens = task.tokens
+            if task.seconds is not None:
+                tokens = min(task.seconds * rate, MOST_EPOCHS * task.unique_tokens)
+            assert tokens is not None
+            loss = expected_loss(num_parameters(shape), tokens, task.unique_tokens)
+            return Candidate(trial=trial, timing=timing, shape=shape, tokens=tokens, loss=loss)
+        at_once //= 2
+    return None

@@ -1,0 +1,75 @@
+"""Some steps of any run, timed in processes of its own: what does not fit, or crashes, takes nothing else with it."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..bench.case import Row
+from ..bench.outcome import measured
+from ..bench.ranks import launched
+from ..bench.sweep import Case, as_json
+from ..bench.turns import measure_in_turns
+from ..config import RunConfig
+from .choice import Timing, Trial, TrialFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """A run whose steps are timed, on random weights and tokens."""
+
+    name: str
+    run: str
+    """Its configuration, as JSON."""
+    devices: int
+    device: str
+    """cpu or cuda."""
+    warmup: int
+    steps: int
+    rounds: int = 1
+    is_alone: bool = False
+
+    def run_config(self) -> RunConfig:
+        """The run."""
+        return RunConfig.from_dict(json.loads(self.run))
+
+
+def measure_on_rank(
+    configs: Sequence[StepTimes], device: torch.device, at_work: Callable[[StepTimes], None]
+) -> Iterator[Row]:
+    """Time each, together with the other ranks."""
+    for config, metrics in measure_in_turns(configs, device, at_work):
+        yield measured("speedrun", config.name, as_json(config), {}, metrics)
+
+
+CASE = Case(
+    name="speedrun",
+    about="Some steps of a run.",
+    module=__name__,
+    config=StepTimes,
+    variant=lambda config: config.name,
+    measure=launched(__name__),
+)
+
+
+def time_trial(trial: Trial, run: RunConfig, device: str, tell: Callable[[Row], None]) -> Timing | None:
+    """The times of a trial's run on `device`, cpu or cuda; None where memory does not do. `tell` gets its row.
+
+    Raises TrialFailed for what else goes wrong.
+    """
+    warmup, steps = (3, 10) if device == "cuda" else (1, 3)
+    config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
+                       devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
+    (row,) = CASE.measure([config])
+    tell(row)
+    if row.status == "error":
+        raise TrialFailed(row.error)
+    if row.status == "oom":
+        return None
+    metrics = row.metrics
+    return Timing(
+        step_s=metrics["step_ms"]["p50"] / 1e3,
+        startup_s=metrics["startup_s"],
+        peak_memory_bytes=metrics["peak_memory_bytes"],
+    )

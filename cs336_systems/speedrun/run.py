@@ -1,0 +1,269 @@
+"""One speedrun up to its training: data, the search, the configuration, and the commands that train it."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_basics.data import write_json
+from cs336_basics.shape import ModelShape
+
+from ..accounting import num_parameters
+from ..bench.case import Row, append_row, check_row_file
+from ..config import RunConfig
+from ..console import say
+from ..fields import require
+from ..hardware import check_precision, gpu_count, gpu_name, memory_bytes, select_device
+from ..planner.memory import largest_batch
+from ..planner.rows import training_job
+from ..training.launch import check_devices
+from ..training.prepare import prepare_data
+from .choice import MOST_EPOCHS, SIZES, Candidate, Task, Timing, Trial, TrialFailed, learning_rate, search
+from .measure import time_trial
+
+_SHAPE = ("model.size", "model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
+# By source: words of the tokenizer, and how the sample at the end begins.
+_VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
+_PROMPTS = {"tinystories": "Once upon a time", "stories": "One day"}
+_GIVEN = "given"  # the name of a size that is on the command line, field by field
+_SEARCH_SHARE = 0.2  # of the time, after which no larger size is tried
+_STEPS_SHARE = 0.93  # of what is left: the rest is for validations, a checkpoint and the sample
+_VALIDATIONS = 10
+_MEMORY_SHARE = 0.85  # of a card's, or half of a machine's: for the planner does not count what an allocator wastes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How steps are computed on a device."""
+
+    precision: str
+    compile: bool
+    cuda_graph: bool
+
+
+class Speedrun:
+    """One search, and what comes of it.
+
+    make_config: the run of arguments of `cs336 train`, with those that a person has given, whose names are `given`.
+    Exactly one of minutes, for the search and the training together, and epochs, passes over the text, is a number.
+    Raises ValueError naming what is wrong.
+    """
+
+    def __init__(
+        self,
+        make_config: Callable[[Sequence[str]], RunConfig],
+        given: Set[str],
+        *,
+        minutes: float | None,
+        epochs: float | None = None,
+        size: str | None = None,
+        devices: int | None = None,
+        out: str | None = None,
+    ) -> None:
+        self.make_config, self.minutes, self.epochs = make_config, minutes, epochs
+        require(size in (None, *SIZES), "size", size, f"one of {', '.join(SIZES)}")
+        own_shape = sorted(given & set(_SHAPE))
+        if own_shape and size is not None:
+            raise ValueError(f"size is {size!r}: it must be left out where {own_shape[0]} is given")
+        self.sizes = [_GIVEN] if own_shape else [size] if size else list(SIZES)
+        self.folder = Path(out or "runs", f"speedrun-{datetime.now():%Y%m%d-%H%M%S}")
+        self.rows = self.folder / "rows.jsonl"
+        self.fields: dict[str, Any] = {
+            "run_dir": str(self.folder / "run"),
+            "data.source": "tinystories",
+            "optimizer.implementation": "torch_fused",
+            "checkpoint.keep_last": 2,
+        }
+        if out is not None:
+            self.fields["data.data_dir"] = f"{out}/data"
+        first = self._config(self.sizes[0], {})
+        source = first.data.source
+        self.fields |= {"model.vocab_size": _VOCAB_SIZES[source], "sample.prompt": _PROMPTS.get(source, "")}
+        self.device = select_device(first.train.device)
+        self.devices = _count_devices(self.device) if devices is None else devices
+        require(self.devices >= 1, "devices", self.devices, "at least 1")
+        check_devices(first.train.device, self.devices)
+        if self.devices > 1:
+            groups = {"parallel.strategy": "overlap", "parallel.bucket_size_mb": 100}
+            self.fields |= {"parallel.devices": self.devices, **groups}
+        # flash_triton is asked too, because it is faster than PyTorch's choice on some cards and at some lengths.
+        self.kernels: tuple[str, ...] = ("auto", "flash_triton") if self.device.type == "cuda" else ("auto",)
+        if "model.attention" in given:
+            self.kernels = (first.model.attention,)
+        self.ways = _ways(self.device)
+        self.started = 0.0
+
+    def _config(self, size: str, fields: Mapping[str, Any]) -> RunConfig:
+        """The run of a size with some fields; what the command line has given stands above them."""
+        shape = {f"model.{name}": value for name, value in SIZES.get(size, {}).items()}
+        chosen = {**self.fields, **shape, **fields}
+        words = [f"--{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in chosen.items()]
+        return self.make_config(words)
+
+    def prepare(self) -> Path:
+        """Make the data, search, say the commands; the file of the run to train."""
+        shapes = {size: self._config(size, {}).model.shape for size in self.sizes}
+        tokens = len(prepare_data(self._config(self.sizes[0], {})).train)
+        self.started = time.perf_counter()
+        check_row_file(self.rows)
+        config = self._final(self._search(shapes, tokens), tokens)
+        file = self.folder / "speedrun.json"
+        write_json(file, config.to_dict())
+        self._say_commands(file, config)
+        return file
+
+    def _search(self, shapes: Mapping[str, ModelShape], unique_tokens: int) -> Candidate:
+        """The candidate to train, each said as it is found."""
+        seconds = None if self.minutes is None else 60 * self.minutes
+        task = Task(
+            shapes=shapes,
+            kernels=self.kernels,
+            devices=self.devices,
+            unique_tokens=unique_tokens,
+            seconds=None if seconds is None else (1 - _SEARCH_SHARE / 2) * seconds,
+            tokens=None if self.epochs is None else self.epochs * unique_tokens,
+            most_sequences=self._most_sequences,
+            measure=self._measure,
+            is_time_left=lambda: seconds is None or self._elapsed() < _SEARCH_SHARE * seconds,
+        )
+        where = f"{self.devices} x {gpu_name()}" if self.device.type == "cuda" else "the CPU"
+        say(f"searching, on {where}, with {unique_tokens:,} tokens of text (the loss is a formula's, to choose by):")
+        found = list(self._said(search(task)))
+        return found[-1]
+
+    def _said(self, candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+        known: list[Candidate] = []
+        for each in candidates:
+            if each not in known:
+                known.append(each)
+                say(f"  {self._describe(each)}")
+            yield each
+
+    def _describe(self, found: Candidate) -> str:
+        trial, timing = found.trial, found.timing
+        batch = trial.sequences * self.devices
+        pieces = f" in {trial.micro_batches} parts" if trial.micro_batches > 1 else ""
+        return (
+            f"{trial.size:<7}{num_parameters(found.shape) / 1e6:7,.1f} M parameters, {trial.kernel}, {batch} x "
+            f"{found.shape.context_length} tokens a step{pieces}: {timing.step_s * 1e3:,.1f} ms, "
+            f"{timing.peak_memory_bytes / 2**30:.1f} GiB; {found.tokens / 1e6:,.1f} M tokens, loss {found.loss:.3f}"
+        )
+
+    def _fields_of(self, trial: Trial, way: _Way) -> dict[str, Any]:
+        """What a trial says of a run."""
+        return {
+            "model.attention": trial.kernel,
+            "train.batch_size": trial.sequences * self.devices,
+            "train.gradient_accumulation_steps": trial.micro_batches,
+            "train.precision": way.precision,
+            "train.compile": way.compile,
+            "train.cuda_graph": way.cuda_graph,
+        }
+
+    def _measure(self, trial: Trial) -> Timing | None:
+        """Time a trial, in the first way that works; all trials after it in that one."""
+        while True:
+            way = self.ways[0]
+            try:
+                config = self._config(trial.size, self._fields_of(trial, way))
+                timing = time_trial(trial, config, self.device.type, self._keep)
+            except (ValueError, TrialFailed):
+                if len(self.ways) == 1:
+                    raise
+                self.ways = self.ways[1:]
+                continue
+            self.ways = [way]
+            return timing
+
+    def _keep(self, row: Row) -> None:
+        append_row(self.rows, row)
+        if row.status != "ok":
+            say(f"  {row.variant}: {row.status} {row.error}")
+
+    def _most_sequences(self, shape: ModelShape) -> int:
+        """What the planner says that a GPU has room for at once."""
+        there = memory_bytes(self.device)
+        if there is None:
+            return 1 << 20
+        there = there if self.device.type == "cuda" else there // (2 * self.devices)
+        one = {"train.batch_size": self.devices, "train.precision": self.ways[0].precision}
+        shape_fields = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
+        config = self._config(_GIVEN, {**shape_fields, **one})
+        try:
+            job = training_job(
+                "speedrun", "alone" if self.devices == 1 else "", {"run": config.to_dict(), "devices": self.devices}
+            )
+        except ValueError:  # of what the planner does not know; then it is found by trying
+            return 1 << 20
+        return largest_batch(job, _MEMORY_SHARE * there)
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    def _final(self, best: Candidate, unique_tokens: int) -> RunConfig:
+        """The run of the candidate: steps for the time that is left, or for the tokens."""
+        batch = best.trial.sequences * self.devices * best.shape.context_length
+        fields = self._fields_of(best.trial, self.ways[0]) | {"optimizer.lr": round(learning_rate(best.flops), 6)}
+        if self.minutes is None:
+            steps = math.ceil(best.tokens / batch)
+            seconds = steps * best.timing.step_s
+        else:
+            left = 60 * self.minutes - self._elapsed()
+            seconds = _STEPS_SHARE * left - best.timing.startup_s
+            passes = math.ceil(MOST_EPOCHS * unique_tokens / batch)
+            if passes * best.timing.step_s < seconds:
+                say(f"{MOST_EPOCHS} passes over the text take less than the time: a longer text would be worth more")
+            seconds = min(seconds, passes * best.timing.step_s)
+            steps = int(seconds / best.timing.step_s)
+            if steps < _VALIDATIONS:
+                needed = (self._elapsed() + best.timing.startup_s + 100 * best.timing.step_s) / 60
+                raise ValueError(
+                    f"minutes is {self.minutes:g}: timing took {self._elapsed():.0f} s and a start takes "
+                    f"{best.timing.startup_s:.0f} s, so it must be at least {needed:.1f}"
+                )
+            fields["train.max_minutes"] = round(left / 60, 3)
+        # Validations cost a third of a step a token, and may take 3 % of the time together.
+        tokens = 0.03 * seconds / _VALIDATIONS * 3 * batch / best.timing.step_s
+        fields |= {
+            "train.max_steps": steps,
+            "train.validation_interval": max(1, steps // _VALIDATIONS),
+            "train.validation_sequences": min(1024, max(16, int(tokens / best.shape.context_length))),
+            "checkpoint.checkpointing_interval": max(1, steps // 4),
+        }
+        say(f"to train: {self._describe(best)}")
+        say(f"{steps:,} steps, about {_minutes(seconds + best.timing.startup_s)}")
+        return self._config(best.trial.size, fields)
+
+    def _say_commands(self, file: Path, config: RunConfig) -> None:
+        train = f"cs336 train --config {file}"
+        if config.parallel.devices > 1:
+            train = f"torchrun --nproc-per-node {config.parallel.devices} -m cs336_systems train --config {file}"
+        say("\ncommands:")
+        say(f"  {train}                 # trains it")
+        say(f"  {train} --resume auto   # goes on where it was stopped")
+        say(f'  cs336 generate {config.run_dir} --prompt "{config.sample.prompt or "The"}"\n')
+
+
+def _count_devices(device: torch.device) -> int:
+    return max(1, gpu_count()) if device.type == "cuda" and device.index is None else 1
+
+
+def _ways(device: torch.device) -> list[_Way]:
+    """How steps may be computed on a device, the fastest first: not every machine can compile."""
+    if device.type != "cuda":
+        return [_Way("fp32", False, False)]
+    try:
+        check_precision(device, "bf16")
+    except ValueError:  # a T4 has float16 alone, whose loss scaling no graph can record
+        return [_Way("fp16", True, False), _Way("fp16", False, False)]
+    return [_Way("bf16", True, True), _Way("bf16", True, False), _Way("bf16", False, False)]
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"

@@ -1,0 +1,67 @@
+"""`cs336 speedrun`: as much model as the time and the cards allow. Reads arguments; `speedrun/run.py` does it."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .arguments import make_parser, parse
+from .config import RunConfig
+from .fields import require
+
+_FIELD = re.compile(r"--((?:model|data|optimizer|train|parallel|checkpoint|sample|log)\.\w+)(?:=.*)?", re.S)
+
+
+def speedrun(
+    arguments: Sequence[str],
+    make_config: Callable[[Sequence[str]], RunConfig],
+    train: Callable[[Sequence[str]], int],
+) -> int:
+    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments.
+
+    make_config: the configuration of arguments of `cs336 train`; train: that command.
+    """
+    own, fields = _split(arguments)
+    options = parse(_parser(), own)
+    minutes, epochs = options.minutes, options.epochs
+    require(minutes is None or 0 < minutes < 1e5, "minutes", minutes, "above 0 and below 1e5")
+    require(epochs is None or 0 < epochs < 1e5, "epochs", epochs, "above 0 and below 1e5")
+    require(minutes is None or epochs is None, "epochs", epochs, "left out where minutes is given")
+    from .speedrun.run import Speedrun  # with PyTorch, not for --help
+
+    given = {match[1] for word in fields if (match := _FIELD.fullmatch(word))}
+    names = {name: getattr(options, name) for name in ("size", "devices", "out", "epochs")}
+    minutes = 20.0 if epochs is None and minutes is None else minutes
+    file = Speedrun(lambda chosen: make_config([*chosen, *fields]), given, minutes=minutes, **names).prepare()
+    return 0 if options.dry_run else train(["--config", str(file)])
+
+
+def _parser() -> Any:
+    parser = make_parser(
+        "speedrun",
+        "As much model as the time and the cards allow: times some sizes, chooses one, and trains it. Takes the fields "
+        "of cs336 train too (--data.source text --data.train_text FILE, --model.context_length 512 ...).",
+    )
+    parser.add_argument("--minutes", type=float, default=None, help="For timing and training together (default: 20).")
+    parser.add_argument("--epochs", type=float, default=None, help="Passes over the text instead, however long.")
+    parser.add_argument("--size", type=str, default=None, help="Size of the model (default: what the time is for).")
+    parser.add_argument("--devices", type=int, default=None, help="GPUs to use (default: all), or processes of a CPU.")
+    parser.add_argument("--out", type=str, default=None, help="Folder of everything written, data too (default: runs "
+                        "and data here), where the checkout cannot be written to.")  # fmt: skip
+    parser.add_argument("--dry_run", action="store_true", help="Print the commands and stop before training.")
+    return parser
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and the fields of `cs336 train` with their values."""
+    own: list[str] = []
+    fields: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if not _FIELD.fullmatch(word):
+            own.append(word)
+            continue
+        fields.append(word)
+        if "=" not in word and left:
+            fields.append(left.pop(0))
+    return own, fields

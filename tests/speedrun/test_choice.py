@@ -1,0 +1,159 @@
+"""The laws at values of their papers, and a search that finds what trying everything would find."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cs336_basics.shape import ModelShape
+from cs336_systems.accounting import num_parameters
+from cs336_systems.model_config import ModelConfig
+from cs336_systems.speedrun.choice import (
+    SIZES,
+    Candidate,
+    Task,
+    Timing,
+    Trial,
+    TrialFailed,
+    batch_tokens,
+    expected_loss,
+    learning_rate,
+    run_flops,
+    search,
+)
+
+SHAPES = {name: ModelConfig(vocab_size=1000, context_length=256, **shape).shape for name, shape in SIZES.items()}
+
+
+def test_of_chinchillas_compute_the_best_model_has_seventy_billion_parameters() -> None:
+    flops = 5.76e23
+    best = min((10 ** (9 + i / 100) for i in range(300)), key=lambda n: expected_loss(n, flops / (6 * n)))
+    assert best == pytest.approx(70e9, rel=0.1)
+    assert expected_loss(1e9, 2e10) == pytest.approx(1.8172 + 482.01 / 1e9**0.3478 + 2085.43 / 2e10**0.3658)
+
+
+def test_batch_and_learning_rate_are_those_of_deepseeks_models() -> None:
+    # DeepSeek LLM 67B: 2 T tokens, batches of 4608 sequences of 4096 tokens, largest learning rate 3.2e-4.
+    flops = 6 * 67e9 * 2e12
+    assert batch_tokens(flops) == pytest.approx(4608 * 4096, rel=0.15)
+    assert learning_rate(flops) == pytest.approx(3.2e-4, rel=0.05)
+    assert learning_rate(1e9) == 3e-3
+
+
+def test_repeated_tokens_and_too_many_parameters_are_worth_less_and_less() -> None:
+    def law(parameters: float, tokens: float) -> float:
+        return expected_loss(parameters, tokens)
+
+    assert expected_loss(5, 50, 100) == law(5, 50)
+    assert expected_loss(5, 400, 100) == pytest.approx(law(5, 100 + 100 * 15.4 * (1 - math.exp(-3 / 15.4))))
+    assert expected_loss(5, 1e9, 100) == pytest.approx(law(5, 100 * 16.4))
+    assert expected_loss(20, 50, 100) == pytest.approx(law(5 + 5 * 5.3 * (1 - math.exp(-3 / 5.3)), 50))
+
+
+def test_sizes_grow() -> None:
+    parameters = [num_parameters(shape) for shape in SHAPES.values()]
+    assert all(1.3 * small < large < 6 * small for small, large in itertools.pairwise(parameters))
+
+
+def timed(trial: Trial, rate: float = 1e13, slower: float = 1.0) -> Timing:
+    """Of a machine that does so many operations a second, at any size."""
+    flops = run_flops(SHAPES[trial.size], trial.sequences * 256)
+    return Timing(step_s=slower * flops / rate, startup_s=1.0, peak_memory_bytes=1)
+
+
+def find(measure: Callable[[Trial], Timing | None] = timed, **changes: Any) -> tuple[list[Candidate], list[Trial]]:
+    """What was found, and what was tried."""
+    tried: list[Trial] = []
+
+    def noted(trial: Trial) -> Timing | None:
+        tried.append(trial)
+        return measure(trial)
+
+    fields: dict[str, Any] = dict(
+        shapes=SHAPES, kernels=("auto",), devices=1, unique_tokens=10**12, seconds=600.0,
+        most_sequences=lambda shape: 1 << 20, measure=noted, is_time_left=lambda: True,
+    )  # fmt: skip
+    return list(search(Task(**fields | changes))), tried
+
+
+@pytest.mark.parametrize("seconds", [1.0, 60.0, 3600.0, 86400.0])
+def test_the_size_is_the_one_that_trying_all_would_find(seconds: float) -> None:
+    found, _ = find(seconds=seconds)
+
+    def loss(shape: ModelShape) -> float:
+        tokens = seconds * 1e13 / run_flops(shape, 1)
+        return expected_loss(num_parameters(shape), tokens)
+
+    assert found[-1].loss == pytest.approx(loss(found[-1].shape))
+    assert found[-1].loss <= min(map(loss, SHAPES.values())) + 0.01
+
+
+def test_more_time_is_for_a_larger_model_and_larger_batches() -> None:
+    ends = [find(seconds=seconds)[0][-1] for seconds in (1.0, 600.0, 86400.0)]
+    assert len({end.trial.size for end in ends}) == 3
+    parameters, sequences = [num_parameters(end.shape) for end in ends], [end.trial.sequences for end in ends]
+    assert parameters == sorted(parameters)
+    assert sequences == sorted(sequences)
+    for end in ends:  # a power of two, the nearest
+        assert math.log2(batch_tokens(end.flops) / 256 / end.trial.sequences) == pytest.approx(0, abs=0.8)
+
+
+def test_little_text_is_for_a_smaller_model() -> None:
+    much, little = (find(seconds=86400.0, unique_tokens=unique)[0][-1] for unique in (10**12, 10**6))
+    assert num_parameters(little.shape) < num_parameters(much.shape)
+    assert little.tokens == 16 * 10**6
+
+
+def test_a_batch_goes_through_the_model_in_pieces_that_fit() -> None:
+    def measure(trial: Trial) -> Timing | None:
+        return timed(trial) if trial.sequences // trial.micro_batches <= 4 else None
+
+    found, tried = find(measure, most_sequences=lambda shape: 24)
+    assert {trial.sequences // trial.micro_batches for trial in tried} == {4, 8, 16}
+    assert {each.trial.sequences // each.trial.micro_batches for each in found} == {4}
+    assert found[-1].trial.micro_batches > 1
+
+
+def test_a_size_that_does_not_fit_ends_the_search() -> None:
+    found, tried = find(seconds=86400.0, most_sequences=lambda shape: 8 if shape.d_model <= 384 else 0)
+    assert found[-1].trial.size == "mini"
+    assert {trial.size for trial in tried} == {"nano", "micro", "mini"}
+
+
+def test_the_fastest_kernel_is_taken_and_one_that_fails_is_not() -> None:
+    def measure(trial: Trial) -> Timing | None:
+        if trial.kernel == "broken":
+            raise TrialFailed("no such instruction")
+        return timed(trial, slower={"auto": 1.0, "fast": 0.5}[trial.kernel])
+
+    found, tried = find(measure, kernels=("auto", "broken", "fast"))
+    assert found[-1].trial.kernel == "fast"
+    assert {trial.kernel for trial in tried} == {"auto", "broken", "fast"}
+    assert len(set(tried)) == len(tried), "measured twice"
+
+
+def test_the_search_stops_when_its_time_is_over() -> None:
+    found, tried = find(seconds=86400.0, is_time_left=lambda: False)
+    assert {trial.size for trial in tried} == {"nano"}
+    assert found[-1].trial.size == "nano"
+
+
+def test_where_nothing_works_it_says_so() -> None:
+    with pytest.raises(RuntimeError, match="no model of any size"):
+        find(lambda trial: None)
+
+
+def test_so_many_tokens_are_for_a_twentieth_of_parameters() -> None:
+    parameters = num_parameters(SHAPES["base"])
+    enough, (first, *_) = find(seconds=None, tokens=20.0 * parameters)
+    assert enough[-1].trial.size == first.size == "base"
+    assert enough[-1].tokens == 20 * parameters
+    assert find(seconds=None, tokens=19.9 * parameters)[0][-1].trial.size == "mini"
+    assert find(seconds=None, tokens=100.0)[0][-1].trial.size == "nano"
+
+
+def test_several_cards_share_a_batch() -> None:
+    one, two = (find(devices=devices, seconds=None, tokens=1e9)[0][-1] for devices in (1, 2))
+    assert one.trial.sequences == 2 * two.trial.sequences

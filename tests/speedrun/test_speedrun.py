@@ -1,0 +1,211 @@
+"""The command: what it measures, what it writes, what it refuses; and one that really trains."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_basics.data import load_tokens
+from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.cli import main, parse_run_config
+from cs336_systems.config import RunConfig
+from cs336_systems.speedrun import run as speedrun_run
+from cs336_systems.speedrun.choice import SIZES, Timing, Trial, TrialFailed
+from cs336_systems.speedrun_command import speedrun
+from cs336_systems.training.metrics import METRICS_FILE
+
+STORIES = ["--data.source", "stories", "--data.story_chars=10000", "--model.context_length", "32"]
+
+
+class Machine:
+    """Times trials without running them."""
+
+    def __init__(self) -> None:
+        self.trials, self.runs, self.broken = list[Trial](), list[RunConfig](), ""
+
+    def step_s(self, trial: Trial) -> float:
+        return 0.02 * trial.sequences * (1 + list(SIZES).index(trial.size))
+
+    def time_trial(self, trial: Trial, run: RunConfig, device: str, tell: Any) -> Timing:
+        self.trials.append(trial)
+        self.runs.append(run)
+        row = Row(case="speedrun", variant=trial.size, config={}, env={})
+        if self.broken and getattr(run.train, self.broken):
+            tell(Row(case="speedrun", variant=trial.size, config={}, env={}, status="error", error="no compiler"))
+            raise TrialFailed("no compiler")
+        tell(row)
+        return Timing(step_s=self.step_s(trial), startup_s=2.0, peak_memory_bytes=1)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(speedrun_run, "time_trial", machine.time_trial)
+    return machine
+
+
+def prepare(out: Path, *arguments: str) -> tuple[dict[str, Any], list[Sequence[str]]]:
+    """The configuration that was written, and the arguments of the training that followed."""
+    trained: list[Sequence[str]] = []
+    words = [*arguments, *STORIES, "--out", str(out)]
+    assert speedrun(words, lambda given: parse_run_config(given)[0], lambda given: trained.append(given) or 0) == 0
+    (file,) = out.glob("speedrun-*/speedrun.json")
+    return json.loads(file.read_text()), trained
+
+
+def test_it_writes_the_run_it_has_found_and_trains_it(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, trained = prepare(tmp_path, "--minutes", "0.2")
+    (file,) = tmp_path.glob("speedrun-*/speedrun.json")
+    assert trained == [["--config", str(file)]]
+    assert json.loads(json.dumps(parse_run_config(trained[0])[0].to_dict())) == config
+    train, model = config["train"], config["model"]
+    best = machine.trials[-1]
+    assert {name: model[name] for name in SIZES[best.size]} == SIZES[best.size]
+    assert train["max_steps"] == pytest.approx((0.93 * 12 - 2) / machine.step_s(best), rel=0.1)
+    assert train["max_minutes"] == pytest.approx(0.2, abs=0.01)
+    assert (train["batch_size"], train["precision"], train["compile"]) == (best.sequences, "fp32", False)
+    assert config["optimizer"]["lr"] == 3e-3
+    assert config["data"]["data_dir"] == f"{tmp_path}/data"
+    assert Path(config["run_dir"]).parent == file.parent
+    assert [row.variant for row in read_rows(file.parent / "rows.jsonl")] == [t.size for t in machine.trials]
+    said = capsys.readouterr().out
+    assert f"cs336 train --config {file}" in said
+    assert f"cs336 generate {config['run_dir']}" in said
+
+
+def test_what_is_given_stands_above_what_is_chosen(machine: Machine, tmp_path: Path) -> None:
+    given = ["--train.max_steps", "7", "--optimizer.lr=0.5", "--model.vocab_size", "300", "--model.attention", "naive"]
+    config, trained = prepare(tmp_path, "--size", "micro", "--dry_run", *given)
+    assert trained == []
+    assert config["train"]["max_steps"] == 7
+    assert config["optimizer"]["lr"] == 0.5
+    assert config["model"]["vocab_size"] == 300
+    assert config["model"]["context_length"] == 32
+    assert {trial.size for trial in machine.trials} == {"micro"}
+    assert {run.model.attention for run in machine.runs} == {"naive"}
+
+
+def test_an_architecture_of_ones_own(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "given", {})  # for the machine's times
+    shape = {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 2}
+    config, _ = prepare(tmp_path, *(f"--model.{name}={value}" for name, value in shape.items()))
+    assert {name: config["model"][name] for name in shape} == shape
+
+
+def test_passes_over_the_text_instead_of_minutes(machine: Machine, tmp_path: Path) -> None:
+    config, _ = prepare(tmp_path, "--epochs", "3")
+    tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
+    text = len(load_tokens(tmp_path / "data" / "train.npy", 768, 33))
+    assert 3 * text <= tokens < 3 * text + config["train"]["batch_size"] * 32
+    assert config["train"]["max_minutes"] is None
+    assert {trial.size for trial in machine.trials} == {"nano"}
+
+
+def test_a_short_text_is_read_sixteen_times_at_most(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = prepare(tmp_path, "--minutes", "100")
+    text = len(load_tokens(tmp_path / "data" / "train.npy", 768, 33))
+    tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
+    assert tokens == pytest.approx(16 * text, abs=config["train"]["batch_size"] * 32)
+    assert "a longer text would be worth more" in capsys.readouterr().out
+
+
+def test_several_processes_and_their_command(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = prepare(tmp_path, "--devices", "2")
+    assert (config["parallel"]["devices"], config["parallel"]["strategy"]) == (2, "overlap")
+    assert config["train"]["batch_size"] == 2 * machine.trials[-1].sequences
+    assert "torchrun --nproc-per-node 2 -m cs336_systems train --config" in capsys.readouterr().out
+
+
+class Card:
+    """What a GPU says of itself, where there is none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+        def check_precision(device: torch.device, precision: str) -> None:
+            if precision == "bf16" and not has_bf16:
+                raise ValueError("no bfloat16")
+
+        for name, value in (
+            ("select_device", lambda name: torch.device("cuda")),
+            ("check_devices", lambda device, count: None),
+            ("check_precision", check_precision),
+            ("gpu_count", lambda: 1),
+            ("gpu_name", lambda: "T4"),
+            ("memory_bytes", lambda device: 15 << 30),
+        ):
+            monkeypatch.setattr(speedrun_run, name, value)
+
+
+def test_a_card_without_bfloat16_trains_in_float16(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Card(monkeypatch, has_bf16=False)
+    config, _ = prepare(tmp_path, "--size", "small", "--epochs", "10000")
+    train = config["train"]
+    assert (train["precision"], train["compile"], train["cuda_graph"]) == ("fp16", True, False)
+    assert {trial.kernel for trial in machine.trials} == {"auto", "flash_triton"}
+    assert train["gradient_accumulation_steps"] > 1, "more than fits into 15 GiB"
+
+
+def test_a_machine_without_a_compiler_goes_on_without(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Card(monkeypatch, has_bf16=True)
+    machine.broken = "compile"
+    config, _ = prepare(tmp_path, "--size", "nano")
+    train = config["train"]
+    assert (train["precision"], train["compile"], train["cuda_graph"]) == ("bf16", False, False)
+    assert sum(run.train.compile for run in machine.runs) == 2, "with a graph and without, and then no more"
+    assert "error no compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--minutes", "0"], "minutes is 0"),
+        (["--minutes", "nan"], "minutes is nan"),
+        (["--minutes", "x"], "minutes is x: it must be a number"),
+        (["--epochs", "-1"], "epochs is -1"),
+        (["--minutes", "1", "--epochs", "1"], "epochs is 1.0: it must be left out where minutes is given"),
+        (["--size", "huge"], "size is 'huge': it must be one of nano, micro"),
+        (
+            ["--size", "nano", "--model.d_model", "64"],
+            "size is 'nano': it must be left out where model.d_model is given",
+        ),
+        (["--model.d_model", "64"], "model.d_ff is missing"),
+        (["--devices", "0"], "devices is 0: it must be at least 1"),
+        (["--devices", "100000"], "parallel.devices is 100000: it must be at most"),
+        (["--minute", "3"], "unknown field minute: did you mean minutes?"),
+        (["--train.max_step", "3"], "unknown field train.max_step: did you mean train.max_steps?"),
+        (["--train.device", "cuda:99"], "train.device is 'cuda:99'"),
+        (["--minutes", "0.01"], "minutes is 0.01: timing took .* it must be at least"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(machine: Machine, tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        prepare(tmp_path, *arguments)
+    assert not list(tmp_path.glob("*/speedrun.json"))
+
+
+def test_a_speedrun_on_two_processes_of_a_cpu_trains_and_samples(tmp_path: Path) -> None:
+    words = ["--epochs", "1", "--devices", "2", "--train.device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(["speedrun", *words, *STORIES])
+    assert ended.value.code == 0
+    (folder,) = tmp_path.glob("speedrun-*")
+    (row,) = {row.variant: row for row in read_rows(folder / "rows.jsonl")}.values()
+    assert row.variant == "nano, auto"
+    assert row.metrics["step_ms"]["p50"] > 0
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert result["step"] == json.loads((folder / "speedrun.json").read_text())["train"]["max_steps"]
+    assert result["sample"].startswith("One day")
+    assert (folder / "run" / METRICS_FILE).is_file()
