@@ -126,7 +126,7 @@ def test_readmes_tree_leaves_no_module_of_the_packages_out() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_documents_name_are_there(document: str) -> None:
     text = (ROOT / document).read_text()
-    names = set(re.findall(r"(?:cs336_basics|cs336_systems|configs|docs|results|tests)/[\w./-]*[\w/]", text))
+    names = set(re.findall(r"(?:cs336_basics|cs336_systems|configs|docs|notebooks|results|tests)/[\w./-]*[\w/]", text))
     assert not [name for name in names if not (ROOT / name).exists()]
 
 
