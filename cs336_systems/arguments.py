@@ -20,6 +20,8 @@ _OURS = {
     "n_steps": "steps",
     "wrappers": "strategy",
     "custom_tiers": "tier",
+    "DTYPE": "dtype",
+    "IS_CAUSAL": "is_causal",
     "output-dir": "out",
     "output_dir": "out",
     "out_dir": "out",
@@ -60,7 +62,7 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
     """The arguments, with what other solutions call an option or its value replaced by our name, where we have it.
 
-    Theirs may be in capitals. A parser's own options stay what they are: `--config` is a file in `cs336 train`.
+    A parser's own options stay what they are: `--config` is a file in `cs336 train`.
     """
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     words: list[str] = []
@@ -68,7 +70,7 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
     for word in arguments:
         option, equals, value = word.partition("=")
         if option.startswith("--"):
-            ours = f"--{_OURS.get(option[2:], option[2:].lower())}"
+            ours = f"--{_OURS.get(option[2:])}"
             option = ours if option not in known and ours in known else option
             values = _OUR_VALUES.get(known.get(option, ""), {})
             words.append(f"{option}{equals}{values.get(value, value)}")
