@@ -10,6 +10,30 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from .fields import describe_type
 
+# Options of other solutions of the assignment, and what the same thing is called here. Help leaves them out.
+_OURS = {
+    "seq_len": "context_length",
+    "seq_lens": "context_length",
+    "config": "size",
+    "configs": "size",
+    "n_warmup": "warmup",
+    "n_steps": "steps",
+    "wrappers": "strategy",
+    "custom_tiers": "tier",
+    "DTYPE": "dtype",
+    "IS_CAUSAL": "is_causal",
+    "output-dir": "out",
+    "output_dir": "out",
+    "out_dir": "out",
+}
+_DTYPES = {f"{module}{theirs}": ours for module in ("", "torch.")
+           for theirs, ours in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))}  # fmt: skip
+_MODES = {"full_step": "train_step"}
+_OUR_VALUES = {
+    **dict.fromkeys(("dtype", "precision", "weight_dtype", "grad_dtype"), _DTYPES),
+    **dict.fromkeys(("mode", "modes"), _MODES),
+}
+
 
 def make_parser(command: str, description: str) -> ArgumentParser:
     """The parser of `cs336 COMMAND`."""
@@ -28,11 +52,31 @@ def make_parser(command: str, description: str) -> ArgumentParser:
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     """The options of some arguments. Raises ValueError with one line that names what is wrong."""
     try:
-        return parser.instantiate(parser.parse_args(list(arguments)))
+        return parser.instantiate(parser.parse_args(in_our_words(arguments, parser)))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
     except (OverflowError, RecursionError) as error:
         raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
+
+
+def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """The arguments, with what other solutions call an option or its value replaced by our name, where we have it.
+
+    A parser's own options stay what they are: `--config` is a file in `cs336 train`.
+    """
+    known = {option: action.dest for action in parser._actions for option in action.option_strings}
+    words: list[str] = []
+    values: dict[str, str] = {}
+    for word in arguments:
+        option, equals, value = word.partition("=")
+        if option.startswith("--"):
+            ours = f"--{_OURS.get(option[2:])}"
+            option = ours if option not in known and ours in known else option
+            values = _OUR_VALUES.get(known.get(option, ""), {})
+            words.append(f"{option}{equals}{values.get(value, value)}")
+        else:
+            words.append(values.get(word, word))
+    return words
 
 
 def field_names(parser: ArgumentParser) -> list[str]:
@@ -41,17 +85,21 @@ def field_names(parser: ArgumentParser) -> list[str]:
 
 
 def unknown_field(name: str, parser: ArgumentParser) -> str:
-    """That a field is unknown, with the nearest name there is."""
-    known = field_names(parser)
-    same_last = [field for field in known if field.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same_last or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown field {name}" + (f": did you mean {near[0]}?" if near else "")
+    """That a field is unknown, with the nearest name there is, which may be near to another name of it."""
+    known = {field: field for field in field_names(parser)}
+    known |= {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings
+              if action.dest in known}  # fmt: skip
+    known |= {theirs: ours for theirs, ours in _OURS.items() if ours in known and theirs not in known}
+    last = name.rpartition(".")[2]
+    same_last = [field for field in known if field.rpartition(".")[2] in (last, _OURS.get(last))]
+    near = same_last or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"unknown field {name}" + (f": did you mean {known[near[0]]}?" if near else "")
 
 
 def _one_line(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message as a line without Python's types, with the nearest field for one that is unknown."""
     message = " ".join(message.split())
-    if found := re.search(r"unrecognized arguments: --([\w.]+)", message):
+    if found := re.search(r"unrecognized arguments: --([\w.-]+)", message):
         return unknown_field(found[1], parser)
     if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
         return unknown_field(f"{found[1]}.{found[2]}", parser)

@@ -38,7 +38,8 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
 
     options = parse(_parser(case), arguments)
     names = [field.name for field in dataclasses.fields(case.config)]
-    given = {name: tuple(values) for name in names if (values := getattr(options, name, None)) is not None}
+    named = {name: values for name in names if (values := getattr(options, name, None)) is not None}
+    given = {name: tuple(values) or (True,) for name, values in named.items()}
     configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
     folder = Path(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
@@ -90,7 +91,8 @@ def _parser(case: "Case") -> Any:
         text = told.get(field.name) or field.name
         text += "" if "(default: " in text else f" (default: {values})"
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
-        parser.add_argument(*options, nargs="+", type=kind, default=SUPPRESS, help=text)
+        count = "*" if kind is bool else "+"  # true, where no value is given
+        parser.add_argument(*options, nargs=count, type=kind, default=SUPPRESS, help=text)
     parser.add_argument(
         "--sweep",
         nargs="+",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cs336_systems.arguments import parse
 from cs336_systems.cli import _COMMANDS, make_report, parse_run_config, train_parser
 from cs336_systems.report.documents import fill_blocks
 
@@ -125,7 +126,7 @@ def test_readmes_tree_leaves_no_module_of_the_packages_out() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_documents_name_are_there(document: str) -> None:
     text = (ROOT / document).read_text()
-    names = set(re.findall(r"(?:cs336_basics|cs336_systems|configs|docs|results|tests)/[\w./-]*[\w/]", text))
+    names = set(re.findall(r"(?:cs336_basics|cs336_systems|configs|docs|notebooks|results|tests)/[\w./-]*[\w/]", text))
     assert not [name for name in names if not (ROOT / name).exists()]
 
 
@@ -228,6 +229,38 @@ def test_commands_of_documents_have_their_options(document: str, commands: Comma
 def test_a_stale_command_is_noticed(stale: str, commands: Commands) -> None:
     assert [commands.wrong_with(words) for words in commands_of(stale)] != [None]
     assert commands_of(stale)
+
+
+def options_of(command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a `bench` command gives its options, but for those that are what they are without it."""
+    found: list[dict[str, Any]] = []
+
+    def parse_only(parser: Any, arguments: Sequence[str]) -> None:
+        usual = vars(parse(parser, []))
+        found.append(
+            {name: value for name, value in vars(parse(parser, arguments)).items() if value != usual.get(name)}
+        )
+        raise _Parsed
+
+    monkeypatch.setattr("cs336_systems.bench_command.parse", parse_only)
+    with pytest.raises(_Parsed):
+        _COMMANDS["bench"][0](shlex.split(command.removeprefix("cs336 bench ")))
+    return found[0]
+
+
+def test_what_is_said_to_work_as_it_is_does_what_stands_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = re.findall(r"^\| (.*) \| as it is, or `(.*?)`", (ROOT / "docs/assignment.md").read_text(), re.M)
+    assert len(rows) > 10
+    for theirs, ours in rows:
+        case, option, meant, named = " ".join(ours.split()[:3]), "", options_of(ours, monkeypatch), set()
+        for code in re.findall(r"`(.*?)`", theirs):
+            option = code.split()[0] if code.startswith("--") else option  # of which more values may follow
+            words = code if code.startswith("--") else f"{option} {code}"
+            for name, values in options_of(f"{case} {words}", monkeypatch).items():
+                named.add(name)
+                if re.fullmatch("[A-Z]+", words.split()[-1].replace("...", "X")) is None:  # which stands for a value
+                    assert isinstance(values, str) or set(values) <= set(meant[name]), words
+        assert named == set(meant), theirs
 
 
 def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:

@@ -19,6 +19,7 @@ import torch
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.accounting import least_training_bytes
+from cs336_systems.arguments import in_our_words
 from cs336_systems.cli import load_config, main, parse_run_config, train_parser
 from cs336_systems.config import (
     CheckpointConfig,
@@ -567,6 +568,65 @@ def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "cs336_systems", "nonsense"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "usage: cs336" in done.stderr
+
+
+# Names of others
+
+
+def test_a_row_has_our_names_whatever_was_written(cs336: Run, folder: Path) -> None:
+    theirs = ["--configs=quick", "--seq_lens", "8", "16", "--mode", "full_step", "--n_warmup", "0", "--n_steps=1"]
+    code, _, err = cs336("bench", "model", "--quick", *theirs, "--precision", "torch.float32", "--output-dir", "mine")
+    assert (code, err) == (0, "")
+    configs = [json.loads(line)["config"] for line in (folder / "mine/model.jsonl").read_text().splitlines()]
+    ours = {"size": "quick", "mode": "train_step", "warmup": 0, "steps": 1, "precision": "fp32"}
+    assert [config["context_length"] for config in configs] == [8, 16]
+    assert all(config.items() >= ours.items() for config in configs)
+
+
+@pytest.mark.parametrize("theirs, ours", [("float32", "fp32"), ("bfloat16", "bf16"), ("torch.float16", "fp16")])
+def test_types_have_pytorchs_names_too(cs336: Run, folder: Path, theirs: str, ours: str) -> None:
+    plan = [cs336("plan", "activation", f"--precision={name}") for name in (theirs, ours)]
+    assert plan[0] == plan[1]
+    assert plan[0][0] == 0
+    profile = ("profile", "kernels", "--quick", "--tool", "none", "--precision")  # precision is looked at before tool
+    assert "tool is 'none'" in the_line(cs336(*profile, theirs))
+    assert "precision is" in the_line(cs336(*profile, theirs + "s"))
+
+
+def test_a_type_is_renamed_only_where_a_type_is_asked_for() -> None:
+    parser = train_parser()
+    words = ["--sample.prompt", "float16", "--config", "float16", "--config=full_step"]
+    assert in_our_words(words, parser) == words
+
+
+def test_a_switch_without_a_value_is_on(cs336: Run) -> None:
+    line = the_line(cs336("bench", "model", "--quick", "--compile", "--steps", "0"))
+    assert "steps is 0" in line
+    assert "compile" in the_line(cs336("bench", "model", "--quick", "--compile", "maybe"))
+
+
+@pytest.mark.parametrize(
+    "arguments, near",
+    [
+        (["bench", "model", "--n_step=1"], "steps"),
+        (["bench", "model", "--seq_lenz=1"], "context_length"),
+        (["bench", "model", "--output-dirs=x"], "out"),
+        (["bench", "lm-matrix", "--wrapper=naive"], "strategy"),
+        (["bench", "attention-sweep", "--tierz=1:2"], "tier"),
+        (["bench", "attention-sweep", "--CAUSAL"], "is_causal"),
+        (["profile", "memory", "--seq_lenz=1"], "context_length"),
+        (["train", "--seq_len=1"], "model.context_length"),
+        (["train", "--configs=small"], "model.size"),
+    ],
+)
+def test_a_near_miss_of_another_name_brings_ours(cs336: Run, folder: Path, arguments: list[str], near: str) -> None:
+    assert the_line(cs336(*arguments)).endswith(f": did you mean {near}?")
+
+
+def test_help_names_no_option_of_others(cs336: Run) -> None:
+    told = cs336("bench", "model", "--help")[1]
+    assert "--context_length" in told
+    assert "seq_len" not in told
 
 
 # Bad input, end to end

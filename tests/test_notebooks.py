@@ -1,0 +1,82 @@
+"""Notebooks run to their end in a small form on a CPU, and are committed without what they show."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+_LONGEST_S = 240
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The project's files in a folder of their own, without what git leaves out."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "data", "wandb", "*.egg-info")
+    return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=left_out))
+
+
+def executed(path: Path) -> Any:
+    """A notebook, run in a kernel of this interpreter. Raises CellExecutionError for a cell that fails."""
+    nbformat, nbclient = (pytest.importorskip(name, reason="pip install '.[dev]'") for name in ("nbformat", "nbclient"))
+    pytest.importorskip("ipykernel", reason="pip install '.[dev]'")
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    here = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # no other that is installed
+    where = {"metadata": {"path": str(path.parent)}}
+    return nbclient.NotebookClient(notebook, km=here, timeout=_LONGEST_S, resources=where).execute(cleanup_kc=True)
+
+
+@each_notebook
+def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(
+    path: Path, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name, value in {"CS336_NOTEBOOK_QUICK": "1", "OUT": str(out), "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(clone), prepend=os.pathsep)
+    before = files_of(clone)
+    notebook = executed(clone / path.relative_to(ROOT))
+
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    shown = [output.data for output in outputs if "data" in output]
+    assert [data for data in shown if len(data.get("image/png", "")) > 1000]
+    assert [data for data in shown if "| --- |" in data.get("text/markdown", "")]
+    rows = [row for file in out.rglob("*.jsonl") for row in file.read_text().splitlines()]
+    assert not [row for row in rows if '"status": "error"' in row]
+    assert files_of(clone) == before
+
+
+@each_notebook
+def test_a_notebook_is_committed_without_outputs_and_with_stable_ids(path: Path) -> None:
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not [cell for cell in cells if cell["outputs"] or cell["execution_count"] is not None]
+    for cell, before in zip(notebook["cells"][1:], notebook["cells"], strict=False):
+        told = cell["cell_type"] == "markdown" or before["cell_type"] == "markdown"
+        assert told, f"cell {cell['id']} has no explanation"
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
