@@ -51,6 +51,12 @@ ALLOWED = {
     "cs336_systems.bench": {*TRAINING, "cs336_systems.training", "cs336_systems.fields", "cs336_systems.planner"},
     "cs336_systems.arguments": {"cs336_systems.fields"},
     "cs336_systems.profiling": {*TRAINING, "cs336_systems.training", "cs336_systems.bench"},
+    "cs336_systems.speedrun": {
+        *TRAINING,
+        "cs336_systems.training",
+        "cs336_systems.bench",
+        "cs336_systems.planner",
+    },
     "cs336_systems.report": {
         *TRAINING,
         "cs336_systems.training",

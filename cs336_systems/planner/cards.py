@@ -74,7 +74,8 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 
 def _card(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float) -> Card:
     """A card of which only the datasheet is known; attention at half the rate of large products, from 4096 on."""
-    matmul = _OF_MATMUL * (peak_flops(name, "bf16") or math.nan)
+    # A T4 has no bfloat16.
+    matmul = _OF_MATMUL * (peak_flops(name, "bf16") or peak_flops(name, "fp16") or math.nan)
     rates = ((1024, 0.26 * matmul), (4096, 0.5 * matmul))
     latency_s, _ = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
     return Card(name=name, memory_gib=memory_gib, multiprocessors=multiprocessors, matmul=matmul,
@@ -94,6 +95,7 @@ def _cards() -> dict[str, Card]:
         _card("A100", 79, 108, 2.04e12, link * 600 / 900),
         _card("L40S", 44, 142, 0.864e12, 20e9),
         _card("RTX 4090", 23.5, 128, 1.008e12, 10e9),
+        _card("T4", 14.5, 40, 0.32e12, 5e9),  # PCIe 3
     ]
     return {card.name: card for card in (h200, *others)}
 
