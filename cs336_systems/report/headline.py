@@ -19,7 +19,7 @@ from .views import naming_the_case
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
 _PRECISION = "bf16"  # what models are trained in
-_KERNEL = "flash_triton"  # what `--model.attention auto` takes on a GPU
+_KERNEL = "flash_triton"  # of this project's the one that is made for speed
 _SHORTEST = 2048  # of shorter ones the picture would show the host's launches
 _TRAINERS = ("cs336", "cs336_graph")
 _STRATEGIES = ("bucketed:100", "bucketed:100+graph", "fsdp")  # the default, and sharded
