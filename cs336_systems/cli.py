@@ -203,9 +203,10 @@ def make_report(arguments: Sequence[str]) -> str:
     parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
     parser.add_argument(
         "what",
-        choices=["runs", "rows", "tables", "streams", "summary", "update", "writeup"],
+        choices=["runs", "rows", "tables", "headline", "streams", "summary", "update", "writeup"],
         help="runs: a table of run folders. rows: tables of .jsonl files of measurements. tables: the same as files, "
-        "with CSV and plots, in --out. streams: what ran at once in "
+        "with CSV and plots, in --out. headline: what in them can be compared with a peer in the same run, with --out "
+        "two pictures of it. streams: what ran at once in "
         "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
         "again. writeup: answers to the handout's problems, of the row files in --results, as Markdown, HTML and PDF "
         "in --out.",
@@ -219,7 +220,10 @@ def make_report(arguments: Sequence[str]) -> str:
         help="With writeup: first measure what the folder has no rows of (a GPU, an hour or more; again, it goes on).",
     )
     parser.add_argument(
-        "--out", type=str, default=None, help="The folder to write into (tables: runs/tables, writeup: runs/writeup)."
+        "--out",
+        type=str,
+        default=None,
+        help="The folder to write into (tables: runs/tables, writeup: runs/writeup, headline: no pictures).",
     )
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):
@@ -237,6 +241,7 @@ def make_report(arguments: Sequence[str]) -> str:
         return "\n".join(map(str, lines))
     from .bench.case import read_rows
     from .report.documents import update_document
+    from .report.headline import headline, write_pictures
     from .report.streams import plot_streams, streams_table
     from .report.tables import plot_runs, runs_table, summary_block
     from .report.views import rows_table, write_views
@@ -252,6 +257,9 @@ def make_report(arguments: Sequence[str]) -> str:
     if options.what in ("rows", "tables"):
         rows = [row for path in paths for row in read_rows(path)]
         return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, out)))
+    if options.what == "headline":
+        table = headline(paths)
+        return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out else table
     text = (streams_table if options.what == "streams" else runs_table)(paths)
     if options.plot:
         (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))

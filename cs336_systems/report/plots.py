@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import Row
+from .pictures import save_picture
 from .view import MACHINE, Column, Plot, common_facts, differ, label, show
 
 KERNEL_COLORS = {
@@ -32,13 +33,11 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
     """
     measured = [point for row in rows for point in plot.each(row) if plot.y.value(point) is not None]
     parts = _parts(measured, plot.files)
-    path.parent.mkdir(parents=True, exist_ok=True)
     files = []
     for part in parts or [[]]:
         ends = [show(part[0].config.get(name)) for name in plot.files] if len(parts) > 1 else []
         file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
-        figure_of(plot, part, keys).savefig(file, dpi=150)
-        files.append(file)
+        files.append(save_picture(figure_of(plot, part, keys), file))
     return files
 
 

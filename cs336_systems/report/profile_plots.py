@@ -6,6 +6,7 @@ from typing import Any
 
 from ..bench.case import Row
 from ..profiling.classes import CLASSES
+from .pictures import save_picture
 from .profile_tables import setting
 
 # Okabe and Ito's colours, which differ in lightness too: for print, and for eyes that do not tell red from green.
@@ -45,7 +46,7 @@ def plot_shares(rows: Sequence[Row], out: Path) -> None:
     axis.invert_yaxis()
     _finish(axis, rows)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)
-    figure.savefig(out, dpi=150)
+    save_picture(figure, out)
 
 
 def _finish(axis: Any, rows: Sequence[Row]) -> None:

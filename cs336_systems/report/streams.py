@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..bench.intervals import merge
 from ..bench.streams import Streams, totals
+from .pictures import save_picture
 from .tables import markdown_table
 
 COLORS = {"compute": "#1f77b4", "communication": "#d62728"}
@@ -50,4 +51,4 @@ def plot_streams(paths: Sequence[Path], out: Path) -> None:
             axis.spines[side].set_visible(False)
     axes[-1].set_xlabel("ms from the first kernel of the step")
     axes[-1].set_xlim(left=0)
-    figure.savefig(out, dpi=150)
+    save_picture(figure, out)

@@ -173,7 +173,7 @@ def write_views(rows: Sequence[Row], folder: Path) -> list[Path]:
     """
     files = []
     for case, own in _by_case(rows).items():
-        with _naming_the_case(case):
+        with naming_the_case(case):
             files += _write_case(case, own, folder)
     return files
 
@@ -213,13 +213,13 @@ def rows_table(rows: Sequence[Row]) -> str:
     """
     tables = []
     for case, own in _by_case(rows).items():
-        with _naming_the_case(case):
+        with naming_the_case(case):
             tables.append(_case_table(own))
     return "\n\n".join(tables)
 
 
 @contextlib.contextmanager
-def _naming_the_case(case: str) -> Iterator[None]:
+def naming_the_case(case: str) -> Iterator[None]:
     """Rows may come from anywhere: what a table or a plot stumbles over is said as what is wrong with them."""
     try:
         yield

@@ -1,0 +1,58 @@
+"""Pictures as PNG files that bear a hash of what is drawn in them.
+
+Pixels differ between versions of matplotlib and between machines; what is drawn does not. So a picture is stale if it
+has another hash when it is drawn anew from the rows.
+"""
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+_KEYWORD = "Drawn"
+
+
+def save_picture(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG with the hash of what is drawn in it; the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150, metadata={_KEYWORD: drawn_hash(figure)})
+    return path
+
+
+def drawn_hash(figure: Any) -> str:
+    """SHA-256 of the points, bars and words of a figure, not of their looks. Numbers count with six digits."""
+    drawn = [[text.get_text() for text in figure.texts], *map(_axes_content, figure.axes)]
+    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+
+
+def _axes_content(axes: Any) -> list[Any]:
+    words = [axes.get_title(where) for where in ("left", "center", "right")] + [text.get_text() for text in axes.texts]
+    for axis in (axes.xaxis, axes.yaxis):
+        words += [axis.get_label_text(), axis.get_scale(), *_tick_labels(axis)]
+    lines = [[line.get_label(), _digits(line.get_xydata())] for line in axes.lines]
+    bars = [_digits(patch.get_patch_transform().transform(patch.get_path().vertices)) for patch in axes.patches]
+    paths = itertools.chain.from_iterable(collection.get_paths() for collection in axes.collections)
+    groups = [container.get_label() for container in axes.containers]
+    return [words, lines, bars, groups, [_digits(path.vertices) for path in paths]]
+
+
+def _tick_labels(axis: Any) -> list[str]:
+    """Those that were given; others are matplotlib's choice."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
+
+    locator, formatter = axis.get_major_locator(), axis.get_major_formatter()
+    are_given = isinstance(locator, FixedLocator) and isinstance(formatter, FixedFormatter | FuncFormatter)
+    return formatter.format_ticks(locator.locs) if are_given else []
+
+
+def _digits(points: Any) -> list[str]:
+    return [f"{number:.6g}" for point in points for number in point]
+
+
+def hash_in(path: Path) -> str | None:
+    """The hash that a PNG bears; None where it bears none."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.info.get(_KEYWORD)

@@ -1,0 +1,177 @@
+"""What is compared with a peer, and what is not; the pictures of it. And that those in the README are of the rows."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.case import Row, append_row
+from cs336_systems.cli import make_report
+from cs336_systems.report.headline import ATTENTION_PICTURE, TRAINING_PICTURE, comparisons, headline, write_pictures
+from cs336_systems.report.pictures import hash_in
+
+ROOT = Path(__file__).parents[2]
+ENV = {"gpu": "NVIDIA Made-up", "torch": "9.9", "commit": "c0ffee", "date": "2026-01-01"}
+
+
+def leaderboard(kernel: str, ms: float) -> Row:
+    config = dict(kernel=kernel, num_heads=2, length=4096, head_size=64, dtype="bf16", compile=True)
+    metrics = {"forward_sum_backward_ms": {"mean": ms}}
+    return Row(case="leaderboard-2025", variant=kernel, config=config, metrics=metrics, env=ENV)
+
+
+def flash(kernel: str, length: int, ms: float, dtype: str = "bf16") -> Row:
+    config = dict(kernel=kernel, dtype=dtype, is_causal=True, batch_size=1, head_size=64, length=length)
+    metrics = {"forward_backward_ms": {"p50": ms}, "forward_backward_tflops": 1000.0 / ms}
+    return Row(case="flash", variant=kernel, config=config, metrics=metrics, env=ENV)
+
+
+def train_step(variant: str, ms: float, **env: Any) -> Row:
+    config = dict(variant=variant, size="small", context_length=8, batch_size=4, precision="bf16", compile=True)
+    metrics = {"step_ms": {"mean": ms}, "mfu": 5.0 / ms}
+    return Row(case="train-step", variant=variant, config=config, metrics=metrics, env={**ENV, **env})
+
+
+def ddp(variant: str, ms: float, compiled: bool = False) -> Row:
+    config = dict(variant=variant, compile=compiled, devices=2, size="xl", context_length=8, batch_size=4,
+                  precision="bf16")  # fmt: skip
+    times = {"step_ms": {"p20": ms - 1, "p50": ms, "p80": ms + 2}}
+    return Row(
+        case="ddp", variant=f"{variant} compiled" if compiled else variant, config=config, metrics=times, env=ENV
+    )
+
+
+LEADERBOARD = [leaderboard("flash_triton", 3.0), leaderboard("sdpa_flash", 4.0), leaderboard("sdpa", 2.0)]
+FLASH = [flash("flash_triton", 2048, 1.0), flash("sdpa", 2048, 2.0), flash("flash_triton", 4096, 6.0),
+         flash("sdpa_cudnn", 4096, 5.0), flash("sdpa", 4096, 8.0), flash("flash_triton", 8192, 20.0)]  # fmt: skip
+TRAINING = [train_step("cs336", 25.0), train_step("cs336_graph", 10.0), train_step("hf_llama", 20.0)]
+PARALLEL = [ddp("alone", 9.0), ddp("bucketed:100", 30.0), ddp("bucketed:100+graph", 15.0), ddp("torch_ddp", 20.0),
+            ddp("fsdp", 12.0), ddp("torch_fsdp", 24.0), ddp("bucketed:100", 7.0, compiled=True)]  # fmt: skip
+ALL = [*LEADERBOARD, *FLASH, *TRAINING, *PARALLEL]
+
+
+def file_of(rows: list[Row], path: Path) -> Path:
+    for row in rows:
+        append_row(path, row)
+    return path
+
+
+def test_every_pair_of_one_run_is_a_line_whoever_is_faster(tmp_path: Path) -> None:
+    head, _, header, rule, *lines = headline([file_of(ALL, tmp_path / "rows.jsonl")]).splitlines()
+    assert head == "NVIDIA Made-up; bf16; attention forward and backward; both times of a line are of one run:"
+    assert header == "| what | here | beside it | here / beside it |"
+    assert rule == "| --- | --- | --- | ---: |"
+    heads, head = "attention, 2 heads of 64, 4,096 tokens, compiled", "attention, batch 1, one head of 64, 4,096 tokens"
+    alone, both = "training step, small, 4 x 8, compiled", "training step, xl, 4 x 8 on each of 2 GPUs, eager"
+    assert lines == [
+        f"| {heads} | `flash_triton` 3 ms | FlashAttention-2 (`sdpa_flash`) 4 ms | 75% |",
+        f"| {heads} | `flash_triton` 3 ms | the fastest of the others (`sdpa`) 2 ms | 150% |",
+        # 2,048 tokens are fewer, and at 8,192 there is nothing beside ours
+        f"| {head} | `flash_triton` 6 ms | the fastest of the others (`sdpa_cudnn`) 5 ms | 120% |",
+        f"| {alone} | `cs336` 25 ms | Hugging Face's Llama (`hf_llama`) 20 ms | 125% |",
+        f"| {alone} | `cs336_graph` 10 ms | Hugging Face's Llama (`hf_llama`) 20 ms | 50% |",
+        f"| {both} | `bucketed:100` 30 ms | PyTorch's DDP (`torch_ddp`) 20 ms | 150% |",
+        f"| {both} | `bucketed:100+graph` 15 ms | PyTorch's DDP (`torch_ddp`) 20 ms | 75% |",
+        f"| {both} | `fsdp` 12 ms | PyTorch's FSDP2 (`torch_fsdp`) 24 ms | 50% |",
+    ]
+
+
+def test_of_what_was_measured_again_the_last_run_is_compared(tmp_path: Path) -> None:
+    old = file_of([train_step("cs336", 30.0), train_step("hf_llama", 10.0)], tmp_path / "old.jsonl")
+    new = file_of([train_step("cs336", 30.0), train_step("hf_llama", 60.0)], tmp_path / "new.jsonl")
+    assert [(each.ours_ms, each.theirs_ms) for each in comparisons([old, new])] == [(30.0, 60.0)]
+    assert [(each.ours_ms, each.theirs_ms) for each in comparisons([new, old])] == [(30.0, 10.0)]
+
+
+def test_machines_are_told_apart(tmp_path: Path) -> None:
+    files = [file_of(TRAINING[1:], tmp_path / "one.jsonl")]
+    files += [file_of([train_step(n, 8.0, gpu="Other") for n in ("cs336_graph", "hf_llama")], tmp_path / "other.jsonl")]
+    head, *_, one, other = headline(files).splitlines()
+    assert head.startswith("NVIDIA Made-up, Other; bf16; ")
+    assert one.startswith("| training step, small, 4 x 8, compiled, NVIDIA Made-up | `cs336_graph` 10 ms |")
+    assert other.startswith("| training step, small, 4 x 8, compiled, Other | `cs336_graph` 8 ms |")
+
+
+def test_a_gpu_of_unknown_peak_has_no_bars_of_mfu(tmp_path: Path) -> None:
+    rows = [replace(row, metrics={**row.metrics, "mfu": None}) for row in TRAINING]
+    path = file_of(rows, tmp_path / "rows.jsonl")
+    assert len(comparisons([path])) == 2
+    assert write_pictures([path], tmp_path) == []
+
+
+def test_the_state_of_the_gpu_makes_no_other_run(tmp_path: Path) -> None:
+    rows = [train_step("cs336", 10.0, gpu_after={"sm_mhz": 1}), train_step("hf_llama", 20.0, gpu_after={"sm_mhz": 2})]
+    assert len(comparisons([file_of(rows, tmp_path / "rows.jsonl")])) == 1
+
+
+OURS, PEER = TRAINING[0], TRAINING[2]
+INCOMPARABLE = {
+    "another commit": [OURS, train_step("hf_llama", 20.0, commit="beef")],
+    "another GPU": [OURS, train_step("hf_llama", 20.0, gpu="NVIDIA Other")],
+    "another day": [OURS, train_step("hf_llama", 20.0, date="2026-01-02")],
+    "eager": [OURS, replace(PEER, config={**PEER.config, "compile": False})],
+    "another size": [OURS, replace(PEER, config={**PEER.config, "size": "xl"})],
+    "failed": [OURS, replace(PEER, status="error", metrics={})],
+    "float32": [flash("flash_triton", 4096, 1.0, "fp32"), flash("sdpa", 4096, 1.0, "fp32")],
+    "ours alone": TRAINING[:2],
+    "another case": [Row(case="model", variant="v", config={"precision": "bf16"}, env=ENV)],
+}
+
+
+@pytest.mark.parametrize("why", INCOMPARABLE)
+def test_what_is_not_of_one_run_and_equal_work_is_not_compared(why: str, tmp_path: Path) -> None:
+    path = file_of(INCOMPARABLE[why], tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=r"paths is \['.*rows\.jsonl'\]: there must be rows of one run and of bf16"):
+        headline([path])
+    assert write_pictures([path], tmp_path) == []
+
+
+def test_two_files_are_two_runs(tmp_path: Path) -> None:
+    files = [file_of([row], tmp_path / f"{row.variant}.jsonl") for row in (OURS, PEER)]
+    with pytest.raises(ValueError, match="there must be rows of one run"):
+        headline(files)
+
+
+def test_a_row_without_what_is_compared_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a row of case 'train-step' is not as its table or plot needs it"):
+        headline([file_of([replace(OURS, metrics={}), PEER], tmp_path / "rows.jsonl")])
+
+
+def test_pictures_are_written_where_out_says_and_bear_what_they_show(tmp_path: Path) -> None:
+    path = file_of(ALL, tmp_path / "rows.jsonl")
+    pictures = [tmp_path / "out" / name for name in (ATTENTION_PICTURE, TRAINING_PICTURE)]
+    assert make_report(["headline", str(path)]) == headline([path])
+    assert not any(picture.exists() for picture in pictures)
+    assert make_report(["headline", str(path), "--out", str(tmp_path / "out")]).splitlines()[-2:] == [
+        *map(str, pictures)
+    ]
+    before = [hash_in(picture) for picture in pictures]
+    write_pictures([path], tmp_path / "out")
+    assert [hash_in(picture) for picture in pictures] == before
+    append_row(path, flash("sdpa", 4096, 8.5))
+    write_pictures([path], tmp_path / "out")
+    assert [hash_in(p) == old for p, old in zip(pictures, before, strict=True)] == [False, True]
+    append_row(path, ddp("overlap", 31.0))  # no line of the table, but a bar
+    write_pictures([path], tmp_path / "out")
+    assert [hash_in(p) == old for p, old in zip(pictures, before, strict=True)] == [False, False]
+
+
+def test_either_picture_is_made_without_the_rows_of_the_other(tmp_path: Path) -> None:
+    for name, rows in ((ATTENTION_PICTURE, FLASH), (TRAINING_PICTURE, TRAINING), (TRAINING_PICTURE, PARALLEL)):
+        path = file_of(rows, tmp_path / rows[0].case / "rows.jsonl")
+        assert write_pictures([path], path.parent) == [path.parent / name]
+
+
+def test_the_pictures_of_the_readme_are_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    readme = Path("README.md").read_text()
+    command = re.search(r"<!-- cs336 report headline (.*) -->", readme)
+    assert command
+    files = [Path(word) for word in shlex.split(command[1])]
+    for made in write_pictures(files, tmp_path):
+        shown = Path("docs") / made.name
+        assert f"({shown})" in readme
+        assert hash_in(shown) == hash_in(made), f"cs336 report headline {command[1]} --out docs"

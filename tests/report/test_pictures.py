@@ -1,0 +1,95 @@
+"""Pictures tell what is drawn in them: those that are committed are of the committed rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.case import read_rows
+from cs336_systems.report.pictures import drawn_hash, hash_in, save_picture
+from cs336_systems.report.plots import draw
+from cs336_systems.report.profile_plots import plot_shares
+from cs336_systems.report.streams import plot_streams
+from cs336_systems.report.view import latest
+from cs336_systems.report.views import VIEWS
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "results/h200"
+# Made by what does not know the report: the training loop, and the profiler of memory.
+WITHOUT_HASH = {"one-gpu-memory.png", "tinyshakespeare.png"}
+STEPS = ("naive", "bucketed-100", "naive-graph-compiled", "bucketed-100-graph-compiled")
+
+
+def picture(**changes: Any) -> Any:
+    """A figure with a line, bars, a span, an annotation, words and fixed ticks."""
+    from matplotlib.figure import Figure
+
+    values = dict(
+        y=2.0, bar=3.0, span=1.0, label="a", title="t", tick="x", note="n", above="u", color="C0", scale="linear"
+    )
+    values |= changes
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    left.plot([1, 2], [1.0, values["y"]], label=values["label"], color=values["color"])
+    left.set_title(values["title"])
+    left.set_yscale(values["scale"])
+    right.bar([0], [values["bar"]])
+    right.set_xticks([0], [values["tick"]])
+    right.broken_barh([(0, values["span"])], (0, 1))
+    right.annotate(values["note"], (0, 0))
+    figure.suptitle(values["above"])
+    return figure
+
+
+CHANGES = dict(y=2.001, bar=3.001, span=1.001, label="b", title="u", tick="y", note="m", above="v", scale="log")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_hash_changes_with_what_is_drawn(name: str) -> None:
+    assert drawn_hash(picture(**{name: CHANGES[name]})) != drawn_hash(picture())
+
+
+def test_the_hash_does_not_change_with_looks_nor_with_the_last_bits(tmp_path: Path) -> None:
+    assert drawn_hash(picture(color="C3", y=2.0 + 1e-15)) == drawn_hash(picture())
+    assert hash_in(save_picture(picture(), tmp_path / "new" / "a.png")) == drawn_hash(picture())
+
+
+def test_a_picture_of_others_bears_none(tmp_path: Path) -> None:
+    picture().savefig(tmp_path / "a.png")
+    assert hash_in(tmp_path / "a.png") is None
+
+
+def drawn(case: str, name: str) -> Callable[[Path], None]:
+    """Draws one of the plots of a case, in the files that it makes."""
+
+    def make(path: Path) -> None:
+        view = VIEWS[case]
+        plot = next(plot for plot in view.plots if plot.name == name)
+        rows = view.derive(latest(read_rows(ROWS / f"{case}.jsonl"), view.keys))
+        draw(plot, rows, path.with_name(f"one-gpu-{case}-{name}.png"), view.keys)
+
+    return make
+
+
+PICTURES = {
+    "one-gpu-model-step.png": drawn("model", "step"),
+    "one-gpu-warmup-steps.png": drawn("warmup", "steps"),
+    "one-gpu-attention-forward.png": drawn("attention", "forward"),
+    "one-gpu-flash-both-bf16.png": drawn("flash", "both"),
+    "one-gpu-flash-both-fp32.png": drawn("flash", "both"),
+    "one-gpu-checkpointing-peak.png": drawn("checkpointing", "peak"),
+    "one-gpu-shares.png": lambda path: plot_shares(read_rows(ROWS / "profile-kernels.jsonl"), path),
+    "ddp-streams.png": lambda path: plot_streams([ROWS / f"ddp-streams/{step}.json" for step in STEPS], path),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_committed_pictures_are_of_the_committed_rows(name: str, tmp_path: Path) -> None:
+    PICTURES[name](tmp_path / name)
+    assert hash_in(ROOT / "docs" / name) == hash_in(tmp_path / name), f"{name} is to be drawn anew"
+
+
+def test_every_committed_picture_is_looked_at() -> None:
+    headlines = {"headline-attention.png", "headline-training.png"}  # tests/report/test_headline.py
+    assert {path.name for path in (ROOT / "docs").glob("*.png")} == {*PICTURES, *headlines, *WITHOUT_HASH}
