@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,17 @@ def _parallelism(arguments: Sequence[str]) -> int:
     return _print(parallelism_sections(model, mesh, options.device_gb, options.gpu_gb), options)
 
 
+def _scaling(arguments: Sequence[str]) -> int:
+    from .planner.scaling import Layer, scaling_sections
+
+    parser = make_parser("plan scaling", "A gated feed-forward layer: on how many devices communication still hides.")
+    parser.add_class_arguments(Layer)
+    parser.add_argument("--json", type=bool, nargs="?", const=True, default=False, help="Print JSON.")
+    options = parse(parser, arguments)
+    layer = Layer(**{field.name: getattr(options, field.name) for field in fields(Layer)})
+    return _print(scaling_sections(layer), options)
+
+
 def _check(arguments: Sequence[str]) -> int:
     parser = _parser("check", "Predicted memory and step time beside measured rows.")
     parser.add_argument("results", nargs="+", type=str, help="Row files.")
@@ -233,6 +245,7 @@ _WHAT: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "checkpointing": (_checkpointing, "memory by the size of a checkpointed group"),
     "ddp-overhead": (_ddp_overhead, "what buckets add to a step, and the best size"),
     "parallelism": (_parallelism, "feed-forward layers on many devices"),
+    "scaling": (_scaling, "a gated feed-forward layer: how many devices, by strategy"),
     "check": (_check, "predictions beside measured rows"),
 }
 

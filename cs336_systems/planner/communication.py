@@ -17,12 +17,20 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
     all-gather and reduce-scatter: (w - 1) (alpha + nbytes / (w beta)): w - 1 steps, each sends a w-th. all-reduce, one
     after the other: twice that (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
-    sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the least there is). Alone: nothing.
+    sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the least there is). alternate all-reduce,
+    the handout's of 2026: (w - 1) (alpha + nbytes / beta), each step sends somebody's whole tensor on. Alone: nothing.
     """
-    rounds = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-    if kind not in rounds:
-        raise ValueError(f"collective is {kind!r}: it must be one of {', '.join(rounds)}")
-    return rounds[kind] * (world_size - 1) * (alpha_s + nbytes / (world_size * beta))
+    w = world_size
+    steps_and_share = {
+        "all-gather": (w - 1, 1 / w),
+        "reduce-scatter": (w - 1, 1 / w),
+        "all-reduce": (2 * (w - 1), 1 / w),
+        "alternate all-reduce": (w - 1, 1.0),
+    }
+    if kind not in steps_and_share:
+        raise ValueError(f"collective is {kind!r}: it must be one of {', '.join(steps_and_share)}")
+    steps, share = steps_and_share[kind]
+    return steps * (alpha_s + nbytes * share / beta)
 
 
 @dataclass(frozen=True)
@@ -153,9 +161,10 @@ def overhead_sections(
 
 
 def collective_section(nbytes: float, world_size: int, alpha_s: float, beta: float) -> Section:
-    """The three collectives of a tensor."""
+    """The collectives of a tensor, all-reduce in two ways."""
     terms = []
-    for kind, rounds in (("all-gather", ""), ("reduce-scatter", ""), ("all-reduce", "2 ")):
-        working = f"{rounds}(w - 1) (alpha + bytes / (w beta))"
+    once = "(w - 1) (alpha + bytes / (w beta))"
+    for kind, working in (("all-gather", once), ("reduce-scatter", once), ("all-reduce", f"2 {once}"),
+                          ("alternate all-reduce", "(w - 1) (alpha + bytes / beta)")):  # fmt: skip
         terms.append(Term(kind, working, ring_seconds(kind, nbytes, world_size, alpha_s, beta), "s"))
     return Section(f"Ring collectives of {nbytes:,.0f} bytes over w = {world_size}", tuple(terms))

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from ..fields import check_types, require
 from .working import Section, Term, show
 
-_TOKENS = "tokens a device"
-
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward:
@@ -134,24 +132,10 @@ def best_split(model: FeedForward, mesh: Mesh, batch: float) -> float:
     return math.sqrt(batch * mesh.devices * mesh.m_x / (model.d_ff * mesh.m_y))
 
 
-def bounds_section(model: FeedForward, mesh: Mesh) -> Section:
-    """The bounds of each way to divide the work, each from T_math > T_comms of a block."""
-    alpha, f = mesh.intensity, model.d_ff
-    data, both = alpha / mesh.m_x, alpha**2 / (mesh.m_x * mesh.m_y * f)
-    terms = [
-        Term("data parallel", "B / X > alpha / M_X: backward, 8 D F bytes and 8 B D F / X operations", data, _TOKENS),
-        Term("FSDP", "B / X > alpha / M_X: forward, 4 D F bytes and 4 B D F / X operations", data, _TOKENS),
-        Term("tensor parallel", "Y < M_Y F / alpha, whatever B", mesh.m_y * f / alpha, "devices"),
-        Term("both, overlapped", "B / N > alpha^2 / (M_X M_Y F), at the best X", both, _TOKENS),
-        Term("both, in turns", "B / N > 4 alpha^2 / (M_X M_Y F), at the best X", 4 * both, _TOKENS),
-    ]
-    return Section("Bound by products where", tuple(terms))
-
-
 def parallelism_sections(
     model: FeedForward, mesh: Mesh, device_gb: float = 95.0, gpu_gb: float = 80.0
 ) -> list[Section]:
-    """The handout's parts (a), (b) and (c), and the bounds. GB are 10^9 bytes."""
+    """The handout's parts (a), (b) and (c). GB are 10^9 bytes."""
     p, a = model.parameters, model.activation_bytes
     gpus = 16 * p / gpu_gb / 1e9
     sizes = f"2 x {model.d_model} x {model.d_ff} x {model.num_blocks}"
@@ -172,7 +156,7 @@ def parallelism_sections(
         sharded.append(Term(f"{tokens} tokens a device", working, math.nan if needed is None else needed, ""))
     expression = "a device: (16 P + A / 2) / N_FSDP + A / 2, A = tokens a device x 2 (D + F) blocks"
     section = Section(f"(b) Least N_FSDP below {device_gb:g} GB", tuple(sharded), (expression,))
-    return [memory, section, _compute_bound_section(model, mesh), bounds_section(model, mesh)]
+    return [memory, section, _compute_bound_section(model, mesh)]
 
 
 def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:

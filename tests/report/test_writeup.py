@@ -60,6 +60,11 @@ HANDOUT = [
     "gradient_checkpointing",
     "fsdp",
     "fsdp_accounting",
+    "alternate_ring_all_reduce",
+    "data_parallel_calcs",
+    "fsdp_calcs",
+    "tp_calcs",
+    "fsdp_tp_calcs",
     "leaderboard_2026",
 ]
 

@@ -7,11 +7,11 @@ from ...planner.activations import checkpointing_sections
 from ...planner.job import Job
 from ...planner.working import Section
 from ..view import OUTCOMES
+from .calculations import CALCULATIONS, SECTION
 from .claims import Evidence, gib, listing, ms, one_setting, p50, peak, percent, span, times
 from .problem import Exhibit, Problem, says, without_details
 from .several_gpus import draw_parts_into
 
-SECTION = "2026: additions"
 _SETTING = ("size", "context_length", "batch_size", "precision", "compile", "attention", "mode")
 
 
@@ -209,6 +209,7 @@ PROBLEMS = (
         ),
         sentences=(says(fsdp_memory, "fsdp-accounting"), says(fsdp_gathers, "fsdp-accounting")),
     ),
+    *CALCULATIONS,
     Problem(
         name="leaderboard_2026",
         section=SECTION,

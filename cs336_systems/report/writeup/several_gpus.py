@@ -189,7 +189,7 @@ def bucket_optimum(e: Evidence) -> str:
 def xxl(e: Evidence) -> str:
     """Memory and the bounds of the handout's XXL configuration."""
     model, mesh = FeedForward(), Mesh()
-    memory, sharded, bound, _ = parallelism_sections(model, mesh)
+    memory, sharded, bound = parallelism_sections(model, mesh)
     gpus, saved = memory.value("GPUs for the state"), memory.value("saved for backward, a token")
     least = least_device_batch(model, mesh)
     device = sharded.terms[0].value

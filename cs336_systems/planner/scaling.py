@@ -1,0 +1,210 @@
+"""A gated feed-forward layer over many devices: on how many does communication still hide behind its products?
+
+The handout's calculations of 2026 (section 8), with its letters: B tokens in a batch, D = d_model, F = d_ff, C
+operations/s of a device, W bytes/s that a device sends, to whichever other. y = (f(x W1) * x W2) W3, numbers of 2
+bytes; element-wise work is not counted, transfers are rings, and computing goes on beside them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..fields import check_types, require
+from .communication import ring_seconds
+from .working import Section, Term
+
+Direction = Literal["forward", "backward"]
+_PRODUCTS = {"forward": 3, "backward": 6}  # of 2 B D F operations: each has two gradients
+_OPERATIONS = {"forward": "6 B D F / N", "backward": "12 B D F / N"}
+_PASSES: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer, its batch, and the devices; the defaults are the 8B model's and an H100's with NVLink."""
+
+    batch: int = 65536
+    """B, tokens in the batch over all devices."""
+    d_model: int = 4096
+    """D, width of the residual stream."""
+    d_ff: int = 11008
+    """F, width of the feed-forward layer."""
+    flops: float = 989e12
+    """C, operations/s of a device."""
+    egress: float = 4.5e11
+    """W, bytes/s that a device sends."""
+    n_fsdp: int = 4
+    """Devices along the FSDP axis; of data parallelism or of FSDP alone as many as both axes have."""
+    n_tp: int = 2
+    """Devices along the tensor-parallel axis; of tensor parallelism alone as many as both axes have."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        for name in ("batch", "d_model", "d_ff", "n_fsdp", "n_tp"):
+            require(1 <= getattr(self, name) < 1 << 40, name, getattr(self, name), "at least 1 and below 2^40")
+        for name in ("flops", "egress"):
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
+
+    @property
+    def devices(self) -> int:
+        """N = N_FSDP N_TP."""
+        return self.n_fsdp * self.n_tp
+
+    @property
+    def weight_bytes(self) -> int:
+        """W1, W2 and W3: 6 D F."""
+        return 6 * self.d_model * self.d_ff
+
+    @property
+    def output_bytes(self) -> int:
+        """y, or dx: 2 B D."""
+        return 2 * self.batch * self.d_model
+
+
+def device_flops(layer: Layer, direction: Direction, devices: int) -> float:
+    """6 B D F / N forward, 12 B D F / N backward, however the layer is divided: nothing is computed twice."""
+    return _PRODUCTS[direction] * 2 * layer.batch * layer.d_model * layer.d_ff / devices
+
+
+def data_parallel_seconds(layer: Layer, devices: int) -> float:
+    """Backward, an all-reduce of the weights' gradients: 2 (N - 1) / N 6 D F / W. Forward nothing is sent."""
+    return ring_seconds("all-reduce", layer.weight_bytes, devices, 0, layer.egress)
+
+
+def fsdp_seconds(layer: Layer, direction: Direction, n_fsdp: int, n_tp: int = 1) -> float:
+    """(N - 1) / N 6 D F / (N_TP W): the weights gathered; backward twice, for gradients are reduce-scattered too."""
+    weights = layer.weight_bytes / n_tp
+    gather = ring_seconds("all-gather", weights, n_fsdp, 0, layer.egress)
+    return gather + (ring_seconds("reduce-scatter", weights, n_fsdp, 0, layer.egress) if direction == "backward" else 0)
+
+
+def tensor_parallel_seconds(layer: Layer, n_tp: int, n_fsdp: int = 1) -> float:
+    """An all-reduce of y, backward of dx: 2 (N - 1) / N 2 B D / (N_FSDP W)."""
+    return ring_seconds("all-reduce", layer.output_bytes / n_fsdp, n_tp, 0, layer.egress)
+
+
+def most_fsdp(layer: Layer) -> float:
+    """The most devices of data parallelism, and of FSDP in either direction: N <= 1 + B W / C.
+
+    From 6 B D F / (N C) >= (N - 1) / N 6 D F / W, which the backward pass has twice on both sides.
+    """
+    return 1 + layer.batch * layer.egress / layer.flops
+
+
+def most_tensor_parallel(layer: Layer, direction: Direction) -> float:
+    """The most devices of tensor parallelism: forward N <= 1 + 3 F W / (2 C), backward N <= 1 + 3 F W / C.
+
+    From 6 B D F / (N C) >= 4 (N - 1) / N B D / W, whose left side doubles in the backward pass.
+    """
+    return 1 + _PRODUCTS[direction] / 2 * layer.d_ff * layer.egress / layer.flops
+
+
+def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
+    """N_FSDP and N_TP of the most devices on which the forward pass is bound by its products.
+
+    With p = B W / C and q = 3 F W / (2 C), multiplying the times by N W / (6 D F B) leaves (N_FSDP - 1) / p <= 1 and
+    (N_TP - 1) / q <= 1 where transfers along both axes go on together: N = (1 + p) (1 + q). Where they take turns, it
+    is their sum that must be at most 1, and N is largest (Lagrange) where N_FSDP / p = N_TP / q = (1 + 1/p + 1/q) / 2:
+    N = p q (1 + 1/p + 1/q)^2 / 4, about a quarter. Where that would leave one axis less than a device, it has one.
+    """
+    p, q = most_fsdp(layer) - 1, most_tensor_parallel(layer, "forward") - 1
+    if together:
+        return 1 + p, 1 + q
+    half = (1 + 1 / p + 1 / q) / 2
+    if min(p, q) * half < 1:  # the whole of one axis, none of the other
+        return (1 + p, 1.0) if p > q else (1.0, 1 + q)
+    return p * half, q * half
+
+
+def tensor_parallel_backward() -> tuple[str, ...]:
+    """The equations of the backward pass on device i, which has columns of W1 and W2 and rows of W3."""
+    return (
+        "dz(i) = dy W3(i)^T",
+        "dx2(i) = dz(i) * f(x1(i));  dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
+        "dW3(i) = z(i)^T dy;  dW2(i) = x^T dx2(i);  dW1(i) = x^T dx1(i): of its own columns and rows, nothing to send",
+        "dx = all-reduce over i of (dx1(i) W1(i)^T + dx2(i) W2(i)^T)",
+    )
+
+
+def alternate_ring_section(nbytes: float, devices: int, egress: float) -> Section:
+    """The handout's alternate_ring_all_reduce beside the usual one."""
+    working = {
+        "all-reduce": "2 (N - 1) / N S / W: a reduce-scatter and an all-gather, each N - 1 steps of S / N bytes",
+        "alternate all-reduce": "(N - 1) S / W: N - 1 steps, each sends a whole tensor; N / 2 times as long",
+    }
+    terms = [Term(kind, how, ring_seconds(kind, nbytes, devices, 0, egress), "s") for kind, how in working.items()]
+    return Section(f"An all-reduce of S = {nbytes:,.0f} bytes over N = {devices}", tuple(terms))
+
+
+def data_parallel_section(layer: Layer) -> Section:
+    """The handout's data_parallel_calcs."""
+    n = layer.devices
+    terms = [
+        _flops(layer, "backward", "12 B D F / N: six products of 2 B D F, each device for its share of the batch"),
+        Term("backward, communication", "2 (N - 1) / N 6 D F / W: all gradients all-reduced",
+             data_parallel_seconds(layer, n), "s"),
+        Term("at most", "N <= 1 + B W / C", most_fsdp(layer), "devices"),
+    ]  # fmt: skip
+    return Section(f"Data parallel over N = {n}", tuple(terms))
+
+
+def fsdp_section(layer: Layer) -> Section:
+    """The handout's fsdp_calcs."""
+    n = layer.devices
+    why = {"forward": "(N - 1) / N 6 D F / W: weights gathered",
+           "backward": "2 (N - 1) / N 6 D F / W: weights gathered, gradients reduce-scattered"}  # fmt: skip
+    terms = []
+    for each in _PASSES:
+        terms.append(_flops(layer, each, f"{_OPERATIONS[each]}, as in data parallelism"))
+        terms.append(Term(f"{each}, communication", why[each], fsdp_seconds(layer, each, n), "s"))
+    terms.append(Term("at most, in both", "N <= 1 + B W / C", most_fsdp(layer), "devices"))
+    return Section(f"FSDP over N = {n}", tuple(terms))
+
+
+def tensor_parallel_section(layer: Layer) -> Section:
+    """The handout's tp_calcs, with the equations of (a) as notes."""
+    n = layer.devices
+    terms = []
+    what = {"forward": ("y", "3 F W / (2 C)"), "backward": ("dx", "3 F W / C")}
+    for each in _PASSES:
+        sent, bound = what[each]
+        seconds, most = tensor_parallel_seconds(layer, n), most_tensor_parallel(layer, each)
+        terms.append(_flops(layer, each, f"{_OPERATIONS[each]}: a share of the columns or rows of each product"))
+        terms.append(Term(f"{each}, communication", f"2 (N - 1) / N 2 B D / W: {sent} all-reduced", seconds, "s"))
+        terms.append(Term(f"{each}, at most", f"N <= 1 + {bound}, whatever B", most, "devices"))
+    notes = ("backward on device i:", *(f"  {line}" for line in tensor_parallel_backward()))
+    return Section(f"Tensor parallel over N = {n}", tuple(terms), notes)
+
+
+def both_section(layer: Layer) -> Section:
+    """The handout's fsdp_tp_calcs, forward."""
+    p, q = most_fsdp(layer) - 1, most_tensor_parallel(layer, "forward") - 1
+    fsdp = fsdp_seconds(layer, "forward", layer.n_fsdp, layer.n_tp)
+    tensor = tensor_parallel_seconds(layer, layer.n_tp, layer.n_fsdp)
+    terms = [
+        _flops(layer, "forward", "6 B D F / N"),
+        Term("FSDP axis", "(N_FSDP - 1) / N_FSDP 6 D F / (N_TP W)", fsdp, "s"),
+        Term("TP axis", "2 (N_TP - 1) / N_TP 2 B D / (N_FSDP W)", tensor, "s"),
+        Term("communication", "the longer of both, which go on together", max(fsdp, tensor), "s"),
+        Term("p", "B W / C", p, ""),
+        Term("q", "3 F W / (2 C)", q, ""),
+    ]
+    for together, name, formula in (
+        (True, "at most, overlapped", "N <= (1 + p) (1 + q)"),
+        (False, "at most, in turns", "N <= p q (1 + 1/p + 1/q)^2 / 4"),
+    ):
+        n_fsdp, n_tp = most_of_both(layer, together)
+        at = f"N_FSDP = {n_fsdp:,.1f}, N_TP = {n_tp:,.1f}"
+        terms.append(Term(name, f"{formula}, at {at}", n_fsdp * n_tp, "devices"))
+    return Section(f"FSDP over {layer.n_fsdp} and tensor parallel over {layer.n_tp}, forward", tuple(terms))
+
+
+def scaling_sections(layer: Layer) -> list[Section]:
+    """All of them; the all-reduce is of the weights' gradients."""
+    ring = alternate_ring_section(layer.weight_bytes, layer.devices, layer.egress)
+    parts = (data_parallel_section, fsdp_section, tensor_parallel_section, both_section)
+    return [ring, *(part(layer) for part in parts)]
+
+
+def _flops(layer: Layer, direction: Direction, working: str) -> Term:
+    return Term(f"{direction}, operations", working, device_flops(layer, direction, layer.devices), "FLOP")
