@@ -80,11 +80,11 @@ class Speedrun:
             "optimizer.implementation": "torch_fused",
             "checkpoint.keep_last": 2,
         }
-        if out is not None:
-            self.fields["data.data_dir"] = f"{out}/data"
         first = self._config(self.sizes[0], {})
         source = first.data.source
         self.fields |= {"model.vocab_size": _VOCAB_SIZES[source], "sample.prompt": _PROMPTS.get(source, "")}
+        if out is not None:
+            self.fields["data.data_dir"] = f"{out}/data/{source}"
         self.device = select_device(first.train.device)
         self.devices = _count_devices(self.device) if devices is None else devices
         require(self.devices >= 1, "devices", self.devices, "at least 1")

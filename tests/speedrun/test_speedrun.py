@@ -70,7 +70,7 @@ def test_it_writes_the_run_it_has_found_and_trains_it(
     assert train["max_minutes"] == pytest.approx(0.2, abs=0.01)
     assert (train["batch_size"], train["precision"], train["compile"]) == (best.sequences, "fp32", False)
     assert config["optimizer"]["lr"] == 3e-3
-    assert config["data"]["data_dir"] == f"{tmp_path}/data"
+    assert config["data"]["data_dir"] == f"{tmp_path}/data/stories"
     assert Path(config["run_dir"]).parent == file.parent
     assert [row.variant for row in read_rows(file.parent / "rows.jsonl")] == [t.size for t in machine.trials]
     said = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_an_architecture_of_ones_own(machine: Machine, tmp_path: Path, monkeypat
 def test_passes_over_the_text_instead_of_minutes(machine: Machine, tmp_path: Path) -> None:
     config, _ = prepare(tmp_path, "--epochs", "3")
     tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
-    text = len(load_tokens(tmp_path / "data" / "train.npy", 768, 33))
+    text = len(load_tokens(tmp_path / "data" / "stories" / "train.npy", 768, 33))
     assert 3 * text <= tokens < 3 * text + config["train"]["batch_size"] * 32
     assert config["train"]["max_minutes"] is None
     assert {trial.size for trial in machine.trials} == {"nano"}
@@ -110,7 +110,7 @@ def test_a_short_text_is_read_sixteen_times_at_most(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = prepare(tmp_path, "--minutes", "100")
-    text = len(load_tokens(tmp_path / "data" / "train.npy", 768, 33))
+    text = len(load_tokens(tmp_path / "data" / "stories" / "train.npy", 768, 33))
     tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
     assert tokens == pytest.approx(16 * text, abs=config["train"]["batch_size"] * 32)
     assert "a longer text would be worth more" in capsys.readouterr().out
