@@ -33,12 +33,15 @@ _LONGEST_S = 1e7
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, read_rows
-    from .bench.sweep import configurations, is_of
+    from .bench.sweep import check_sized_for_gpu, configurations, is_of
     from .report.views import rows_table, write_views
 
     options = parse(_parser(case), arguments)
     names = [field.name for field in dataclasses.fields(case.config)]
     given = {name: tuple(values) for name in names if (values := getattr(options, name, None)) is not None}
+    if not options.quick and case.quick_is_on_cpu:
+        for device in given.get("device", ("auto",)):
+            check_sized_for_gpu(f"bench {case.name}", device)
     configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
     folder = Path(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")

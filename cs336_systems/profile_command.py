@@ -26,6 +26,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def _kernels(arguments: Sequence[str]) -> int:
+    from .bench.sweep import check_sized_for_gpu
     from .bench.workload import Workload
     from .profiling.kernels import MODES, QUICK, KernelProfile
 
@@ -48,6 +49,8 @@ def _kernels(arguments: Sequence[str]) -> int:
     if "--quick" in arguments:
         parser.set_defaults(**QUICK, warmup=1, steps=1)
     options = parse(parser, arguments)
+    if not options.quick:
+        check_sized_for_gpu("profile kernels", options.device)
     config = KernelProfile(
         workload=Workload(**{name: getattr(options, name) for name in fields}),
         modes=tuple(options.modes),
@@ -108,6 +111,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
 
 
 def _memory(arguments: Sequence[str]) -> int:
+    from .bench.sweep import check_sized_for_gpu
     from .bench.workload import Workload
     from .profiling import memory
 
@@ -123,6 +127,8 @@ def _memory(arguments: Sequence[str]) -> int:
         _refuse_workload(parser, {**workload, "warmup": options["warmup"]})
         row = memory.draw(Path(options["snapshot"]), folder, **drawn)
     else:
+        if not options["quick"]:
+            check_sized_for_gpu("profile memory", options["device"])
         row = memory.profile(Workload(**workload), folder, options["warmup"], **drawn)
     from .report.memory_tables import memory_summary
 

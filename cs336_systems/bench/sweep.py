@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from ..console import say
+from ..fields import require
+from ..hardware import gpu_count
 from .case import Row
 
 
@@ -57,6 +60,23 @@ class Case:
     """Which of a product of fields are measured, where not all of them mean something."""
     needs: str = ""
     """What those need that are not wanted, for a person who has asked for such alone."""
+
+    @property
+    def quick_is_on_cpu(self) -> bool:
+        """Whether a quick run takes a CPU, because the usual sizes are those of a GPU."""
+        return any(f.name == "device" and "cpu" in f.metadata["quick"] for f in dataclasses.fields(self.config))
+
+
+def check_sized_for_gpu(what: str, device: str) -> None:
+    """What is sized for a GPU and not quick, a CPU measures only where it is asked to; what that means is said.
+
+    Raises ValueError where `auto` would be a CPU.
+    """
+    accepted = f"cpu, or left out with --quick, which takes seconds: there is no GPU, and {what} is sized for one"
+    require(device != "auto" or gpu_count() > 0, "device", device, accepted)
+    if device == "cpu":
+        say(f"{what} is sized for a GPU unless told otherwise: a CPU may take hours or be short of memory; "
+            "--quick takes seconds")  # fmt: skip
 
 
 def value_type(case: Case, name: str) -> Any:
@@ -121,10 +141,11 @@ def as_json(config: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
-def describe_among(configs: Sequence[Any]) -> Callable[[Any], str]:
-    """What names a configuration, or that of a row, among some: the fields in which they differ."""
+def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Callable[[Any], str]:
+    """What names a configuration, or that of a row, among some: the fields in which they differ, but for some."""
     everyone = [as_json(config) for config in configs]
     differing = [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
+    differing = [name for name in differing if name not in without]
 
     def describe(config: Any) -> str:
         return ", ".join(f"{name} {value}" for name, value in as_json(config).items() if name in differing)

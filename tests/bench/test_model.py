@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from cs336_systems.accounting import forward_flops, training_flops
+from cs336_systems.bench import sweep
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.sweep import check_sized_for_gpu, configurations
 from cs336_systems.bench.timing import Stopwatch
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import main
@@ -164,6 +165,32 @@ def test_what_is_wrong_is_one_line(arguments: list[str], message: str, capsys: p
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["bench leaderboard-2026", "bench ddp", "profile kernels", "profile memory"])
+def test_what_is_sized_for_a_gpu_is_not_begun_on_a_cpu_that_nobody_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "gpu_count", lambda: 0)
+    with pytest.raises(SystemExit) as stop:
+        main(name.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "cs336: device is 'auto': it must be cpu, or left out with --quick, which takes seconds: there is no GPU, and "
+        f"{name} is sized for one\n"
+    )
+
+
+def test_a_cpu_that_is_asked_for_may_begin_and_says_what_that_means(capsys: pytest.CaptureFixture[str]) -> None:
+    check_sized_for_gpu("bench model", "cpu")
+    assert capsys.readouterr().out.startswith("bench model is sized for a GPU unless told otherwise: a CPU may take")
+    check_sized_for_gpu("bench model", "cuda")
+    assert capsys.readouterr().out == ""
+
+
+def test_of_the_cases_some_are_sized_for_a_cpu_too() -> None:
+    for_any = {name for name in NAMES if not get_case(name).quick_is_on_cpu}
+    assert for_any == {"precision-accumulation", "autocast-dtypes", "all-reduce"}
 
 
 def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
