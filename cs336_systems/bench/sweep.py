@@ -56,10 +56,8 @@ class Case:
     """Whether each call has a process of its own: where memory or compiled code of those before would show."""
     empty_caches: bool = False
     """With isolated: whether the caches of compiled code are empty at the start of each."""
-    wanted: Callable[[Any], bool] = lambda config: True
-    """Which of a product of fields are measured, where not all of them mean something."""
-    needs: str = ""
-    """What those need that are not wanted, for a person who has asked for such alone."""
+    check: Callable[[Any], None] = lambda config: None
+    """Raises ValueError for those of a product of fields that are left out, where not all of them mean something."""
 
     @property
     def quick_is_on_cpu(self) -> bool:
@@ -93,7 +91,8 @@ def configurations(
     """The configurations to measure: the product of each field's values.
 
     Of a field these are the given ones; else, where it is in `sweep`, all of its sweep; else, in a quick run, the quick
-    ones; else its own. Raises ValueError for a field that there is not, and where nothing is left.
+    ones; else its own. Those that the case's `check` is against are left out. Raises ValueError for a field that there
+    is not, and where nothing is left, of all or of a value that is given.
     """
     given = given or {}
     fields = {field.name: field for field in dataclasses.fields(case.config)}
@@ -110,13 +109,23 @@ def configurations(
             return field.metadata["quick"]
         return field.metadata.get("values", (field.default,))
 
-    product = itertools.product(*map(values, fields.values()))
-    found = [case.config(**dict(zip(fields, each, strict=True))) for each in product]
-    found = [config for config in dict.fromkeys(found) if case.wanted(config)]
-    if not found:
-        reason = f": {case.needs}" if case.needs else ""
-        raise ValueError(f"nothing is left to measure of case {case.name} with these fields{reason}")
-    return found
+    found: dict[Any, None] = {}
+    against: list[tuple[dict[str, Any], ValueError]] = []
+    measured: set[tuple[str, Any]] = set()
+    for each in itertools.product(*map(values, fields.values())):
+        asked = dict(zip(fields, each, strict=True))
+        config = case.config(**asked)
+        try:
+            case.check(config)
+        except ValueError as error:
+            against.append((asked, error))
+        else:
+            found[config] = None
+            measured |= asked.items()
+    for asked, why in against:
+        if not found or not measured.issuperset((name, asked[name]) for name in given):
+            raise why
+    return list(found)
 
 
 def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:

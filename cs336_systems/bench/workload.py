@@ -66,6 +66,7 @@ class Workload:
                 check()
             object.__setattr__(self, "device", str(select_device(self.device)))
             object.__setattr__(self, "vocab_size", self.shape.vocab_size)
+        self.check_checkpointed()
 
     @property
     def model_config(self) -> ModelConfig:
@@ -80,6 +81,11 @@ class Workload:
         """How it computes. Raises ValueError where that cannot be."""
         names = ("batch_size", "precision", "compile", "activation_checkpointing", "device")
         return TrainConfig(**{name: getattr(self, name) for name in names})
+
+    def check_checkpointed(self) -> None:
+        """Raise ValueError where more blocks are to be checkpointed than there are."""
+        with without_groups():
+            self.train_config.check_checkpointed(self.shape.num_layers)
 
     @property
     def shape(self) -> ModelShape:

@@ -61,6 +61,7 @@ def test_what_is_read_back_is_what_was_built() -> None:
         (dict(context_length=0), "context_length is 0"),
         (dict(precision="fp8"), "precision is 'fp8'"),
         (dict(activation_checkpointing="some"), "activation_checkpointing is 'some'"),
+        (dict(activation_checkpointing="first_3"), "activation_checkpointing is 'first_3': .* K from 1 to 2"),
         (dict(device="tpu"), "device is 'tpu'"),
         (dict(warmup=-1), "warmup is -1"),
         (dict(steps=0), "steps is 0"),
