@@ -30,6 +30,14 @@ _QUICK = dict(vocab_size=300, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 PHASES = ("forward", "backward", "optimizer")
 
 
+def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
+    """The architecture of a named size or of `quick`, or of fields alone. Raises ValueError for one that is none."""
+    named: dict[str, Any] = _QUICK if size == QUICK_SIZE else {"size": size}
+    if vocab_size is not None:
+        named = {**named, "vocab_size": vocab_size}
+    return ModelConfig(**named, **fields)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, its input, how it computes, and how much of a training step is done."""
@@ -71,10 +79,7 @@ class Workload:
     @property
     def model_config(self) -> ModelConfig:
         """The architecture. Raises ValueError for one that is none."""
-        named: dict[str, Any] = _QUICK if self.size == QUICK_SIZE else {"size": self.size}
-        if self.vocab_size is not None:
-            named = {**named, "vocab_size": self.vocab_size}
-        return ModelConfig(**named, context_length=self.context_length, attention=self.attention)
+        return model_of(self.size, self.vocab_size, context_length=self.context_length, attention=self.attention)
 
     @property
     def train_config(self) -> TrainConfig:
