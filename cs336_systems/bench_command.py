@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import make_parser, parse
+from .arguments import add_folder, make_parser, parse
 from .console import say
 
 if TYPE_CHECKING:  # the rest, and with it PyTorch, when something is measured: --help is to be quick
@@ -36,7 +36,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.sweep import check_sized_for_gpu, configurations, is_of
     from .report.views import rows_table, write_views
 
-    options = parse(_parser(case), arguments)
+    options = parse(_parser(case, "--quick" in arguments), arguments)
     names = [field.name for field in dataclasses.fields(case.config)]
     given = {name: tuple(values) for name in names if (values := getattr(options, name, None)) is not None}
     if not options.quick and case.quick_is_on_cpu:
@@ -79,7 +79,7 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
     return rows
 
 
-def _parser(case: "Case") -> Any:
+def _parser(case: "Case", is_quick: bool) -> Any:
     from docstring_parser import parse_from_object
 
     from .bench.sweep import value_type
@@ -106,7 +106,7 @@ def _parser(case: "Case") -> Any:
     parser.add_argument(
         "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: none is ended)."
     )
-    parser.add_argument("--out", type=str, default="runs/bench", help="Folder of rows, tables and plots.")
+    add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
     return parser
 
 

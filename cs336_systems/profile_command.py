@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import make_parser, parse
+from .arguments import add_folder, make_parser, parse
 from .console import say
 
 if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
@@ -45,7 +45,7 @@ def _kernels(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="A tiny model, seconds on a CPU; other options win over it."
     )
-    parser.add_argument("--out", type=str, default="runs/profile/kernels", help="Folder to write to.")
+    add_folder(parser, "profile/kernels", "--quick" in arguments, "Folder to write to")
     if "--quick" in arguments:
         parser.set_defaults(**QUICK, warmup=1, steps=1)
     options = parse(parser, arguments)
@@ -115,7 +115,7 @@ def _memory(arguments: Sequence[str]) -> int:
     from .bench.workload import Workload
     from .profiling import memory
 
-    parser = _memory_parser()
+    parser = _memory_parser("--quick" in arguments)
     parser.set_defaults({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})})
     options = vars(parse(parser, arguments))
     for name in ("detail", "min_bytes", "warmup"):
@@ -140,13 +140,13 @@ def _memory(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _memory_parser() -> Any:
+def _memory_parser(is_quick: bool) -> Any:
     from .bench.workload import Workload
 
     parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
     parser.add_class_arguments(Workload)
     parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
-    parser.add_argument("--out", type=str, default="runs/profile/memory", help="Folder for all that is written.")
+    add_folder(parser, "profile/memory", is_quick, "Folder for all that is written")
     parser.add_argument(
         "--detail", type=int, default=5000, help="How many of the largest allocations are drawn one by one."
     )

@@ -1,5 +1,6 @@
 """The cases `model` and `warmup`, and the workload that they do."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,16 @@ def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.
     assert (tmp_path / "model-step.png").read_bytes().startswith(b"\x89PNG")
     assert run_main(*arguments, "--resume") == 0
     assert (tmp_path / "model.jsonl").read_text().count("\n") == 2
+
+
+def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_main("precision-accumulation", "--quick") == run_main("precision-accumulation") == 0
+    for what in ("memory", "kernels"):
+        with pytest.raises(SystemExit):
+            main(["profile", what, "--quick", "--device", "cpu"])
+    places = ("quick/bench", "bench", "quick/profile/memory", "quick/profile/kernels")
+    assert {path.parent for path in tmp_path.rglob("*.jsonl")} == {tmp_path / "runs" / place for place in places}
 
 
 @pytest.mark.parametrize(
