@@ -100,6 +100,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
     for row in measured:
         say(f"\n{top_kernels_tables(row)}")
     say(f"\n{rows_table(rows)}\n")
+    (out / "shares.png").unlink(missing_ok=True)  # it may be of an earlier run
     if measured:
         plot_shares(measured, out / "shares.png")
         if not measured[0].config["attention_ranges"]:
