@@ -62,7 +62,7 @@ class Case:
     @property
     def quick_is_on_cpu(self) -> bool:
         """Whether a quick run takes a CPU, because the usual sizes are those of a GPU."""
-        return any(f.name == "device" and "cpu" in f.metadata["quick"] for f in dataclasses.fields(self.config))
+        return any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in dataclasses.fields(self.config))
 
 
 def check_sized_for_gpu(what: str, device: str) -> None:

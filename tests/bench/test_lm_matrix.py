@@ -120,6 +120,12 @@ def test_where_the_first_fails_the_next_is_compared_with(files: Any, losses: dic
     assert "and 2 with naive" in str(rows[2].error)
 
 
+def test_a_row_names_the_option_too(files: Any, losses: dict[str, Any]) -> None:
+    losses["none"] = ValueError("model.attention is 'sdpa', which cannot be used here: q is on cpu")
+    (row,) = CASE.measure(quick(files | {"strategy": ("none",)}))
+    assert row.error == "ValueError: kernel is 'sdpa', which cannot be used here: q is on cpu"
+
+
 def test_epochs_are_as_many_tokens_as_the_file_has(files: Any, losses: dict[str, Any]) -> None:
     def metrics(**fields: Any) -> dict[str, Any]:
         given = files | {name: (value,) for name, value in fields.items()}
