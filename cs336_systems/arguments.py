@@ -79,6 +79,12 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
     return words
 
 
+def add_folder(parser: ArgumentParser, name: str, is_quick: bool, what: str) -> None:
+    """The option --out, by default runs/NAME; a quick run has runs/quick/NAME, so as not to mix with it."""
+    usual, quick = f"runs/{name}", f"runs/quick/{name}"
+    parser.add_argument("--out", type=str, default=quick if is_quick else usual, help=f"{what}; with --quick {quick}.")
+
+
 def field_names(parser: ArgumentParser) -> list[str]:
     """The names that a parser knows, but for those of its own."""
     return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import make_parser, parse
+from .arguments import add_folder, make_parser, parse
 from .console import say
 
 if TYPE_CHECKING:  # the rest, and with it PyTorch, when something is measured: --help is to be quick
@@ -33,13 +33,16 @@ _LONGEST_S = 1e7
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, read_rows
-    from .bench.sweep import configurations, is_of
+    from .bench.sweep import check_sized_for_gpu, configurations, is_of
     from .report.views import rows_table, write_views
 
-    options = parse(_parser(case), arguments)
+    options = parse(_parser(case, "--quick" in arguments), arguments)
     names = [field.name for field in dataclasses.fields(case.config)]
     named = {name: values for name in names if (values := getattr(options, name, None)) is not None}
     given = {name: tuple(values) or (True,) for name, values in named.items()}
+    if not options.quick and case.quick_is_on_cpu:
+        for device in given.get("device", ("auto",)):
+            check_sized_for_gpu(f"bench {case.name}", device)
     configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
     folder = Path(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
@@ -77,7 +80,7 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
     return rows
 
 
-def _parser(case: "Case") -> Any:
+def _parser(case: "Case", is_quick: bool) -> Any:
     from docstring_parser import parse_from_object
 
     from .bench.sweep import value_type
@@ -105,7 +108,7 @@ def _parser(case: "Case") -> Any:
     parser.add_argument(
         "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: none is ended)."
     )
-    parser.add_argument("--out", type=str, default="runs/bench", help="Folder of rows, tables and plots.")
+    add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
     return parser
 
 

@@ -205,6 +205,15 @@ class TrainConfig:
         policy, number = self.activation_checkpointing.split("_")
         return policy, int(number)
 
+    def check_checkpointed(self, num_layers: int) -> None:
+        """Raise ValueError where K is more than the blocks there are: it would be as all, by another name."""
+        require(
+            self.checkpointed is None or self.checkpointed[1] <= num_layers,
+            "train.activation_checkpointing",
+            self.activation_checkpointing,
+            f"none, block, first_K, every_K or groups_K with K from 1 to {num_layers}, the number of blocks",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -358,6 +367,7 @@ class RunConfig:
             f"at most {room}, so that a prompt and it fit into model.context_length",
         )
         self.check_world_size(self.parallel.devices)
+        self.train.check_checkpointed(self.model.shape.num_layers)
         if self.optimizer.warmup_steps is None:
             warmup_steps = min(100, self.train.max_steps // 10)
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, warmup_steps=warmup_steps))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import make_parser, parse
+from .arguments import add_folder, make_parser, parse
 from .console import say
 
 if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
@@ -26,6 +26,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def _kernels(arguments: Sequence[str]) -> int:
+    from .bench.sweep import check_sized_for_gpu
     from .bench.workload import Workload
     from .profiling.kernels import MODES, QUICK, KernelProfile
 
@@ -44,10 +45,12 @@ def _kernels(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="A tiny model, seconds on a CPU; other options win over it."
     )
-    parser.add_argument("--out", type=str, default="runs/profile/kernels", help="Folder to write to.")
+    add_folder(parser, "profile/kernels", "--quick" in arguments, "Folder to write to")
     if "--quick" in arguments:
         parser.set_defaults(**QUICK, warmup=1, steps=1)
     options = parse(parser, arguments)
+    if not options.quick:
+        check_sized_for_gpu("profile kernels", options.device)
     config = KernelProfile(
         workload=Workload(**{name: getattr(options, name) for name in fields}),
         modes=tuple(options.modes),
@@ -97,6 +100,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
     for row in measured:
         say(f"\n{top_kernels_tables(row)}")
     say(f"\n{rows_table(rows)}\n")
+    (out / "shares.png").unlink(missing_ok=True)  # it may be of an earlier run
     if measured:
         plot_shares(measured, out / "shares.png")
         if not measured[0].config["attention_ranges"]:
@@ -108,10 +112,11 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
 
 
 def _memory(arguments: Sequence[str]) -> int:
+    from .bench.sweep import check_sized_for_gpu
     from .bench.workload import Workload
     from .profiling import memory
 
-    parser = _memory_parser()
+    parser = _memory_parser("--quick" in arguments)
     parser.set_defaults({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})})
     options = vars(parse(parser, arguments))
     for name in ("detail", "min_bytes", "warmup"):
@@ -123,6 +128,8 @@ def _memory(arguments: Sequence[str]) -> int:
         _refuse_workload(parser, {**workload, "warmup": options["warmup"]})
         row = memory.draw(Path(options["snapshot"]), folder, **drawn)
     else:
+        if not options["quick"]:
+            check_sized_for_gpu("profile memory", options["device"])
         row = memory.profile(Workload(**workload), folder, options["warmup"], **drawn)
     from .report.memory_tables import memory_summary
 
@@ -134,13 +141,13 @@ def _memory(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _memory_parser() -> Any:
+def _memory_parser(is_quick: bool) -> Any:
     from .bench.workload import Workload
 
     parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
     parser.add_class_arguments(Workload)
     parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
-    parser.add_argument("--out", type=str, default="runs/profile/memory", help="Folder for all that is written.")
+    add_folder(parser, "profile/memory", is_quick, "Folder for all that is written")
     parser.add_argument(
         "--detail", type=int, default=5000, help="How many of the largest allocations are drawn one by one."
     )

@@ -42,6 +42,7 @@ def run_case(
     with _Workplace(case, case.isolated if isolated is None else isolated) as workplace:
         while waiting:
             missing = waiting.pop(0)
+            _tell(case, missing, configs, len(configs) - _count(missing, waiting))
             try:
                 progress(len(configs) - _count(missing, waiting), len(configs), describe(missing[0]))
                 for row in workplace.worker().measure(missing, timeout_s):
@@ -59,6 +60,15 @@ def run_case(
                     yield row
             workplace.tidy()
             progress(len(configs) - _count(waiting), len(configs), "")
+
+
+def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:
+    """Say what is measured next: a line for those that are measured together, `done` of all being over."""
+    which = f"{done + 1}" if len(group) == 1 else f"{done + 1} to {done + len(group)}"
+    fields = describe_among(configs, without=case.together)(group[0])
+    variants = ", ".join(dict.fromkeys(map(case.variant, group)))
+    what = [case.name, variants, *([fields] if fields else [])]
+    logger.info("measuring %s of %d: %s", which, len(configs), "; ".join(what))
 
 
 def _count(*lists: Any) -> int:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from ..console import say
+from ..fields import require
+from ..hardware import gpu_count
 from .case import Row
 
 
@@ -53,10 +56,25 @@ class Case:
     """Whether each call has a process of its own: where memory or compiled code of those before would show."""
     empty_caches: bool = False
     """With isolated: whether the caches of compiled code are empty at the start of each."""
-    wanted: Callable[[Any], bool] = lambda config: True
-    """Which of a product of fields are measured, where not all of them mean something."""
-    needs: str = ""
-    """What those need that are not wanted, for a person who has asked for such alone."""
+    check: Callable[[Any], None] = lambda config: None
+    """Raises ValueError for those of a product of fields that are left out, where not all of them mean something."""
+
+    @property
+    def quick_is_on_cpu(self) -> bool:
+        """Whether a quick run takes a CPU, because the usual sizes are those of a GPU."""
+        return any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in dataclasses.fields(self.config))
+
+
+def check_sized_for_gpu(what: str, device: str) -> None:
+    """What is sized for a GPU and not quick, a CPU measures only where it is asked to; what that means is said.
+
+    Raises ValueError where `auto` would be a CPU.
+    """
+    accepted = f"cpu, or left out with --quick, which takes seconds: there is no GPU, and {what} is sized for one"
+    require(device != "auto" or gpu_count() > 0, "device", device, accepted)
+    if device == "cpu":
+        say(f"{what} is sized for a GPU unless told otherwise: a CPU may take hours or be short of memory; "
+            "--quick takes seconds")  # fmt: skip
 
 
 def value_type(case: Case, name: str) -> Any:
@@ -73,7 +91,8 @@ def configurations(
     """The configurations to measure: the product of each field's values.
 
     Of a field these are the given ones; else, where it is in `sweep`, all of its sweep; else, in a quick run, the quick
-    ones; else its own. Raises ValueError for a field that there is not, and where nothing is left.
+    ones; else its own. Those that the case's `check` is against are left out. Raises ValueError for a field that there
+    is not, and where nothing is left, of all or of a value that is given.
     """
     given = given or {}
     fields = {field.name: field for field in dataclasses.fields(case.config)}
@@ -90,13 +109,23 @@ def configurations(
             return field.metadata["quick"]
         return field.metadata.get("values", (field.default,))
 
-    product = itertools.product(*map(values, fields.values()))
-    found = [case.config(**dict(zip(fields, each, strict=True))) for each in product]
-    found = [config for config in dict.fromkeys(found) if case.wanted(config)]
-    if not found:
-        reason = f": {case.needs}" if case.needs else ""
-        raise ValueError(f"nothing is left to measure of case {case.name} with these fields{reason}")
-    return found
+    found: dict[Any, None] = {}
+    against: list[tuple[dict[str, Any], ValueError]] = []
+    measured: set[tuple[str, Any]] = set()
+    for each in itertools.product(*map(values, fields.values())):
+        asked = dict(zip(fields, each, strict=True))
+        config = case.config(**asked)
+        try:
+            case.check(config)
+        except ValueError as error:
+            against.append((asked, error))
+        else:
+            found[config] = None
+            measured |= asked.items()
+    for asked, why in against:
+        if not found or not measured.issuperset((name, asked[name]) for name in given):
+            raise why
+    return list(found)
 
 
 def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
@@ -121,10 +150,11 @@ def as_json(config: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
-def describe_among(configs: Sequence[Any]) -> Callable[[Any], str]:
-    """What names a configuration, or that of a row, among some: the fields in which they differ."""
+def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Callable[[Any], str]:
+    """What names a configuration, or that of a row, among some: the fields in which they differ, but for some."""
     everyone = [as_json(config) for config in configs]
     differing = [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
+    differing = [name for name in differing if name not in without]
 
     def describe(config: Any) -> str:
         return ", ".join(f"{name} {value}" for name, value in as_json(config).items() if name in differing)

@@ -30,6 +30,14 @@ _QUICK = dict(vocab_size=300, d_model=32, d_ff=64, num_layers=2, num_heads=2)
 PHASES = ("forward", "backward", "optimizer")
 
 
+def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
+    """The architecture of a named size or of `quick`, or of fields alone. Raises ValueError for one that is none."""
+    named: dict[str, Any] = _QUICK if size == QUICK_SIZE else {"size": size}
+    if vocab_size is not None:
+        named = {**named, "vocab_size": vocab_size}
+    return ModelConfig(**named, **fields)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, its input, how it computes, and how much of a training step is done."""
@@ -66,20 +74,23 @@ class Workload:
                 check()
             object.__setattr__(self, "device", str(select_device(self.device)))
             object.__setattr__(self, "vocab_size", self.shape.vocab_size)
+        self.check_checkpointed()
 
     @property
     def model_config(self) -> ModelConfig:
         """The architecture. Raises ValueError for one that is none."""
-        named: dict[str, Any] = _QUICK if self.size == QUICK_SIZE else {"size": self.size}
-        if self.vocab_size is not None:
-            named = {**named, "vocab_size": self.vocab_size}
-        return ModelConfig(**named, context_length=self.context_length, attention=self.attention)
+        return model_of(self.size, self.vocab_size, context_length=self.context_length, attention=self.attention)
 
     @property
     def train_config(self) -> TrainConfig:
         """How it computes. Raises ValueError where that cannot be."""
         names = ("batch_size", "precision", "compile", "activation_checkpointing", "device")
         return TrainConfig(**{name: getattr(self, name) for name in names})
+
+    def check_checkpointed(self) -> None:
+        """Raise ValueError where more blocks are to be checkpointed than there are."""
+        with without_groups():
+            self.train_config.check_checkpointed(self.shape.num_layers)
 
     @property
     def shape(self) -> ModelShape:

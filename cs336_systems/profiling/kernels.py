@@ -1,5 +1,6 @@
 """The profile `kernels`: where the time of a forward pass and of a training step goes, kernel by kernel."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
 from .summary import SPANS, KernelTotal, add_up, busy_ms, kernel_metrics
 from .trace import cpu_kernels, gpu_kernels
 
+logger = logging.getLogger(__name__)
 CASE = "profile-kernels"
 MODES = ("forward", "train_step")
 QUICK: dict[str, Any] = dict(size="quick", context_length=32, batch_size=2, device="cpu")
@@ -66,7 +68,9 @@ def measure(
 
     What does not fit into memory is a row of status oom.
     """
-    for mode in dict.fromkeys(config.modes):
+    modes = list(dict.fromkeys(config.modes))
+    for number, mode in enumerate(modes, 1):
+        logger.info("profiling %d of %d: %s of size %s", number, len(modes), mode, config.workload.size)
         given = {"warmup": config.warmup, "steps": config.steps}
         totals: list[KernelTotal] = []
         try:

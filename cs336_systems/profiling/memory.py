@@ -1,6 +1,7 @@
 """What fills memory over a step, from the recording to the row: the case `profile-memory`."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .snapshot import read_snapshot
 from .timeline import facts
 from .wording import note_of, title_of
 
+logger = logging.getLogger(__name__)
 CASE = "profile-memory"
 ROWS_FILE, PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "rows.jsonl", "timeline.png", "timeline.html", "summary.md"
 QUICK = dict(size="quick", context_length=64, batch_size=2)
@@ -30,6 +32,7 @@ def profile(config: Workload, folder: Path, warmup: int = 2, detail: int = 5000,
     A model that does not even fit without a step gives a row with status oom and no picture.
     """
     _check_folder(folder)
+    logger.info("recording: %s of size %s", config.mode, config.size)
     try:
         record(config, warmup, folder)
     except Exception as error:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..bench.attention import DTYPES
 from ..bench.case import Row
 from .tables import markdown_table, row_fields
 from .view import OUTCOMES, Column, Plot, View
@@ -65,7 +66,7 @@ _SUM_TFLOPS = Column("forward + backward (TFLOP/s)", _BOTH_TFLOPS.where)
 
 
 def _over_length(name: str, y: Column, log: str = "xy") -> Plot:
-    return Plot(name=name, y=y, x="length", lines=("kernel",), log=log, panels=("head_size",), files=("dtype",))
+    return Plot(name=name, y=y, x="length", lines=("kernel",), log=log, panels=("head_size",), files={"dtype": DTYPES})
 
 
 ATTENTION_VIEWS: dict[str, View] = {
@@ -120,7 +121,7 @@ ATTENTION_VIEWS: dict[str, View] = {
             Column("memory beyond inputs and results (MiB)", "extra_memory_bytes", ",.1f", 2**20),
             Column("first call (s)", "first_call_s", ".1f"),
         ),
-        plots=(Plot(name="tflops", y=_SUM_TFLOPS, x="shape", lines=("kernel",), kind="bar", files=("dtype",)),),
+        plots=(Plot(name="tflops", y=_SUM_TFLOPS, x="shape", lines=("kernel",), kind="bar", files={"dtype": DTYPES}),),
         derive=_with_kernel,
     ),
     "leaderboard-2025": View(

@@ -1,7 +1,7 @@
 """Plots of rows, as PNG. A kernel has the same colour and marker in all of them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,36 @@ KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhHpd*8", strict=False))
 def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
     """Draw rows into a PNG, or one for each value of the fields in `plot.files`; the files.
 
-    Rows without the number are left out. keys: fields that stand above the picture where they are the same in all rows.
+    Rows without the number are left out, and lines where all is of one x: they show no more than the table. keys:
+    fields that stand above the picture where they are the same in all rows.
     """
-    measured = [point for row in rows for point in plot.each(row) if plot.y.value(point) is not None]
-    parts = _parts(measured, plot.files)
+    parts = _parts(_measured(plot, rows), plot.files)
     files = []
     for part in parts or [[]]:
+        if plot.kind == "line" and len({_x(plot, row) for row in part}) < 2:
+            continue
         ends = [show(part[0].config.get(name)) for name in plot.files] if len(parts) > 1 else []
         file = path.with_name("-".join([path.stem, *ends]) + path.suffix)
         files.append(save_picture(figure_of(plot, part, keys), file))
     return files
 
 
-def _parts(rows: Sequence[Row], fields: Sequence[str]) -> list[list[Row]]:
+def redraw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
+    """`draw` where there is a number, and remove what an earlier drawing has left that is drawn no more; the files."""
+    files = draw(plot, rows, path, keys) if _measured(plot, rows) else []
+    ends = itertools.product(*plot.files.values()) if plot.files else ()
+    for known in (path, *(path.with_name("-".join([path.stem, *map(show, end)]) + path.suffix) for end in ends)):
+        if known not in files:
+            known.unlink(missing_ok=True)
+    return files
+
+
+def _measured(plot: Plot, rows: Sequence[Row]) -> list[Row]:
+    """What is drawn of rows."""
+    return [point for row in rows for point in plot.each(row) if plot.y.value(point) is not None]
+
+
+def _parts(rows: Sequence[Row], fields: Collection[str]) -> list[list[Row]]:
     """Rows by their values of some fields, those in rising order where they have one."""
     parts: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -117,6 +134,7 @@ def _draw_line(axes: Any, points: dict[Any, float], xs: Sequence[Any], **style: 
         axes.axhline(points[None], lw=1.4, **{name: value for name, value in style.items() if name != "marker"})
     elif points:
         found = [x for x in xs if x in points]
+        style.setdefault("marker", "x" if len(found) == 1 else None)  # one point is no line
         axes.plot(found, [points[x] for x in found], ms=4, lw=1.4, **style)
 
 

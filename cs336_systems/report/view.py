@@ -2,8 +2,8 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,8 +53,8 @@ class Plot:
     """Axes with a logarithmic scale: x, y, xy."""
     panels: tuple[str, ...] = ()
     """Fields whose values have axes of their own, in one file."""
-    files: tuple[str, ...] = ()
-    """Fields whose values have a file of their own."""
+    files: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    """Fields whose values have a file of their own, and the values that there are."""
     beside: Column | None = None
     """Of a line plot, a second column, dashed: a prediction of the first."""
     each: Callable[[Row], Sequence[Row]] = lambda row: [row]

@@ -10,7 +10,7 @@ from . import attention_sweep, bucket_size, lm_matrix, memory_parts, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
-from .plots import draw
+from .plots import redraw
 from .profile_tables import kernels_table
 from .saved_tensors import tensors_table
 from .view import Column, Plot, View, csv_text, latest, table
@@ -187,8 +187,7 @@ def _write_case(case: str, rows: Sequence[Row], folder: Path) -> list[Path]:
     if view is not None:
         files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
         for plot in view.plots:
-            if any(plot.y.value(row) is not None for row in shown):
-                files += draw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+            files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
         files += view.more(shown, folder) if view.more else []
     return files
 

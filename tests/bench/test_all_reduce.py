@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.bench.case import Row, read_rows
-from cs336_systems.bench.cases.all_reduce import CASE, CollectiveBench, runs_here
+from cs336_systems.bench.cases.all_reduce import CASE, CollectiveBench
 from cs336_systems.bench.collectives import (
     affordable,
     bandwidths,
@@ -117,14 +117,14 @@ def test_nccl_is_measured_where_there_is_a_gpu_a_process(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(all_reduce, "gpu_count", lambda: 4)
     monkeypatch.setattr(all_reduce.os, "cpu_count", lambda: 2)
-    counts = {
-        backend: [n for n in (2, 4, 6, 8) if runs_here(CollectiveBench(backend=backend, world_size=n))]
-        for backend in ("nccl", "gloo")
-    }
-    assert counts == {"nccl": [2, 4], "gloo": [2, 4, 6]}
+    found = {(config.backend, config.world_size) for config in configurations(CASE)}
+    assert found == {("nccl", 2), ("nccl", 4), ("gloo", 2), ("gloo", 4), ("gloo", 6)}
+    with pytest.raises(ValueError, match=r"world_size is 8: it must be at most 6 here with backend 'gloo', 2 cores"):
+        configurations(CASE, {"world_size": (2, 8)})
     monkeypatch.setattr(all_reduce, "gpu_count", lambda: 0)
-    with pytest.raises(ValueError, match=r"nothing is left .*: nccl takes a GPU a process"):
-        configurations(CASE, {"backend": ("nccl",)})
+    for backends in (("nccl",), ("gloo", "nccl")):
+        with pytest.raises(ValueError, match=r"world_size is 2: it must be at most 0 here with backend 'nccl'"):
+            configurations(CASE, {"backend": backends})
 
 
 @pytest.mark.multigpu

@@ -119,6 +119,13 @@ def test_no_groups_are_measured_that_are_larger_than_the_model() -> None:
     ]
 
 
+@pytest.mark.parametrize("given", [("first_99",), ("none", "first_99")])
+def test_more_blocks_than_there_are_are_refused_where_they_are_asked_for(given: tuple[str, ...]) -> None:
+    message = "activation_checkpointing is 'first_99': it must be none, .* with K from 1 to 8, the number of blocks"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        configurations(CASE, {"activation_checkpointing": given}, quick=True)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

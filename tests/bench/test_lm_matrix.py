@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,12 @@ def test_where_the_first_fails_the_next_is_compared_with(files: Any, losses: dic
     assert "and 2 with naive" in str(rows[2].error)
 
 
+def test_a_row_names_the_option_too(files: Any, losses: dict[str, Any]) -> None:
+    losses["none"] = ValueError("model.attention is 'sdpa', which cannot be used here: q is on cpu")
+    (row,) = CASE.measure(quick(files | {"strategy": ("none",)}))
+    assert row.error == "ValueError: kernel is 'sdpa', which cannot be used here: q is on cpu"
+
+
 def test_epochs_are_as_many_tokens_as_the_file_has(files: Any, losses: dict[str, Any]) -> None:
     def metrics(**fields: Any) -> dict[str, Any]:
         given = files | {name: (value,) for name, value in fields.items()}
@@ -177,9 +184,50 @@ def test_equal_losses_are_said_to_be(files: Any, losses: dict[str, Any]) -> None
     assert as_json(quick(files)[0]).items() <= rows[0].config.items()
 
 
+UNFIT = {
+    "text": (b"no array", r"token file \S*text.npy is truncated or not a .npy array"),
+    "floats": (np.zeros(100, np.float32), "token file .* holds float32 of shape"),
+    "wide": (np.full(100, 300, np.uint16), "token file .* has ID 300 at offset 0: IDs must be below"),
+    "short": (np.zeros(16, np.uint16), "token file .* holds 16 tokens: at least 17 are needed"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("option", ["train_path", "val_path"])
+def test_a_file_that_cannot_be_trained_on_is_refused_beforehand(
+    name: str, option: str, files: Any, tmp_path: Path
+) -> None:
+    content, message = UNFIT[name]
+    path = tmp_path / f"{name}.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(ValueError, match=rf"^{option} is '\S*', vocab_size 300, context_length 16: {message}"):
+        quick(files | {option: (str(path),)})
+
+
+def test_a_file_is_not_trained_and_validated_on(files: Any) -> None:
+    with pytest.raises(ValueError, match=r"^val_path is '\S*': it must be another file than train_path$"):
+        quick(files | {"val_path": files["train_path"]})
+
+
+def test_the_vocabulary_of_a_quick_run_is_the_one_that_is_given() -> None:
+    (config,) = quick({"vocab_size": (400,), "strategy": ("none",)})
+    assert config.model_config().shape.vocab_size == 400
+
+
+@pytest.mark.parametrize("size", ["quick", "small"])
+def test_a_kernel_that_there_is_not_is_named_as_the_option(size: str) -> None:
+    with pytest.raises(ValueError, match=r"^kernel is 'flash': it must be auto or one of"):
+        LMMatrixBench(device="cpu", size=size, kernel="flash")
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
+        (dict(vocab_size=1), "vocab_size is 1: it must be at least 257 without train_path"),
+        (dict(size="quick", context_length=1000), "context_length is 1000: it must be below 1000 without train_path"),
         (dict(kernel="flash"), "kernel is 'flash'"),
         (dict(strategy="ddp"), "strategy is 'ddp'"),
         (dict(val_path="x.npy"), "val_path is 'x.npy': it must be given where train_path is"),

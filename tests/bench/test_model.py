@@ -1,5 +1,6 @@
 """The cases `model` and `warmup`, and the workload that they do."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cs336_systems.accounting import forward_flops, training_flops
+from cs336_systems.bench import sweep
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.sweep import check_sized_for_gpu, configurations
 from cs336_systems.bench.timing import Stopwatch
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import main
@@ -60,6 +62,7 @@ def test_what_is_read_back_is_what_was_built() -> None:
         (dict(context_length=0), "context_length is 0"),
         (dict(precision="fp8"), "precision is 'fp8'"),
         (dict(activation_checkpointing="some"), "activation_checkpointing is 'some'"),
+        (dict(activation_checkpointing="first_3"), "activation_checkpointing is 'first_3': .* K from 1 to 2"),
         (dict(device="tpu"), "device is 'tpu'"),
         (dict(warmup=-1), "warmup is -1"),
         (dict(steps=0), "steps is 0"),
@@ -146,6 +149,16 @@ def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.
     assert (tmp_path / "model.jsonl").read_text().count("\n") == 2
 
 
+def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_main("precision-accumulation", "--quick") == run_main("precision-accumulation") == 0
+    for what in ("memory", "kernels"):
+        with pytest.raises(SystemExit):
+            main(["profile", what, "--quick", "--device", "cpu"])
+    places = ("quick/bench", "bench", "quick/profile/memory", "quick/profile/kernels")
+    assert {path.parent for path in tmp_path.rglob("*.jsonl")} == {tmp_path / "runs" / place for place in places}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -164,6 +177,32 @@ def test_what_is_wrong_is_one_line(arguments: list[str], message: str, capsys: p
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["bench leaderboard-2026", "bench ddp", "profile kernels", "profile memory"])
+def test_what_is_sized_for_a_gpu_is_not_begun_on_a_cpu_that_nobody_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "gpu_count", lambda: 0)
+    with pytest.raises(SystemExit) as stop:
+        main(name.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "cs336: device is 'auto': it must be cpu, or left out with --quick, which takes seconds: there is no GPU, and "
+        f"{name} is sized for one\n"
+    )
+
+
+def test_a_cpu_that_is_asked_for_may_begin_and_says_what_that_means(capsys: pytest.CaptureFixture[str]) -> None:
+    check_sized_for_gpu("bench model", "cpu")
+    assert capsys.readouterr().out.startswith("bench model is sized for a GPU unless told otherwise: a CPU may take")
+    check_sized_for_gpu("bench model", "cuda")
+    assert capsys.readouterr().out == ""
+
+
+def test_of_the_cases_some_are_sized_for_a_cpu_too() -> None:
+    for_any = {name for name in NAMES if not get_case(name).quick_is_on_cpu}
+    assert for_any == {"precision-accumulation", "autocast-dtypes", "all-reduce"}
 
 
 def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

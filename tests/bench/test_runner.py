@@ -58,6 +58,22 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     assert [done for done, _, _ in said] == sorted(done for done, _, _ in said)
 
 
+def test_before_each_group_a_line_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cs336_systems")
+    run(tmp_path / "a", kinds=("none", "oom"), numbers=(1, 2))
+    run(tmp_path / "b", accidents_together.CASE, kinds=("none", "oom"), numbers=(1, 2))
+    run(tmp_path / "a", kinds=("none",), numbers=(1, 3), resume=True)
+    assert [line for line in caplog.messages if line.startswith("measuring")] == [
+        "measuring 1 of 4: accidents; none; kind none, number 1",
+        "measuring 2 of 4: accidents; none; kind none, number 2",
+        "measuring 3 of 4: accidents; oom; kind oom, number 1",
+        "measuring 4 of 4: accidents; oom; kind oom, number 2",
+        "measuring 1 to 2 of 4: together; none, oom; number 1",
+        "measuring 3 to 4 of 4: together; none, oom; number 2",
+        "measuring 2 of 2: accidents; none; number 3",
+    ]
+
+
 def test_a_process_measures_on_until_it_ends_or_each_has_its_own(tmp_path: Path) -> None:
     shared = run(tmp_path / "a", kinds=("none", "oom"), numbers=(1, 2, 3))
     assert len({row.metrics["process"] for row in shared if row.status == "ok"}) == 1

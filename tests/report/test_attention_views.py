@@ -81,6 +81,22 @@ def test_flash_has_a_plot_a_type_with_axes_a_head_size(tmp_path: Path, monkeypat
     assert panels[-1].get_xlabel() == "length"
 
 
+def test_plots_of_types_that_are_not_among_the_rows_any_more_are_removed(tmp_path: Path) -> None:
+    rows = [flash_row("naive", dtype, 16, length, 1.0) for dtype in ("bf16", "fp32") for length in (128, 1024)]
+    names = ("forward", "backward", "both", "tflops")
+    mine = {tmp_path / "flash-forward-mine.png", tmp_path / "flash.png"}
+    for file in mine:
+        file.touch()
+    write_views(rows, tmp_path)
+    assert set(tmp_path.glob("*.png")) == mine | {
+        tmp_path / f"flash-{name}-{dtype}.png" for name in names for dtype in ("bf16", "fp32")
+    }
+    write_views(rows[:2], tmp_path)
+    assert set(tmp_path.glob("*.png")) == mine | {tmp_path / f"flash-{name}.png" for name in names}
+    write_views([*rows[:2], rows[2]], tmp_path)  # of fp32 one length alone
+    assert set(tmp_path.glob("*.png")) == mine | {tmp_path / f"flash-{name}-bf16.png" for name in names}
+
+
 def test_flash_without_a_number_has_no_plot(tmp_path: Path) -> None:
     files = write_views([flash_row("naive", "bf16", 64, 65536, None)], tmp_path)
     assert [path.name for path in files] == ["flash.md", "flash.csv"]

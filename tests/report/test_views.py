@@ -66,6 +66,17 @@ def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines
     assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
 
 
+def test_a_line_of_one_point_beside_longer_ones_is_seen() -> None:
+    y = Column("y", "step_ms.p50")
+    plot = Plot(name="p", y=y, x="context_length", lines=("size",), beside=Column("predicted", "mfu"))
+    lines = {line.get_label(): line for line in figure_of(plot, ROWS, KEYS).axes[0].lines}
+    assert {name: len(line.get_xdata()) for name, line in lines.items()} == {
+        "small": 2, "small, predicted": 2, "xl": 1, "xl, predicted": 1
+    }  # fmt: skip
+    assert lines["small, predicted"].get_marker() == "None"
+    assert {lines[name].get_marker() for name in ("xl", "xl, predicted")} <= {"o", "x"}
+
+
 def test_every_step_is_a_point_after_the_warm_up() -> None:
     rows = [
         replace(row("small", 128, 2.0), config={"size": "small", "warmup": 1}, metrics={"steps_ms": [5.0, 2.0, 2.5]})
@@ -93,6 +104,18 @@ def test_files_of_every_case(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png", "model-peak.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
     assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no reason to fail
+
+
+def test_a_line_of_one_x_is_not_drawn_and_no_picture_of_an_earlier_drawing_is_left(tmp_path: Path) -> None:
+    def pictures() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("*.png"))
+
+    (tmp_path / "model-mine.png").write_bytes(b"somebody else's")
+    write_views(ROWS, tmp_path)
+    assert pictures() == ["model-mine.png", "model-peak.png", "model-step.png"]
+    one_length = [row("small", 128, 10.0), row("xl", 128, 100.0), row("xl", 256, None)]
+    assert [file.name for file in write_views(one_length, tmp_path)] == ["model.md", "model.csv"]
+    assert pictures() == ["model-mine.png"]
 
 
 def test_a_case_without_a_table_is_named() -> None:

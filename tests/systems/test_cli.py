@@ -500,7 +500,7 @@ def test_every_field_has_its_own_help(cs336: Run) -> None:
         assert " ".join(text.replace("%%", "%").split()[:3]) in shown, field
 
 
-COMMANDS = ("train", "generate", "export", "import-hf", "bench", "profile", "plan", "report")
+COMMANDS = ("train", "speedrun", "generate", "export", "import-hf", "bench", "profile", "plan", "report")
 
 
 def test_the_help_names_every_command(cs336: Run) -> None:

@@ -263,6 +263,15 @@ def test_a_policy_of_checkpointing_is_a_kind_and_a_number(policy: str, checkpoin
     assert TrainConfig(activation_checkpointing=policy).checkpointed == checkpointed
 
 
+@pytest.mark.parametrize("policy", ["first_3", "every_3", "groups_3"])
+def test_no_more_blocks_are_checkpointed_than_the_model_has(policy: str) -> None:
+    model, allowed = ModelConfig(**{**TINY, "num_layers": 2}), policy.replace("3", "2")
+    assert RunConfig(model=model, train=TrainConfig(activation_checkpointing=allowed))
+    message = f"train.activation_checkpointing is '{policy}': it must be none, .* K from 1 to 2, the number of blocks"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        RunConfig(model=model, train=TrainConfig(activation_checkpointing=policy))
+
+
 def test_an_infinite_limit_of_the_gradient_is_none() -> None:
     assert TrainConfig(max_grad_norm=INF).max_grad_norm is None
 

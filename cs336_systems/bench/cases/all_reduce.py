@@ -67,11 +67,12 @@ def variant(config: CollectiveBench) -> str:
     return f"{config.collective} {config.backend} {config.world_size}"
 
 
-def runs_here(config: CollectiveBench) -> bool:
-    """Whether this machine has what it takes: a GPU a process, or for many processes of gloo a core each."""
-    if config.backend == "nccl":
-        return config.world_size <= gpu_count()
-    return config.world_size <= max(_ALWAYS, os.cpu_count() or 1)
+def check_machine(config: CollectiveBench) -> None:
+    """Raise ValueError where this machine has not what it takes: a GPU a process, or for many of gloo a core each."""
+    cores = os.cpu_count() or 1
+    most, what = (gpu_count(), "a GPU each") if config.backend == "nccl" else (max(_ALWAYS, cores), f"{cores} cores")
+    accepted = f"at most {most} here with backend {config.backend!r}, {what}"
+    require(config.world_size <= most, "world_size", config.world_size, accepted)
 
 
 def measure_on_rank(
@@ -95,6 +96,5 @@ CASE = Case(
     variant=variant,
     measure=launched(__name__),
     together=("collective", "bytes"),
-    wanted=runs_here,
-    needs="nccl takes a GPU a process, gloo with more than 6 processes a core each",
+    check=check_machine,
 )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ...fields import require
 from ..attention import KERNELS, QUICK_KERNELS, KernelBench, check_sizes, take_turns
 from ..sweep import Case, swept
 
@@ -50,10 +51,11 @@ class FlashBench(KernelBench):
         return dict(zip(("batch_size", "length", "head_size"), o.shape, strict=True))
 
 
-def is_served(config: FlashBench) -> bool:
-    """Whether the kernel computes in that type on that device."""
+def check_type(config: FlashBench) -> None:
+    """Raise ValueError where the kernel does not compute in that type on that device."""
     is_wide = config.dtype == "fp32" and config.device != "cpu"
-    return not (is_wide and config.kernel in _SIXTEEN_BITS_ONLY)
+    is_served = not (is_wide and config.kernel in _SIXTEEN_BITS_ONLY)
+    require(is_served, "kernel", config.kernel, f"none of {', '.join(_SIXTEEN_BITS_ONLY)} with dtype 'fp32'")
 
 
 CASE = Case(
@@ -64,5 +66,5 @@ CASE = Case(
     variant=lambda config: config.kernel,
     measure=take_turns("flash", "forward", "backward", "forward_backward"),
     together=("kernel",),
-    wanted=is_served,
+    check=check_type,
 )

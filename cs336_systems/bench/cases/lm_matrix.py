@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from cs336_basics.data import load_tokens
+from cs336_basics.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require, require_at_least, without_groups
@@ -32,10 +33,12 @@ from ..case import Row
 from ..outcome import attempt
 from ..sweep import Case, as_json, swept
 from ..worker import SCRATCH
-from ..workload import QUICK_SIZE, Workload
+from ..workload import QUICK_SIZE, model_of
 
 ALONE = "none"
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+_NAMES = {"model.attention": "kernel", "data.train_tokens": "train_path", "data.valid_tokens": "val_path"}
+"""What fields of a run are called here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,31 +103,52 @@ class LMMatrixBench:
             require(path is None or Path(path).is_file(), name, path, "a token file")
         if any(getattr(self, name) is not None for name in _SHAPE):
             object.__setattr__(self, "size", None)
-        with without_groups({"model.attention": "kernel"}):
+        with without_groups(_NAMES):
             self.run_config(Path("unused"))
             get_attention(self.kernel)
             check_devices(self.device, self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Raise ValueError for token files that the model cannot be trained on, or stories that cannot be made so."""
+        vocab_size = self.model_config().shape.vocab_size
+        for name in ("train_path", "val_path"):
+            if (path := getattr(self, name)) is not None:
+                try:
+                    _check_file(path, vocab_size, self.context_length + 1, Path(path).stat().st_mtime_ns)
+                except ValueError as error:
+                    told = f"{name} is {path!r}, vocab_size {vocab_size}, context_length {self.context_length}"
+                    raise ValueError(f"{told}: {error}") from error
+        if self.train_path is None:
+            least = f"at least {MIN_VOCAB_SIZE} without train_path, for 256 bytes and {END_OF_TEXT}"
+            require(vocab_size >= MIN_VOCAB_SIZE, "vocab_size", vocab_size, least)
+            data = self._stories(Path("unused"))
+            most = int(data.story_chars * data.valid_fraction)  # tokens are no more than characters
+            accepted = f"below {most} without train_path: stories of so many characters are validated on"
+            require(self.context_length < most, "context_length", self.context_length, accepted)
 
     def model_config(self) -> ModelConfig:
         """The architecture. Raises ValueError for one that is none."""
-        if self.size == QUICK_SIZE:
-            workload = Workload(size=self.size, context_length=self.context_length, attention=self.kernel, device="cpu")
-            return workload.model_config
-        shape = {name: getattr(self, name) for name in ("vocab_size", *_SHAPE)}
-        return ModelConfig(size=self.size, context_length=self.context_length, attention=self.kernel, **shape)
+        shape = {name: value for name in _SHAPE if (value := getattr(self, name)) is not None}
+        how = dict(context_length=self.context_length, attention=self.kernel)
+        return model_of(self.size, self.vocab_size, **shape, **how)
 
     def token_files(self, folder: Path) -> tuple[str, str]:
         """Token files to train and validate on; where none are given, of stories, made in the folder once."""
         if self.train_path is not None and self.val_path is not None:
             return self.train_path, self.val_path
-        chars = 10_000 if self.size == QUICK_SIZE else 4_000_000
-        data = DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
+        data = self._stories(folder)
         prepare_data(RunConfig(model=self.model_config(), data=data))
         return str(data.train_tokens), str(data.valid_tokens)
 
-    def run_config(self, folder: Path, files: tuple[str, str] = ("train", "valid"), steps: int = 1) -> RunConfig:
+    def _stories(self, folder: Path) -> DataConfig:
+        chars = 10_000 if self.size == QUICK_SIZE else 4_000_000
+        return DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
+
+    def run_config(self, folder: Path, files: tuple[str, str] | None = None, steps: int = 1) -> RunConfig:
         """The run, of so many steps, which writes into a folder. Raises ValueError for what cannot be."""
+        files = files or (self.train_path or "train", self.val_path or "valid")
         alone, strategy = self.strategy == ALONE, cast(Any, self.strategy)  # which is checked there
         return RunConfig(
             model=self.model_config(),
@@ -159,6 +183,12 @@ def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
             yield row
 
 
+@functools.lru_cache
+def _check_file(path: str, vocab_size: int, min_count: int, changed_ns: int) -> None:
+    """`load_tokens`' check, once for all configurations: it reads the whole file."""
+    load_tokens(path, vocab_size, min_count)
+
+
 def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train, and forget the run; the configuration as it ran, and metrics: losses, times, throughput, memory."""
     files = config.token_files(folder)
@@ -167,7 +197,8 @@ def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dic
     steps = min(config.epochs * epoch_steps, config.max_steps or config.epochs * epoch_steps)
     run = config.run_config(folder, files, steps)
     try:
-        result = launch(run)  # one process too: each run has its own memory
+        with without_groups(_NAMES):
+            result = launch(run)  # one process too: each run has its own memory
         if result.interrupted is not None:
             raise RuntimeError(f"the run was stopped by {result.interrupted} at step {result.step} of {steps}")
         ran = json.loads((Path(str(run.run_dir)) / CONFIG).read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...bench.case import Row
 from ...planner.working import Section
-from ..plots import draw
+from ..plots import redraw
 from ..view import latest, table
 from ..views import VIEWS, rows_table
 from .claims import Evidence
@@ -47,12 +47,9 @@ class Exhibit:
             view = VIEWS[self.case]
             shown = view.derive(latest(rows, view.keys))
             for plot in (plot for plot in view.plots if plot.name in self.plots):
-                drawn = [point for row in shown for point in plot.each(row) if plot.y.value(point) is not None]
-                # A line of one point tells no more than the table.
-                if drawn and (plot.kind == "bar" or len({point.config.get(plot.x) for point in drawn}) > 1):
-                    path = stem.with_name(f"{stem.name}-{self.case}-{plot.name}.png")
-                    caption = f"{plot.y.name} by {plot.x.replace('_', ' ')}"
-                    found += [(caption, file) for file in draw(plot, shown, path, view.keys)]
+                path = stem.with_name(f"{stem.name}-{self.case}-{plot.name}.png")
+                caption = f"{plot.y.name} by {plot.x.replace('_', ' ')}"
+                found += [(caption, file) for file in redraw(plot, shown, path, view.keys)]
         return found
 
 
