@@ -28,6 +28,10 @@ from .choice import MOST_EPOCHS, SIZES, Candidate, Task, Timing, Trial, TrialFai
 from .measure import time_trial
 
 _SHAPE = ("model.size", "model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
+_CHOSEN = {
+    "parallel.devices": "--devices says it",
+    **dict.fromkeys(("train.batch_size", "train.gradient_accumulation_steps"), "the batch is what is looked for"),
+}
 # By source: words of the tokenizer, and how the sample at the end begins.
 _VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
 _PROMPTS = {"tinystories": "Once upon a time", "stories": "One day"}
@@ -71,6 +75,8 @@ class Speedrun:
         own_shape = sorted(given & set(_SHAPE))
         if own_shape and size is not None:
             raise ValueError(f"size is {size!r}: it must be left out where {own_shape[0]} is given")
+        for name in sorted(given & _CHOSEN.keys()):
+            raise ValueError(f"{name} is given: it must be left out, {_CHOSEN[name]}")
         self.sizes = [_GIVEN] if own_shape else [size] if size else list(SIZES)
         self.folder = Path(out or "runs", f"speedrun-{datetime.now():%Y%m%d-%H%M%S}")
         self.rows = self.folder / "rows.jsonl"
@@ -86,7 +92,9 @@ class Speedrun:
         if out is not None:
             self.fields["data.data_dir"] = f"{out}/data/{source}"
         self.device = select_device(first.train.device)
-        self.devices = _count_devices(self.device) if devices is None else devices
+        accepted = "auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which)"
+        require(self.device.index is None, "train.device", first.train.device, accepted)
+        self.devices = devices if devices is not None else max(1, gpu_count()) if self.device.type == "cuda" else 1
         require(self.devices >= 1, "devices", self.devices, "at least 1")
         check_devices(first.train.device, self.devices)
         if self.devices > 1:
@@ -192,7 +200,8 @@ class Speedrun:
         if there is None:
             return 1 << 20
         there = there if self.device.type == "cuda" else there // (2 * self.devices)
-        one = {"train.batch_size": self.devices, "train.precision": self.ways[0].precision}
+        way = self.ways[0]
+        one = {"train.batch_size": self.devices, "train.precision": way.precision, "train.compile": way.compile}
         shape_fields = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
         config = self._config(_GIVEN, {**shape_fields, **one})
         try:
@@ -248,10 +257,6 @@ class Speedrun:
         say(f"  {train}                 # trains it")
         say(f"  {train} --resume auto   # goes on where it was stopped")
         say(f'  cs336 generate {config.run_dir} --prompt "{config.sample.prompt or "The"}"\n')
-
-
-def _count_devices(device: torch.device) -> int:
-    return max(1, gpu_count()) if device.type == "cuda" and device.index is None else 1
 
 
 def _ways(device: torch.device) -> list[_Way]:

@@ -125,6 +125,12 @@ def test_several_processes_and_their_command(
     assert "torchrun --nproc-per-node 2 -m cs336_systems train --config" in capsys.readouterr().out
 
 
+def test_a_gpu_is_not_chosen_by_its_number(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedrun_run, "select_device", torch.device)
+    with pytest.raises(ValueError, match=r"^train.device is 'cuda:1': it must be auto, cpu or cuda \(CUDA_VISIBLE"):
+        prepare(tmp_path, "--train.device", "cuda:1")
+
+
 class Card:
     """What a GPU says of itself, where there is none."""
 
@@ -181,6 +187,11 @@ def test_a_machine_without_a_compiler_goes_on_without(
             "size is 'nano': it must be left out where model.d_model is given",
         ),
         (["--model.d_model", "64"], "model.d_ff is missing"),
+        (["--parallel.devices=2"], "parallel.devices is given: it must be left out, --devices says it"),
+        (
+            ["--train.batch_size", "8"],
+            "train.batch_size is given: it must be left out, the batch is what is looked for",
+        ),
         (["--devices", "0"], "devices is 0: it must be at least 1"),
         (["--devices", "100000"], "parallel.devices is 100000: it must be at most"),
         (["--minute", "3"], "unknown field minute: did you mean minutes?"),
