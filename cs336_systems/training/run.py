@@ -122,7 +122,7 @@ class Run:
                 if position.step == self.first_step:
                     stack.enter_context(objects_set_aside())
             interrupted = self._stopped_by(stop) if position.step < max_steps else None
-            if interrupted is None and position.step < max_steps:
+            if interrupted is None and position.step < max_steps and self._time_is_up():
                 minutes = self.config.train.max_minutes
                 logger.info("time is up: train.max_minutes %g, at step %d of %d", minutes, position.step, max_steps)
             if interrupted is None and (self.validated is None or self.validated[0] != position.step):

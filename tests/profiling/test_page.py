@@ -68,7 +68,7 @@ def pointing(x: float, y: float) -> str:
 
 @needs_browser
 def test_the_page_draws_and_says_peak_categories_and_largest(tmp_path: Path) -> None:
-    dom = browse(page(tmp_path), tmp_path)
+    dom = browse(page(tmp_path), tmp_path, ";")  # a script is waited with until all is drawn
     assert shown(dom, "summary") == "peak 5.22 KiB in backward at 0.1 ms"
     legend = shown(dom, "legend")
     for words in ("parameters: 1000 bytes", "optimizer state: 1.95 KiB", "activations: 700 bytes"):
