@@ -34,7 +34,7 @@ def page(folder: Path, detail: int = 100, content: dict | None = None) -> Path:
     return path
 
 
-def browse(path: Path, folder: Path, script: str = "", *more: str) -> str:
+def browse(path: Path, folder: Path, script: str = ";", *more: str) -> str:
     """The page after it has been drawn and a script has run in it; or, with `more`, what the browser does instead."""
     if script:
         # Without a screen there may be no frames for long, and the browser's time runs ahead when it has nothing to do.
@@ -68,7 +68,7 @@ def pointing(x: float, y: float) -> str:
 
 @needs_browser
 def test_the_page_draws_and_says_peak_categories_and_largest(tmp_path: Path) -> None:
-    dom = browse(page(tmp_path), tmp_path, ";")  # a script is waited with until all is drawn
+    dom = browse(page(tmp_path), tmp_path)
     assert shown(dom, "summary") == "peak 5.22 KiB in backward at 0.1 ms"
     legend = shown(dom, "legend")
     for words in ("parameters: 1000 bytes", "optimizer state: 1.95 KiB", "activations: 700 bytes"):
