@@ -8,9 +8,9 @@ from ..profiling.wording import note_of, size_text, title_of
 from .tables import markdown_table, row_fields
 from .view import grouped, latest, machine
 
-_KEYS = ("snapshot", "size", "vocab_size", "batch_size", "context_length", "compile", "activation_checkpointing",
+KEYS = ("snapshot", "size", "vocab_size", "batch_size", "context_length", "compile", "activation_checkpointing",
          "attention", "precision", "optimizer")  # fmt: skip
-_SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
+SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 
 
 def memory_table(rows: Sequence[Row]) -> str:
@@ -27,7 +27,7 @@ def memory_table(rows: Sequence[Row]) -> str:
             what += "" if checkpointing == "none" else f", checkpointing {checkpointing}"
         failed = "" if row.status == "ok" else " (out of memory)"
         if not row.metrics:
-            return (what, row.variant + failed, *["-"] * (4 + len(_SHOWN)))
+            return (what, row.variant + failed, *["-"] * (4 + len(SHOWN)))
         at_peak = fields.get("metrics.at_peak_bytes")
         known = isinstance(at_peak, Mapping) and "parameters" in at_peak
         return (
@@ -37,13 +37,13 @@ def memory_table(rows: Sequence[Row]) -> str:
             str(config.get("precision", "-")),
             fields.number("metrics.peak_bytes", ".3f", 2**30),
             str(fields.get("metrics.peak_phase")),
-            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3f", 2**30) if known else "-" for name in _SHOWN),
+            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3f", 2**30) if known else "-" for name in SHOWN),
         )
 
-    header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *_SHOWN]
+    header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *SHOWN]
     tables = []
     for group in grouped(rows, ()):
-        tables.append(f"{machine(group[0])}:\n\n{markdown_table(header, map(line, latest(group, _KEYS)))}")
+        tables.append(f"{machine(group[0])}:\n\n{markdown_table(header, map(line, latest(group, KEYS)))}")
     return "\n\n".join(tables)
 
 

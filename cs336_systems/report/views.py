@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep, bucket_size, lm_matrix, memory_parts, overlap
+from . import attention_sweep, bucket_size, lm_matrix, memory_parts, memory_timelines, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -153,6 +153,7 @@ VIEWS: dict[str, View] = {
     "overlap-trace": overlap.VIEW,
     "optimizer-sharding": memory_parts.VIEW,
     "fsdp-accounting": memory_parts.VIEW,
+    "profile-memory": memory_timelines.VIEW,
 }  # fmt: skip
 
 
