@@ -6,7 +6,7 @@ from typing import Any
 from ..bench.case import Row
 from ..profiling.wording import note_of, size_text, title_of
 from .tables import markdown_table, row_fields
-from .view import grouped, latest, machine
+from .view import OUTCOMES, grouped, latest, machine
 
 KEYS = ("snapshot", "size", "vocab_size", "batch_size", "context_length", "compile", "activation_checkpointing",
          "attention", "precision", "optimizer")  # fmt: skip
@@ -25,8 +25,8 @@ def memory_table(rows: Sequence[Row]) -> str:
             checkpointing = config.get("activation_checkpointing", "none")
             what += ", compiled" if config.get("compile") else ""
             what += "" if checkpointing == "none" else f", checkpointing {checkpointing}"
-        failed = "" if row.status == "ok" else " (out of memory)"
-        if not row.metrics:
+        failed = "" if row.status == "ok" else f" ({OUTCOMES[row.status]})"
+        if "peak_bytes" not in row.metrics:  # it failed before the step
             return (what, row.variant + failed, *["-"] * (4 + len(SHOWN)))
         at_peak = fields.get("metrics.at_peak_bytes")
         known = isinstance(at_peak, Mapping) and "parameters" in at_peak
@@ -50,8 +50,8 @@ def memory_table(rows: Sequence[Row]) -> str:
 def memory_summary(row: Row) -> str:
     """One row in full, as Markdown: the peak by category and by phase, the largest allocations, what is counted."""
     title = f"# {title_of(row)}"
-    if not row.metrics:
-        return f"{title}\n\nout of memory before the step: {row.error}"
+    if "peak_bytes" not in row.metrics:
+        return f"{title}\n\n{'out of memory before the step' if row.status == 'oom' else 'failed'}: {row.error}"
     m = row.metrics
     parts = [title]
     if row.error is not None:
