@@ -115,9 +115,11 @@ _FLASH = (
     "sdpa_cudnn",
     "flash_torch",
     "flash_triton",
+    "flash_triton_compiled",
     "flash_attention_triton",
     "flash_cuda",
 )
+_HOLD_SCORES_BACKWARD = (*_HOLD_SCORES, "flash_triton_compiled")
 
 
 def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
@@ -205,13 +207,14 @@ def gradient_bytes(
 
     The gradient of the residual stream, 4 T d, and those of the feed-forward layer's two factors beside that of their
     product, while one saved tensor is gone: 2 c T d_ff. Or, with all scores in memory and where it is more, the
-    gradients of softmax and scores, 8 B H N^2, when all that was saved after them is gone. Gradients of weights are not
-    counted: with fewer than 2 d / c tokens that of the last product, 4 d d_ff bytes, is more than those of a factor.
+    gradients of softmax and scores, 8 B H N^2, when all that was saved after them is gone; where only the backward pass
+    holds them, softmax and the gradient of scores, as much. Gradients of weights are not counted: with fewer than
+    2 d / c tokens that of the last product, 4 d d_ff bytes, is more than those of a factor.
     """
     tokens, c = batch_size * length, _SIZE[precision]
     saved = activation_bytes(shape, batch_size, length, precision, attention)
     beyond = 2 * c * tokens * shape.d_ff
-    if attention in _HOLD_SCORES:
+    if attention in _HOLD_SCORES_BACKWARD:
         scores = 8 * batch_size * shape.num_heads * length * length
         beyond = max(beyond, scores - saved["ffn"] - saved["ln2"] - saved["output_proj"])
     return residual_bytes(shape, batch_size, length) + beyond

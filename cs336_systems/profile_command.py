@@ -1,6 +1,8 @@
 """`cs336 profile WHAT`: reads the options, profiles, writes files and prints the tables of them."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,9 @@ from .console import say
 
 if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
     from .bench.case import Row
-    from .profiling.kernels import KernelProfile
+    from .bench.workload import Workload
+    from .profiling.kernels import KernelProfile, Tool
+    from .profiling.several import Profile
     from .profiling.summary import KernelTotal
 
 
@@ -27,13 +31,13 @@ def profile(arguments: Sequence[str]) -> int:
 
 def _kernels(arguments: Sequence[str]) -> int:
     from .bench.sweep import check_sized_for_gpu
-    from .bench.workload import Workload
     from .profiling.kernels import MODES, QUICK, KernelProfile
 
     parser = make_parser("profile kernels", "Where the time of a forward pass and a training step goes, by kernel.")
-    fields = parser.add_class_arguments(Workload, skip={"mode"})
+    _add_workload(parser, "size", "context_length", "precision")
     parser.add_argument(
         "--modes",
+        "--mode",
         nargs="+",
         type=str,
         default=list(MODES),
@@ -47,45 +51,89 @@ def _kernels(arguments: Sequence[str]) -> int:
     )
     add_folder(parser, "profile/kernels", "--quick" in arguments, "Folder to write to")
     if "--quick" in arguments:
-        parser.set_defaults(**QUICK, warmup=1, steps=1)
+        parser.set_defaults(**_in_lists(QUICK), warmup=1, steps=1)
     options = parse(parser, arguments)
     if not options.quick:
         check_sized_for_gpu("profile kernels", options.device)
-    config = KernelProfile(
-        workload=Workload(**{name: getattr(options, name) for name in fields}),
-        modes=tuple(options.modes),
-        warmup=options.warmup,
-        steps=options.steps,
-    )
-    return _profile_kernels(config, options.tool, options.out)
+    how = dict(modes=tuple(options.modes), warmup=options.warmup, steps=options.steps)
+    configs = [KernelProfile(workload=each, **how) for each in _workloads(vars(options))]
+    return _profile_kernels(configs, options.tool, options.out)
 
 
-def _profile_kernels(config: "KernelProfile", tool: str, where: str) -> int:
+def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) -> int:
     from .bench.case import check_row_file
     from .profiling import nsys
-    from .profiling.kernels import measure, profile_with_torch
-    from .profiling.summary import write_kernels
+    from .profiling.kernels import profile_with_torch
 
     tools = {"torch": profile_with_torch, "nsys": nsys.profile_with_nsys}
     if tool not in tools:
         raise ValueError(f"tool is {tool!r}: it must be one of {', '.join(tools)}")
-    device = config.check_device()
+    devices = [config.check_device() for config in configs]
     if tool == "nsys":
-        nsys.check_nsys(device)
+        nsys.check_nsys(devices[0])
     try:
         out = check_row_file(f"{where}/rows.jsonl").parent
     except ValueError as error:
         reason = str(error).rpartition("(")[2]
         raise ValueError(f"out is {where!r}: it must be a folder that can be written ({reason}") from error
+    if len(configs) > 1:
+        return _profile_kernels_of_each(configs, tools[tool], out)
+    rows = _profile_kernels_of_one(configs[0], tools[tool], out)
+    _tell_kernels(configs[0], rows, tool, out)
+    return 0 if any(row.status == "ok" for row in rows) else 1
+
+
+def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) -> "list[Row]":
+    from .profiling.kernels import measure
+    from .profiling.summary import KERNELS_FILE, write_kernels
+
     rows: list[Row] = []
     kernels: dict[str, list[KernelTotal]] = {}
-    for row, totals in measure(config, out, tools[tool]):
+    for row, totals in measure(config, out, tool):
         rows.append(row)
         kernels[row.variant] = totals
         say(f"{row.variant}: {row.status} {row.error or ''}".rstrip())
-    write_kernels(out / "kernels.csv", kernels)
-    _tell_kernels(config, rows, tool, out)
-    return 0 if any(row.status == "ok" for row in rows) else 1
+    write_kernels(out / KERNELS_FILE, kernels)
+    return rows
+
+
+def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", out: Path) -> int:
+    from .profiling.kernels import CASE, profile_alone
+    from .profiling.several import Profile
+    from .report.profile_plots import plot_shares
+
+    profiles = [
+        Profile(
+            case=CASE,
+            workload=config.workload_of(mode),
+            run=functools.partial(profile_alone, dataclasses.replace(config, modes=(mode,)), tool),
+            out=out.resolve(),
+        )
+        for config in configs
+        for mode in dict.fromkeys(config.modes)
+    ]
+
+    def draw(row: "Row", folder: Path) -> None:
+        if row.status == "ok":
+            plot_shares([row], folder / "shares.png")
+
+    return _profile_each(profiles, draw, "kernels.csv, shares.png and a trace")
+
+
+def _profile_each(profiles: "Sequence[Profile]", finish: "Callable[[Row, Path], object]", files: str) -> int:
+    """Profile several, say each outcome as it comes and the table of all in the end; the exit code, as of `bench`."""
+    from .profiling.several import profile_each
+    from .report.views import rows_table
+
+    out = profiles[0].out
+    say(f"{len(profiles)} to profile, each in a process of its own; rows go to {out / 'rows.jsonl'} as they come")
+    rows = []
+    for profile, row in profile_each(profiles):
+        rows.append(row)
+        say(f"{profile.folder.name}: {row.status} {row.error or ''}".rstrip())
+        finish(row, profile.folder)
+    say(f"\n{rows_table(rows)}\n\n{files} of each are in a folder of its own in {out}")
+    return int(all(row.status == "error" for row in rows))
 
 
 def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out: Path) -> None:
@@ -113,39 +161,57 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
 
 def _memory(arguments: Sequence[str]) -> int:
     from .bench.sweep import check_sized_for_gpu
-    from .bench.workload import Workload
     from .profiling import memory
 
     parser = _memory_parser("--quick" in arguments)
-    parser.set_defaults({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})})
+    parser.set_defaults(_in_lists({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})}))
     options = vars(parse(parser, arguments))
     for name in ("detail", "min_bytes", "warmup"):
         if options[name] < 0:
             raise ValueError(f"{name} is {options[name]}: it must be at least 0")
-    workload = {field.name: options[field.name] for field in dataclasses.fields(Workload)}
     folder, drawn = Path(options["out"]), dict(detail=options["detail"], min_bytes=options["min_bytes"])
     if options["snapshot"] is not None:
-        _refuse_workload(parser, {**workload, "warmup": options["warmup"]})
+        _refuse_workload(parser, options)
         row = memory.draw(Path(options["snapshot"]), folder, **drawn)
     else:
         if not options["quick"]:
             check_sized_for_gpu("profile memory", options["device"])
-        row = memory.profile(Workload(**workload), folder, options["warmup"], **drawn)
-    from .report.memory_tables import memory_summary
-
-    (folder / memory.SUMMARY_FILE).write_text(memory_summary(row) + "\n", encoding="utf-8")
-    say(memory_summary(row))
+        workloads = _workloads(options)
+        how: dict[str, Any] = dict(warmup=options["warmup"], **drawn)
+        if len(workloads) > 1:
+            return _profile_memory_of_each(workloads, folder, how)
+        row = memory.profile(workloads[0], folder, **how)
+    say(_write_summary(row, folder))
     if row.metrics:
         say(f"\nto look at: {folder / memory.PAGE_FILE} (any browser), {folder / memory.PICTURE_FILE}; this text is in "
             f"{folder / memory.SUMMARY_FILE}, its numbers in {folder / memory.ROWS_FILE}")  # fmt: skip
     return 0
 
 
-def _memory_parser(is_quick: bool) -> Any:
-    from .bench.workload import Workload
+def _profile_memory_of_each(workloads: "Sequence[Workload]", out: Path, how: dict[str, Any]) -> int:
+    from .profiling import memory
+    from .profiling.several import Profile
 
+    memory.check_out(out / memory.ROWS_FILE)
+    profiles = [
+        Profile(case=memory.CASE, workload=each, run=functools.partial(memory.profile, each, **how), out=out.resolve())
+        for each in workloads
+    ]
+    return _profile_each(profiles, _write_summary, f"{memory.PAGE_FILE}, {memory.PICTURE_FILE}, {memory.SUMMARY_FILE}")
+
+
+def _write_summary(row: "Row", folder: Path) -> str:
+    from .profiling import memory
+    from .report.memory_tables import memory_summary
+
+    text = memory_summary(row)
+    (folder / memory.SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def _memory_parser(is_quick: bool) -> Any:
     parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
-    parser.add_class_arguments(Workload)
+    _add_workload(parser, "size", "context_length", "mode", "precision")
     parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
     add_folder(parser, "profile/memory", is_quick, "Folder for all that is written")
     parser.add_argument(
@@ -157,10 +223,46 @@ def _memory_parser(is_quick: bool) -> Any:
     return parser
 
 
-def _refuse_workload(parser: Any, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value != parser.get_default(name):
-            raise ValueError(f"{name} is {value!r}: with snapshot nothing is run, so it must be left out")
+def _refuse_workload(parser: Any, options: dict[str, Any]) -> None:
+    from .bench.workload import Workload
+
+    for name in (*(field.name for field in dataclasses.fields(Workload)), "warmup"):
+        if (value := options[name]) != parser.get_default(name):
+            given = value[0] if isinstance(value, list) and len(value) == 1 else value
+            raise ValueError(f"{name} is {given!r}: with snapshot nothing is run, so it must be left out")
+
+
+def _add_workload(parser: Any, *several: str) -> None:
+    """The fields of a workload as options; of those in `several` one or more values, of the others of SEVERAL none."""
+    from docstring_parser import parse_from_object
+
+    from .bench.workload import Workload
+    from .profiling.several import SEVERAL
+
+    parser.add_class_arguments(Workload, skip=set(SEVERAL))
+    told = {param.arg_name: param.description for param in parse_from_object(Workload).params}
+    defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
+    for name in several:
+        default = defaults[name]
+        parser.add_argument(
+            f"--{name}", nargs="+", type=type(default), default=[default], help=f"{told[name]} One or more."
+        )
+
+
+def _in_lists(defaults: dict[str, Any]) -> dict[str, Any]:
+    """Defaults as the options of `_add_workload` have them."""
+    from .profiling.several import SEVERAL
+
+    return {name: [value] if name in SEVERAL else value for name, value in defaults.items()}
+
+
+def _workloads(options: dict[str, Any]) -> "list[Workload]":
+    """The product of the values that options have several of."""
+    from .bench.workload import Workload
+
+    given = {field.name: options[field.name] for field in dataclasses.fields(Workload) if field.name in options}
+    values = [value if isinstance(value, list) else [value] for value in given.values()]
+    return list(dict.fromkeys(Workload(**dict(zip(given, each, strict=True))) for each in itertools.product(*values)))
 
 
 _TOOLS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -9,8 +9,8 @@ from cs336_basics.shape import ModelShape
 from ..fields import check_types, require, require_at_least
 
 SCORES = ("naive", "scaled_dot_prod_attention")
-FLASH = ("flash", "auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_cuda",
-         "flash_attention_triton")  # fmt: skip
+FLASH = ("flash", "auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton",
+         "flash_triton_compiled", "flash_cuda", "flash_attention_triton")  # fmt: skip
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 SHARDED = ("fsdp", "torch_fsdp")
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the size of a bucket where none is given, in 2^20 bytes

@@ -18,7 +18,7 @@ from ..bench.workload import Workbench, Workload
 from ..fields import require
 from ..hardware import check_precision, select_device
 from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
-from .summary import SPANS, KernelTotal, add_up, busy_ms, kernel_metrics
+from .summary import KERNELS_FILE, SPANS, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
 from .trace import cpu_kernels, gpu_kernels
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,16 @@ Profiled = tuple[dict[str, Any], dict[str, Any], list[KernelTotal]]
 """What ran (`Workbench.read_back`), metrics, and the totals of the kernels."""
 
 
-def measure(
-    config: KernelProfile, out: Path, profile: Callable[[KernelProfile, str, Path], Profiled]
-) -> Iterator[tuple[Row, list[KernelTotal]]]:
-    """Profile mode by mode with a tool, append a row a mode to `rows.jsonl` in `out`, and yield it with its kernels.
+Tool = Callable[[KernelProfile, str, Path], Profiled]
+"""Profiles one mode, and leaves its trace in a folder."""
 
-    What does not fit into memory is a row of status oom.
+
+def measure(
+    config: KernelProfile, out: Path, profile: Tool, rows: Path | None = None
+) -> Iterator[tuple[Row, list[KernelTotal]]]:
+    """Profile mode by mode with a tool, append a row a mode to a file, and yield it with its kernels.
+
+    rows: the file (default: `rows.jsonl` in `out`). What does not fit into memory is a row of status oom.
     """
     modes = list(dict.fromkeys(config.modes))
     for number, mode in enumerate(modes, 1):
@@ -82,9 +86,16 @@ def measure(
                 raise
             asked = asdict(config.workload_of(mode)) | asdict(config.workload.shape) | given
             row = Row(case=CASE, variant=mode, config=asked, status=status, error=reason)
-        append_row(out / "rows.jsonl", row)
+        append_row(rows or out / "rows.jsonl", row)
         free_memory()
         yield row, totals
+
+
+def profile_alone(config: KernelProfile, profile: Tool, out: Path, rows: Path) -> Row:
+    """Profile the one mode of a configuration; its trace and `kernels.csv` are written to `out`."""
+    ((row, totals),) = measure(config, out, profile, rows)
+    write_kernels(out / KERNELS_FILE, {row.variant: totals})
+    return row
 
 
 def warm_bench(config: KernelProfile, mode: str) -> tuple[Workbench, bool]:

@@ -26,12 +26,22 @@ ROWS_FILE, PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "rows.jsonl", "timeline.png",
 QUICK = dict(size="quick", context_length=64, batch_size=2)
 
 
-def profile(config: Workload, folder: Path, warmup: int = 2, detail: int = 5000, min_bytes: int = 0) -> Row:
-    """Record a step of a workload into a folder and draw it there; the row, which is appended to the folder's rows.
+def profile(
+    config: Workload,
+    folder: Path,
+    rows: Path | None = None,
+    *,
+    warmup: int = 2,
+    detail: int = 5000,
+    min_bytes: int = 0,
+) -> Row:
+    """Record a step of a workload into a folder and draw it there; the row, which is appended to a file of rows.
 
-    A model that does not even fit without a step gives a row with status oom and no picture.
+    rows: that file (default: the folder's own). A model that does not even fit without a step gives a row with status
+    oom and no picture.
     """
-    _check_folder(folder)
+    rows = rows or folder / ROWS_FILE
+    check_out(rows)
     logger.info("recording: %s of size %s", config.mode, config.size)
     try:
         record(config, warmup, folder)
@@ -40,13 +50,15 @@ def profile(config: Workload, folder: Path, warmup: int = 2, detail: int = 5000,
         if status != "oom":
             raise
         row = Row(case=CASE, variant=config.mode, config=dataclasses.asdict(config), status=status, error=reason)
-        append_row(folder / ROWS_FILE, row)
+        append_row(rows, row)
         return row
-    return draw(folder / SNAPSHOT_FILE, folder, detail, min_bytes)
+    return draw(folder / SNAPSHOT_FILE, folder, rows, detail=detail, min_bytes=min_bytes)
 
 
-def draw(snapshot: Path, folder: Path, detail: int = 5000, min_bytes: int = 0) -> Row:
-    """Draw a snapshot into a folder, and append its row there. Nothing but the file, and the phases beside it, counts.
+def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int = 5000, min_bytes: int = 0) -> Row:
+    """Draw a snapshot into a folder, and append its row to a file of rows, the folder's own if no other is given.
+
+    Nothing but the file, and the phases beside it, counts.
 
     Phases are read from `phases.json` beside a `snapshot.pickle`. Without them, categories come from lifetimes alone.
     In the page, the `detail` largest allocations of at least `min_bytes` are drawn one by one at first. Raises
@@ -56,19 +68,20 @@ def draw(snapshot: Path, folder: Path, detail: int = 5000, min_bytes: int = 0) -
     phases = read_phases(beside) if snapshot.name == SNAPSHOT_FILE and beside.exists() else None
     history = history_of(read_snapshot(snapshot), phases)
     row = _row(snapshot, phases, facts(history))
-    _check_folder(folder)
+    rows = rows or folder / ROWS_FILE
+    check_out(rows)
     plot_timeline(history, folder / PICTURE_FILE, title_of(row))
     write_page(history, folder / PAGE_FILE, title_of(row), note_of(row), detail, min_bytes)
-    append_row(folder / ROWS_FILE, row)
+    append_row(rows, row)
     return row
 
 
-def _check_folder(folder: Path) -> None:
+def check_out(rows: Path) -> None:
     """Raise ValueError where the rows, and so all else, cannot be written."""
     try:
-        check_row_file(folder / ROWS_FILE)
+        check_row_file(rows)
     except ValueError as error:
-        raise ValueError(f"out is {str(folder)!r}: it must be a folder that can be written") from error
+        raise ValueError(f"out is {str(rows.parent)!r}: it must be a folder that can be written") from error
 
 
 def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:

@@ -51,6 +51,7 @@ def record_command(out: Path) -> list[str]:
         "nsys",
         "profile",
         "--trace=cuda,nvtx",
+        "--cuda-memory-usage=true",  # a line of its own below the kernels, where a person opens the recording
         "--sample=none",
         "--cpuctxsw=none",
         "--capture-range=cudaProfilerApi",

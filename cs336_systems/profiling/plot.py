@@ -7,7 +7,7 @@ import numpy as np
 
 from .history import LIFETIMES, History
 from .phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
-from .timeline import Levels, levels
+from .timeline import Timeline, timeline_of
 from .wording import size_text
 
 COLORS = {
@@ -24,50 +24,41 @@ _COLUMNS = 1600
 
 def plot_timeline(history: History, path: Path, title: str) -> None:
     """Draw the history into a PNG. Of moments that share a column of pixels, the highest is drawn: no peak is lost."""
+    timeline_figure(timeline_of(history, _COLUMNS), title).savefig(path, dpi=150)
+
+
+def timeline_figure(timeline: Timeline, title: str) -> Any:
+    """The picture of a timeline."""
     from matplotlib.figure import Figure
 
-    active = levels(history)
-    unit, size = ("GiB", 2**30) if active.total.max() >= 2**30 else ("MiB", 2**20)
-    shown = [i for i in range(len(history.categories)) if active.by_category[i].any()]
-    time_ms = np.array(history.times_us) / 1e3
-    columns = _column_peaks(time_ms, active.total)
+    total, time_ms = timeline.total, np.array(timeline.ms)
+    peak = int(total.argmax())
+    unit, size = ("GiB", 2**30) if total[peak] >= 2**30 else ("MiB", 2**20)
     figure = Figure(figsize=(12, 6), layout="constrained")
     axes = figure.subplots()
-    bottom = np.zeros(len(columns))
-    for i in shown:
-        top = bottom + active.by_category[i, columns] / size
-        name = history.categories[i]
-        label = f"{name}: {size_text(active.by_category[i, active.peak])}"
-        axes.fill_between(time_ms[columns], bottom, top, step="post", color=COLORS[name], linewidth=0, label=label)
+    bottom = np.zeros(len(total))
+    for name, in_use in timeline.in_use.items():
+        top = bottom + np.array(in_use) / size
+        label = f"{name}: {size_text(in_use[peak])}"
+        axes.fill_between(time_ms, bottom, top, step="post", color=COLORS[name], linewidth=0, label=label)
         bottom = top
-    axes.step(time_ms[columns], bottom, where="post", color="#333333", linewidth=0.7)
-    axes.set_ylim(0, active.total.max() / size * 1.16 or 1)
+    axes.step(time_ms, bottom, where="post", color="#333333", linewidth=0.7)
+    axes.set_ylim(0, total[peak] / size * 1.16 or 1)
     axes.set_xlim(time_ms[0], max(time_ms[-1], time_ms[0] + 1e-3))
-    _mark_phases(axes, history, time_ms)
-    _mark_peak(axes, active, time_ms, size)
+    _mark_phases(axes, timeline)
+    _mark_peak(axes, time_ms, time_ms[peak], total[peak], size)
     axes.set_xlabel("time on the host (ms)")
     axes.set_ylabel(f"memory in use ({unit})")
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, title="at the peak")
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def _column_peaks(times: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Of the moments in each column, the highest and the last, in order."""
-    span = max(float(times[-1] - times[0]), 1e-9)
-    column = np.minimum(((times - times[0]) / span * _COLUMNS).astype(np.int64), _COLUMNS - 1)
-    ends = np.flatnonzero(np.append(np.diff(column), 1))
-    starts = np.append(0, ends[:-1] + 1)
-    highest = [start + int(total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
-    return np.unique(np.concatenate((highest, ends)))
-
-
-def _mark_phases(axes: Any, history: History, time_ms: np.ndarray) -> None:
-    span = time_ms[-1] - time_ms[0]
-    for k, name in enumerate(history.phases):
-        start, end = (time_ms[history.boundaries[k + i]] for i in (0, 1))
+def _mark_phases(axes: Any, timeline: Timeline) -> None:
+    span, last = timeline.ms[-1] - timeline.ms[0], timeline.ms[-1]
+    for k, (name, (start, end)) in enumerate(timeline.phases.items()):
         if k % 2:
             axes.axvspan(start, end, color="#000000", alpha=0.04, linewidth=0, zorder=0)
         axes.axvline(start, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
@@ -75,16 +66,16 @@ def _mark_phases(axes: Any, history: History, time_ms: np.ndarray) -> None:
         label = dict(ha="right", backgroundcolor="#ffffffcc") if is_narrow and k else dict(ha="left")
         at = end if is_narrow and k else start
         axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="#333333", **label)
-    axes.axvline(time_ms[history.boundaries[-1]], color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+        last = end
+    axes.axvline(last, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
 
 
-def _mark_peak(axes: Any, active: Levels, time_ms: np.ndarray, size: int) -> None:
-    peak = active.peak
-    at, height = time_ms[peak], active.total[peak] / size
+def _mark_peak(axes: Any, time_ms: np.ndarray, at: float, num_bytes: float, size: int) -> None:
+    height = num_bytes / size
     late = at > (time_ms[0] + time_ms[-1]) / 2
     axes.plot([at], [height], marker="v", color="#b00020", markersize=7, clip_on=False)
     axes.annotate(
-        f"peak {size_text(active.total[peak])} at {at:.1f} ms",
+        f"peak {size_text(num_bytes)} at {at:.1f} ms",
         (at, height),
         xytext=(-8 if late else 8, 7),
         textcoords="offset points",

@@ -11,6 +11,7 @@ from .annotated import ATTENTION_RANGES
 from .classes import CLASSES, kernel_class
 from .trace import OUTSIDE, Kernel
 
+KERNELS_FILE = "kernels.csv"
 TOP = 10
 # What a step of each mode is looked at as: the phases together that count in each.
 SPANS: dict[str, dict[str, tuple[str, ...]]] = {

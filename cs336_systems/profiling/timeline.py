@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -12,6 +12,7 @@ from .history import Allocation, History
 from .snapshot import Frame
 
 PROJECT = ("cs336_basics", "cs336_systems")
+_ROW_COLUMNS = 199  # of a row's timeline, of at most 399 moments
 _RECORDING = "cs336_systems/profiling/"
 _AUTOGRAD = re.compile(r"\b(\w+Backward\d*|AccumulateGrad)::apply\(")
 
@@ -40,8 +41,55 @@ def levels(history: History) -> Levels:
     return Levels(by_category, by_category.sum(axis=0))
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """What was in use at some moments of a recording, the peak among them: enough to draw it."""
+
+    ms: list[float]
+    """Times, on the host's clock, since the start of the step."""
+    in_use: dict[str, list[int]]
+    """Bytes at these times of each category that there was anything of."""
+    phases: dict[str, list[float]]
+    """Where each phase begins and ends, in ms."""
+
+    def __post_init__(self) -> None:
+        if not self.ms or any(len(sizes) != len(self.ms) for sizes in self.in_use.values()):
+            raise ValueError(f"a timeline has {len(self.ms)} times: it must have some, and as many bytes a category")
+
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes of all categories together."""
+        return np.sum([np.zeros(len(self.ms), dtype=np.int64), *map(np.array, self.in_use.values())], axis=0)
+
+
+def timeline_of(history: History, columns: int) -> Timeline:
+    """The history at two moments a column, those of the most and of the end, and at the first: no peak is lost."""
+    active, ms = levels(history), np.array(history.times_us) / 1e3
+    moments = np.unique(np.append(_column_peaks(ms, active.total, columns), 0))
+    spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
+    return Timeline(
+        ms[moments].tolist(),
+        {c: active.by_category[i, moments].tolist() for i, c in enumerate(history.categories)
+         if active.by_category[i].any()},
+        {name: [float(ms[a]), float(ms[b])] for name, a, b in spans},
+    )  # fmt: skip
+
+
+def _column_peaks(times: np.ndarray, total: np.ndarray, columns: int) -> np.ndarray:
+    """Of the moments in each column, the highest and the last, in order."""
+    span = max(float(times[-1] - times[0]), 1e-9)
+    column = np.minimum(((times - times[0]) / span * columns).astype(np.int64), columns - 1)
+    ends = np.flatnonzero(np.append(np.diff(column), 1))
+    starts = np.append(0, ends[:-1] + 1)
+    highest = [start + int(total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
+    return np.unique(np.concatenate((highest, ends)))
+
+
 def facts(history: History, largest: int = 10) -> dict[str, Any]:
-    """The peak, when and of what; the peak of each phase; the largest allocations, with the code that made them."""
+    """The peak, when and of what; the peak of each phase; the largest allocations, with the code that made them.
+
+    And what a report draws, which has the row and not the snapshot: a `Timeline`.
+    """
     active = levels(history)
     peak = active.peak
     spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
@@ -51,6 +99,7 @@ def facts(history: History, largest: int = 10) -> dict[str, Any]:
         "peak_ms": history.times_us[peak] / 1e3,
         "at_peak_bytes": {c: int(active.by_category[i, peak]) for i, c in enumerate(history.categories)},
         "phase_peak_bytes": {name: int(active.total[a : b + 1].max()) for name, a, b in spans},
+        "timeline": asdict(timeline_of(history, _ROW_COLUMNS)),
         "allocations": len(history.allocations),
         "allocated_bytes": sum(a.size for a in history.allocations if a.start > 0),
         "largest": [describe(a, history) for a in sorted(history.allocations, key=lambda a: -a.size)[:largest]],

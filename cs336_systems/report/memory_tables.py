@@ -6,11 +6,11 @@ from typing import Any
 from ..bench.case import Row
 from ..profiling.wording import note_of, size_text, title_of
 from .tables import markdown_table, row_fields
-from .view import grouped, latest, machine
+from .view import OUTCOMES, grouped, latest, machine
 
-_KEYS = ("snapshot", "size", "vocab_size", "batch_size", "context_length", "compile", "activation_checkpointing",
+KEYS = ("snapshot", "size", "vocab_size", "batch_size", "context_length", "compile", "activation_checkpointing",
          "attention", "precision", "optimizer")  # fmt: skip
-_SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
+SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporaries", "other")
 
 
 def memory_table(rows: Sequence[Row]) -> str:
@@ -25,9 +25,9 @@ def memory_table(rows: Sequence[Row]) -> str:
             checkpointing = config.get("activation_checkpointing", "none")
             what += ", compiled" if config.get("compile") else ""
             what += "" if checkpointing == "none" else f", checkpointing {checkpointing}"
-        failed = "" if row.status == "ok" else " (out of memory)"
-        if not row.metrics:
-            return (what, row.variant + failed, *["-"] * (4 + len(_SHOWN)))
+        failed = "" if row.status == "ok" else f" ({OUTCOMES[row.status]})"
+        if "peak_bytes" not in row.metrics:  # it failed before the step
+            return (what, row.variant + failed, *["-"] * (4 + len(SHOWN)))
         at_peak = fields.get("metrics.at_peak_bytes")
         known = isinstance(at_peak, Mapping) and "parameters" in at_peak
         return (
@@ -37,21 +37,21 @@ def memory_table(rows: Sequence[Row]) -> str:
             str(config.get("precision", "-")),
             fields.number("metrics.peak_bytes", ".3f", 2**30),
             str(fields.get("metrics.peak_phase")),
-            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3f", 2**30) if known else "-" for name in _SHOWN),
+            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3f", 2**30) if known else "-" for name in SHOWN),
         )
 
-    header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *_SHOWN]
+    header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *SHOWN]
     tables = []
     for group in grouped(rows, ()):
-        tables.append(f"{machine(group[0])}:\n\n{markdown_table(header, map(line, latest(group, _KEYS)))}")
+        tables.append(f"{machine(group[0])}:\n\n{markdown_table(header, map(line, latest(group, KEYS)))}")
     return "\n\n".join(tables)
 
 
 def memory_summary(row: Row) -> str:
     """One row in full, as Markdown: the peak by category and by phase, the largest allocations, what is counted."""
     title = f"# {title_of(row)}"
-    if not row.metrics:
-        return f"{title}\n\nout of memory before the step: {row.error}"
+    if "peak_bytes" not in row.metrics:
+        return f"{title}\n\n{'out of memory before the step' if row.status == 'oom' else 'failed'}: {row.error}"
     m = row.metrics
     parts = [title]
     if row.error is not None:

@@ -21,6 +21,7 @@ KERNEL_COLORS = {
     "sdpa_math": "#b5b822",
     "flex": "#2ca02c",
     "fa4": "#e377c2",
+    "flash_triton_compiled": "#f4a582",
 }
 """Plain attention grey, this project's kernels warm, those of others cool."""
 KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhHpd*8", strict=False))

@@ -74,6 +74,8 @@ class View:
     plots: tuple[Plot, ...] = ()
     derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     """Rows with what follows from several of them, such as speed-ups."""
+    note: Column | None = None
+    """A text of the rows that stands below the table, once where they have the same: what their times are times of."""
     details: Callable[[Row], str] | None = None
     """What follows the table for each row that is ok."""
     write: Callable[[Sequence[Row], Path], list[Path]] | None = None
@@ -146,8 +148,13 @@ def table(rows: Sequence[Row], view: View) -> str:
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     main = f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
     reasons = dict.fromkeys(f"- failed: {row.error}" for row in rows if row.status == "error")
-    main = "\n\n".join([main, *(["\n".join(reasons)] if reasons else [])])
+    main = "\n\n".join([main, *_notes(rows, view.note), *(["\n".join(reasons)] if reasons else [])])
     return "\n\n".join([main, *(view.details(row) for row in rows if view.details and row.status == "ok")])
+
+
+def _notes(rows: Sequence[Row], note: Column | None) -> list[str]:
+    texts = dict.fromkeys(note.text(row_fields(row)) for row in rows) if note else {}
+    return [f"{note.name}: {text}." for text in texts if note and text != "-"]
 
 
 def show(value: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
-from . import attention_sweep, bucket_size, lm_matrix, memory_parts, overlap
+from . import attention_sweep, bucket_size, lm_matrix, memory_parts, memory_timelines, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
 from .memory_tables import memory_table
@@ -17,6 +17,7 @@ from .view import Column, Plot, View, csv_text, latest, table
 
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
 _STEP = Column("step (ms)", "step_ms.p50")
+_MEAN = Column("mean (ms)", "step_ms.mean")
 _STD = Column("std (ms)", "step_ms.std")
 _PEAK = Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30)
 _RATES = (Column("tokens/s", "tokens_per_s", ",.0f"), Column("MFU", "mfu", ".1%"))
@@ -53,7 +54,7 @@ VIEWS: dict[str, View] = {
     ),
     "warmup": View(
         keys=_MODEL_KEYS,
-        columns=(_STEP, Column("mean (ms)", "step_ms.mean"), _STD, Column("first (ms)", "steps_ms.0"),
+        columns=(_STEP, _MEAN, _STD, Column("first (ms)", "steps_ms.0"),
                  Column("second (ms)", "steps_ms.1"), Column("last (ms)", "steps_ms.-1")),
         plots=(
             Plot(name="steps", y=_STEP, x="step", panels=("size",), lines=("mode", "warmup"), log="y", each=_steps),
@@ -120,8 +121,9 @@ VIEWS: dict[str, View] = {
     "leaderboard-2026": View(
         keys=("strategy", "size", "context_length", "devices", "batch_size", "precision", "weight_dtype", "attention",
               "activation_checkpointing", "compile", "compile_memory_budget", "loss_chunk_tokens"),
-        columns=(_STEP, _STD, *_RATES, Column("TFLOP/s a GPU", "tflops", ".1f"), _PEAK,
+        columns=(_STEP, _MEAN, _STD, *_RATES, Column("TFLOP/s a GPU", "tflops", ".1f"), _PEAK,
                  Column("start-up (s)", "startup_s", ".1f")),
+        note=Column("A step", "timer", "s"),
         plots=(
             Plot(name="step", y=_STEP, x="activation_checkpointing", kind="bar",
                  lines=("strategy", "weight_dtype", "attention", "compile", "compile_memory_budget")),
@@ -151,6 +153,7 @@ VIEWS: dict[str, View] = {
     "overlap-trace": overlap.VIEW,
     "optimizer-sharding": memory_parts.VIEW,
     "fsdp-accounting": memory_parts.VIEW,
+    "profile-memory": memory_timelines.VIEW,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.bench import ranks
 from cs336_systems.bench.case import Row, append_row, read_rows
-from cs336_systems.bench.cases import ddp
+from cs336_systems.bench.cases import ddp, get_case
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
 from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.bench.turns import slowest
@@ -22,6 +22,13 @@ from cs336_systems.report.views import rows_table
 def quick(*variants: str, **fields: Any) -> list[DDPBench]:
     given = {name: (value,) for name, value in fields.items()}
     return configurations(CASE, {"variant": variants, **given}, quick=True)
+
+
+@pytest.mark.parametrize("name", ["ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting"])
+def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
+    case = get_case(name)
+    configs = configurations(case, {"device": ("cpu",), "variant": ("bucketed:100",)}, ["size"])
+    assert list(dict.fromkeys(config.size for config in configs)) == ["small", "medium", "large", "xl", "2.7B"]
 
 
 def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None:

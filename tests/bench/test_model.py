@@ -15,7 +15,9 @@ from cs336_systems.bench.sweep import check_sized_for_gpu, configurations
 from cs336_systems.bench.timing import Stopwatch
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import main
+from cs336_systems.report.views import rows_table
 
+MODES = ("forward", "forward_backward", "train_step")
 QUICK: dict[str, Any] = dict(size="quick", context_length=16, batch_size=2, device="cpu")
 
 
@@ -126,6 +128,20 @@ def test_the_warm_up_is_none_at_first() -> None:
     assert [config.warmup for config in configurations(warmup, {"device": ("cpu",)})] == [0, 1, 2, 5]
     (row,) = warmup.measure(configurations(warmup, {"warmup": (0,), "steps": (3,)}, quick=True))
     assert (row.variant, len(row.metrics["steps_ms"])) == ("0 warm-up steps", 3)
+
+
+@pytest.mark.parametrize("chosen", [dict(given={"mode": MODES}), dict(sweep=["mode"])], ids=["given", "swept"])
+def test_the_first_steps_of_every_mode_are_measured_and_told_apart(chosen: dict[str, Any]) -> None:
+    warmup = get_case("warmup")
+    given = {"steps": (2,), "warmup": (0,), **chosen.get("given", {})}
+    rows = list(warmup.measure(configurations(warmup, given, chosen.get("sweep", ()), quick=True)))
+    assert [row.config["mode"] for row in rows] == list(MODES)
+    assert all(f"| {mode} |" in rows_table(rows) for mode in MODES)
+
+
+def test_the_sweep_of_sizes_has_all_of_the_handouts_tables() -> None:
+    configs = configurations(case.CASE, {"device": ("cpu",), "mode": ("forward",)}, ["size"])
+    assert [config.size for config in configs] == ["small", "medium", "large", "xl", "2.7B", "10B"]
 
 
 def run_main(*arguments: str) -> int:

@@ -16,7 +16,8 @@ def installed(name: str) -> bool:
 
 
 def test_every_name_is_that_of_a_function_or_of_what_is_not_installed() -> None:
-    assert {"naive", "vectorized_torch", "flash_torch", "flash_triton", "sdpa", "flex", "fa4"} <= set(ATTENTION)
+    ours = {"naive", "vectorized_torch", "flash_torch", "flash_triton", "flash_triton_compiled", "flash_cuda"}
+    assert {*ours, "sdpa", "flex", "fa4"} <= set(ATTENTION)
     assert len(ATTENTION) == len(list(ATTENTION))
     for name in ATTENTION:
         assert name in ATTENTION

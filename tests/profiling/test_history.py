@@ -11,7 +11,7 @@ from cs336_systems.profiling.history import MARKER, History, history_of
 from cs336_systems.profiling.phases import Held, Phases, read_phases
 from cs336_systems.profiling.recording import mark_boundary
 from cs336_systems.profiling.snapshot import Frame, read_snapshot
-from cs336_systems.profiling.timeline import code_lines, facts, levels
+from cs336_systems.profiling.timeline import Timeline, code_lines, facts, levels, timeline_of
 from cs336_systems.profiling.wording import size_text
 
 from .snapshots import Trace, one_step, save
@@ -57,6 +57,20 @@ def test_a_step_by_hand_has_the_peak_the_categories_and_the_largest_that_were_wo
     assert largest[700]["category"] == "temporaries"  # freed before the backward pass
     assert (largest[600]["category"], largest[600]["phase"]) == ("temporaries", "backward")  # at the same address
     assert found["allocated_bytes"] == 400 + 700 + 300 + 1000 + 600 + 900
+
+
+def test_a_step_by_hand_has_the_timeline_that_was_worked_out(tmp_path: Path) -> None:
+    drawn = Timeline(**facts(history(*_swap(one_step(), tmp_path)))["timeline"])
+    assert drawn.total.tolist() == levels(history(*_swap(one_step(), tmp_path))).total.tolist()
+    assert drawn.in_use["gradients"] == [0] * 12 + [1000] * 15 + [0] * 4
+    assert sum(drawn.in_use["temporaries"]) == 2 * 700 + 4 * 600 + 2 * 900
+    assert drawn.phases == {"forward": [0.0, 0.08], "backward": [0.08, 0.19], "optimizer": [0.19, 0.27]}
+
+
+def test_a_timeline_without_times_or_with_others_than_its_bytes_is_refused() -> None:
+    for ms, in_use in (([], {}), ([0.0, 1.0], {"gradients": [1]})):
+        with pytest.raises(ValueError, match=f"a timeline has {len(ms)} times"):
+            Timeline(ms, in_use, {})
 
 
 def test_without_phases_categories_are_lifetimes(tmp_path: Path) -> None:
@@ -131,6 +145,13 @@ def test_any_trace_has_the_levels_of_a_simulation(seed: int, tmp_path: Path) -> 
     made = history(trace.snapshot(*in_use.items()), tmp_path)
     assert levels(made).total.tolist() == expected
     assert made.warnings == ()
+    for columns in (1, 7, 1000):
+        drawn = timeline_of(made, columns)
+        assert len(drawn.ms) <= 2 * columns + 1
+        assert drawn.total.max() == max(expected)
+        assert drawn.ms[int(drawn.total.argmax())] == facts(made)["peak_ms"]
+        assert (drawn.ms[0], drawn.ms[-1], drawn.total[-1]) == (0.0, made.times_us[-1] / 1e3, expected[-1])
+    assert drawn.total.tolist() == expected  # with a column for each moment, all of them
 
 
 def test_a_trace_that_contradicts_itself_is_told(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """`cs336 profile memory`: what is recorded of a real step, on a CPU here and on a GPU where there is one."""
 
 import contextlib
+import csv
 import gc
 import inspect
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from cs336_systems.profiling.memory import QUICK, counted, draw, profile
 from cs336_systems.profiling.plot import COLORS
 from cs336_systems.profiling.recording import MAX_ENTRIES, _allocator_history, record
 from cs336_systems.profiling.storages import StorageRecorder
+from cs336_systems.profiling.timeline import Timeline
 from cs336_systems.report.memory_tables import memory_summary
-from cs336_systems.report.views import rows_table
+from cs336_systems.report.pictures import hash_in
+from cs336_systems.report.views import rows_table, write_views
 
 from .snapshots import one_step, save
 
@@ -61,6 +65,35 @@ def test_quick_writes_all_files_and_a_row_that_agrees_with_the_counted_model(qui
     assert row.config["d_model"] == 32
     assert len(m["largest"]) == 10
     assert any("cs336_basics/model.py" in line for entry in m["largest"] for line in entry["code"])
+
+
+def test_a_row_has_its_timeline_with_the_peak_in_it(quick_out: Path) -> None:
+    (row,) = read_rows(quick_out / "rows.jsonl")
+    drawn, m = Timeline(**row.metrics["timeline"]), row.metrics
+    assert 100 < len(drawn.ms) < 400 < 2 * m["allocations"]  # each given and freed: more moments than are kept
+    peak = int(drawn.total.argmax())
+    assert (drawn.total[peak], drawn.ms[peak]) == (m["peak_bytes"], m["peak_ms"])
+    assert {name: sizes[peak] for name, sizes in drawn.in_use.items()} == m["at_peak_bytes"]
+    assert list(drawn.phases) == ["forward", "backward", "optimizer"]
+    assert drawn.phases["forward"][0] == 0.0
+    inside = [start <= drawn.ms[peak] <= end for start, end in drawn.phases.values()]
+    assert inside[list(drawn.phases).index(m["peak_phase"])]
+
+
+def test_the_report_draws_timelines_of_rows_alone(quick_out: Path, tmp_path: Path) -> None:
+    (row,) = read_rows(quick_out / "rows.jsonl")
+    old = replace(row, metrics={name: value for name, value in row.metrics.items() if name != "timeline"})
+    other = replace(row, variant="forward", config=row.config | {"mode": "forward", "compile": True})
+    one, several = write_views([row], tmp_path / "one"), write_views([row, other], tmp_path / "several")
+    named = [f"profile-memory-timeline{end}.png" for end in ("", "-eager-train_step", "-compiled-forward")]
+    assert [file.name for file in (*one[2:], *several[2:])] == named
+    assert hash_in(one[2]) == hash_in(several[2]) is not None
+    assert [file.name for file in write_views([old], tmp_path / "old")] == ["profile-memory.md", "profile-memory.csv"]
+    (line,) = csv.DictReader((tmp_path / "one/profile-memory.csv").open())
+    assert line["at_peak_bytes.gradients"] == str(row.metrics["at_peak_bytes"]["gradients"])
+    broken = replace(row, metrics=row.metrics | {"timeline": {"ms": [0.0]}})
+    with pytest.raises(ValueError, match="row of case 'profile-memory'"):
+        write_views([broken], tmp_path / "broken")
 
 
 def test_quick_shows_the_same_in_words_and_says_what_was_counted(quick_out: Path) -> None:

@@ -65,7 +65,8 @@ def test_the_command_profiles_this_program_from_after_its_warm_up(tmp_path: Path
     config = KernelProfile(workload=Workload(size="quick", precision="bf16"), warmup=2, steps=4)
     command = nsys_command(config, "train_step", tmp_path)
     assert command[:3] == ["nsys", "profile", "--trace=cuda,nvtx"]
-    assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop"} <= set(command)
+    asked = {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--cuda-memory-usage=true"}
+    assert asked <= set(command)
     assert f"--output={tmp_path}/nsys_train_step" in command
     program, given, facts = command[-3:]
     assert (program, facts) == ("cs336_systems.profiling.nsys", f"{tmp_path}/nsys_train_step.json")

@@ -229,6 +229,14 @@ def test_scores_grow_with_the_square_of_the_length_and_only_where_they_are_held(
     assert naive[2] - 2 * naive[1] == 4 * (naive[1] - 2 * naive[0]) > 0
 
 
+def test_scores_that_only_the_backward_pass_holds_are_in_its_own_memory_alone() -> None:
+    how = (BLOCK, 1, 400, "bf16")
+    kernels = ("naive", "flash_triton", "flash_triton_compiled")
+    naive, flash, compiled = (gradient_bytes(*how, kernel) for kernel in kernels)
+    assert activation_bytes(*how, kernels[2]) == activation_bytes(*how, kernels[1])
+    assert flash < compiled == naive  # softmax and the gradient of scores, or the gradients of both: 2 x 4 B H N^2
+
+
 def test_an_unknown_kernel_is_named() -> None:
     with pytest.raises(ValueError, match="attention is 'flex'"):
         activation_bytes(BLOCK, 2, 3, "fp32", "flex")

@@ -58,7 +58,7 @@ class DDPBench:
     """Blocks compiled."""
     devices: int = swept(2)
     """Processes, one a GPU."""
-    size: str = swept("xl", sweep=("small", "medium", "large", "xl"), quick="quick")
+    size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     """Named size of the model; quick is a tiny one."""
     context_length: int = swept(512, quick=16)
     """Tokens a sequence."""

@@ -28,9 +28,10 @@ from ..turns import measure_in_turns
 from ..workload import Workload, is_compiled, wrapped
 
 TIMER = (
-    "median of {steps} calls of Trainer.train_step (batch, forward, loss, backward, gradient norm, clipping, AdamW), "
-    "each from where the host has read one step's loss to where it has the next one's, after {warmup} to warm up; of "
-    "the rank whose median is largest. The steps take seconds, so no cache is flushed between them as do_bench does"
+    "median and mean of {steps} calls of Trainer.train_step (batch, forward, loss, backward, gradient norm, clipping, "
+    "AdamW), each from where the host has read one step's loss to where it has the next one's, after {warmup} to warm "
+    "up; of the rank whose median is largest. The steps take seconds, so no cache is flushed between them as do_bench "
+    "does"
 )
 
 

@@ -20,7 +20,7 @@ from ..workload import Workbench, Workload
 class ModelBench(Workload):
     """A workload, and how often it is done."""
 
-    size: str = swept("small", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
+    size: str = swept("small", sweep=("small", "medium", "large", "xl", "2.7B", "10B"), quick="quick")
     """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
     context_length: int = swept(256, sweep=(128, 256, 512, 1024), quick=16)
     """Tokens a sequence."""

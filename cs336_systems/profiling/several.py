@@ -1,0 +1,70 @@
+"""Profiles of several workloads, one after the other, each in a process of its own and into a folder of its own.
+
+As `cs336 bench` measures: nothing that one has left in memory is in the next one's way, and what does not fit, or ends
+a process, is a row.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..bench.case import Row, append_row
+from ..bench.outcome import failed
+from ..bench.sweep import Case
+from ..bench.worker import Worker, WorkerEndedError
+from ..bench.workload import Workload
+
+SEVERAL = ("size", "context_length", "mode", "precision")
+"""Fields of a workload that the commands take several values of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A workload, and what profiles it."""
+
+    case: str
+    workload: Workload
+    run: Callable[[Path, Path], Row]
+    """Profiles into a folder, and appends the row to a file. Called in another process: to be pickled."""
+    out: Path
+    """Where the folders are, and the file with the rows of all, rows.jsonl."""
+
+    @property
+    def folder(self) -> Path:
+        """Its own, named by what there may be several of."""
+        return self.out / "-".join(str(getattr(self.workload, name)) for name in SEVERAL)
+
+
+def profile_each(profiles: Iterable[Profile]) -> Iterator[tuple[Profile, Row]]:
+    """Each profile with its row, as they are done."""
+    for profile in profiles:
+        profile.folder.mkdir(parents=True, exist_ok=True)
+        with Worker(__name__) as worker:
+            try:
+                (row,) = list(worker.measure([profile]))
+            except WorkerEndedError as error:
+                asked = asdict(profile.workload) | asdict(profile.workload.shape)
+                row = failed(profile.case, profile.workload.mode, asked, error)
+                append_row(_rows(profile), row)
+        yield profile, row
+
+
+def _rows(profile: Profile) -> Path:
+    return profile.out / "rows.jsonl"
+
+
+def _measure(profiles: Sequence[Profile]) -> Iterator[Row]:
+    for profile in profiles:
+        yield profile.run(profile.folder, _rows(profile))
+
+
+CASE = Case(
+    name="profile",
+    about="A workload looked at from inside.",
+    module=__name__,
+    config=Profile,
+    variant=lambda profile: profile.workload.mode,
+    measure=_measure,
+    isolated=True,
+)
+"""What the process imports."""
