@@ -297,7 +297,7 @@ def test_the_largest_allocations_are_those_of_a_forward_pass_and_known_by_their_
 
 
 def test_what_a_block_saves_and_its_gradients_by_count_and_as_recorded() -> None:
-    tensors = [{"what": f"op {i}", "count": 2, "bytes": i << 20} for i in (1, 2, 3, 4, 5, 6)]
+    tensors = [{"what": f"op {i}", "count": 1, "bytes": i << 20} for i in 2 * (1, 2, 3, 4, 5, 6)]
     metrics = {"saved_bytes": 42 << 20, "input_bytes": 1 << 20, "tensors": tensors}
     config = dict(size="xl", context_length=512, precision="fp32", compile=False, attention="naive")
     block = row("residuals", "fp32 naive", metrics, **config, d_model=1024, d_ff=4096)
@@ -627,7 +627,7 @@ def test_rows_of_another_setting_are_shown_and_the_command_that_is_asked_for_sta
     other, asked = made("xl"), made("2.7B")
     command = problem.exhibits[0].command
     assert "measured by `cs336 bench ddp ...`" in other
-    assert f"Not measured yet as it is asked for; this measures it: `cs336 {command}`." in other
+    assert f"Not measured yet as 2026 asks for it; this measures it: `cs336 {command}`." in other
     assert f"measured by `cs336 {command}`" in asked
     assert "Not measured" not in asked
 

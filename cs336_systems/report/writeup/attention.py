@@ -13,6 +13,7 @@ from ..view import OUTCOMES, latest, table
 from ..views import VIEWS
 from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
+from .profiling import CONTEXT
 
 PLAIN, FLASH = "Attention in PyTorch", "FlashAttention-2"
 _OURS = "flash_triton"
@@ -283,10 +284,11 @@ PROBLEMS = (
             Exhibit(
                 case="model",
                 command=(
-                    "bench model --size small medium large xl 2.7B --context_length 512 --mode train_step --precision "
-                    "bf16 --compile false true"
+                    f"bench model --size small medium large xl 2.7B --context_length {CONTEXT} --mode train_step "
+                    "--precision bf16 --compile false true"
                 ),
-                is_asked=lambda row: bool(row.config.get("compile")),
+                keep=lambda row: row.config["attention"] == "naive" and row.config["mode"] == "train_step",
+                is_asked=lambda row: bool(row.config.get("compile")) and row.config["context_length"] == CONTEXT,
                 show=compiled_table,
                 together=True,
             ),

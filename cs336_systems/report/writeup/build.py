@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ...bench.case import Row, read_rows
+from ...bench.case import read_rows
 from ...model_config import MODEL_SIZES
 from ...planner.working import Section, show
 from ..tables import markdown_table
@@ -92,9 +92,10 @@ def _foreword() -> list[str]:
 def problem_parts(problem: Problem, files: Mapping[str, Sequence[RowFile]], out: Path) -> list[str]:
     """Heading, question, answer, tables and pictures, working and code of a problem."""
     parts = [f"### {problem.name}", f"*{_places(problem)}. {problem.question}*"]
-    parts += paragraphs(answer_of(problem, files))
-    if problem.sketch:
-        parts.append(_code_block(problem.sketch.splitlines()))
+    for paragraph in paragraphs(answer_of(problem, files)):
+        parts.append(paragraph)
+        if problem.sketch and paragraph.startswith("**(a)**"):
+            parts.append(_code_block(problem.sketch.splitlines()))
     for exhibit in problem.exhibits:
         parts += _exhibit_parts(problem, exhibit, files.get(exhibit.case, ()), out)
     if problem.working is not None:
@@ -142,9 +143,9 @@ def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile],
         for caption, picture in exhibit.draw(shown, stem):
             made.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
         if made:
-            parts += [*made, _source(shown, _command_of(exhibit, rows, is_first=number == 0), out)]
+            parts += [*made, _source(shown, _command_of(exhibit, shown, is_first=number == 0), out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
-        what = "Not measured yet" if not parts else "Not measured yet as it is asked for"
+        what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
         commands = [f"cs336 {command}" for command in exhibit.commands]
         if len(commands) == 1:
             parts.append(f"{what}; this measures it: `{commands[0]}`.")
@@ -153,12 +154,12 @@ def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile],
     return parts
 
 
-def _command_of(exhibit: Exhibit, rows: Sequence[Row], is_first: bool) -> str:
-    """The command that measures some rows; of one call of several, or for other settings, how it begins.
+def _command_of(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> str:
+    """The command that measures some rows; of several files, or for other settings, how it begins.
 
     The settings of rows stand above their table.
     """
-    if is_first and any(map(exhibit.is_asked, rows)) and not (exhibit.together and exhibit.also):
+    if is_first and len(files) == 1 and any(map(exhibit.is_asked, files[0].rows)):
         return exhibit.command
     return " ".join([*exhibit.command.split()[:2], "..."])
 

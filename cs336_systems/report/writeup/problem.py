@@ -98,7 +98,7 @@ class Problem:
     exhibits: tuple[Exhibit, ...] = ()
     sentences: tuple[Sentence, ...] = ()
     sketch: str = ""
-    """Code that is part of the answer."""
+    """Code that is part of the answer to (a)."""
     working: Callable[[], Sequence[Section]] | None = None
     """What follows by arithmetic, with the command that prints it in `plan`."""
     plan: str = ""

@@ -272,11 +272,11 @@ def sharded_and_zero(e: Evidence) -> str:
     """(c) The differences from ZeRO stage 1."""
     return (
         "(c) In memory the two are alike: P_os divides the optimizer's state alone, and weights and gradients stay "
-        "whole on every rank, as here (dividing gradients is stage 2, P_os+g). But ZeRO gives each rank an equal slice "
+        "whole on every rank, as here (dividing gradients is stage 2, P_os+g); but ZeRO gives each rank an equal slice "
         "of all parameters put together, where here whole parameters have an owner, so that ranks may differ by as "
         "much as the largest parameter. In volume a rank of ZeRO needs the reduced gradients of its own slice only, a "
-        "reduce-scatter, and gathers weights afterwards: together as many bytes as the all-reduce of data parallelism. "
-        "Here all gradients are all-reduced and then weights are sent by their owners to all: half as much again."
+        "reduce-scatter, and then gathers weights, together as many bytes as the all-reduce of data parallelism; here "
+        "all gradients are all-reduced and weights sent by their owners to all besides, half as much again."
     )
 
 
