@@ -33,7 +33,8 @@ from .several_gpus import draw_parts_into, trace_exhibit
 CHECKPOINTING, FULLY_SHARDED, LEADERBOARD = "Activation checkpointing", "Fully sharded data parallelism", "Leaderboard"
 _LENGTH = 2048  # at which the handout asks for groups of blocks
 _RANKS = 2
-_BASELINE_S, _LIMIT_S = 10, 600  # of the handout's leaderboard: what is to be beaten, and what a run may take
+# Of the handout's leaderboard: what is to be beaten, for how long its timer runs, and what a run may take.
+_BASELINE_S, _TIMED_S, _LIMIT_S = 10, 40, 600
 _SETTING = ("size", "context_length", "batch_size", "precision", "compile", "attention", "mode")
 
 
@@ -72,7 +73,7 @@ def group_reasoning(e: Evidence) -> str:
     sections = checkpointing_working()
     best = sections[1].value("least memory")
     return (
-        f"(b) Groups of K blocks keep L / K inputs of I bytes and have one group, K A, whole at once, and cost one "
+        f"(b) Groups of K blocks keep `L / K` inputs of I bytes and have one group, `K A`, whole at once, and cost one "
         f"forward pass more whatever K is. By the planner K = {best:.0f} is best for {XL_2026} at {_LENGTH} tokens."
     )
 
@@ -94,7 +95,7 @@ def best_size(e: Evidence) -> str | None:
     return (
         f"Measured for {c['size']} at {c['context_length']} tokens, K = {c['K']} needs least, "
         f"{gib(best.metrics['peak_bytes'])} beyond weights and gradients, beside {listing(beside)}. "
-        f"sqrt(L I / A) = {best.metrics['best_group']:.1f} leaves out what stays however large the groups are; with "
+        f"`sqrt(L I / A)` = {best.metrics['best_group']:.1f} leaves out what stays however large the groups are; with "
         f"all of it counted K = {predicted.config['K']} is predicted, each peak to within {percent(off)}."
     )
 
@@ -187,8 +188,8 @@ def expected_saving(e: Evidence) -> str:
     whole, optimizer, everything = (_state_bytes(job) for job in jobs.values())
     peaks = [part_bytes(job)["peak"] for job in jobs.values()]
     return (
-        f"(a) Expected for {XL_2026} on {_RANKS} GPUs: weights, gradients and moments take 16 N / {_RANKS} = "
-        f"{gib(everything)} instead of 16 N = {gib(whole)}, so that {gib(whole - everything)} go from the peak, and "
+        f"(a) Expected for {XL_2026} on {_RANKS} GPUs: weights, gradients and moments take `16 N / {_RANKS}` = "
+        f"{gib(everything)} instead of `16 N` = {gib(whole)}, so that {gib(whole - everything)} go from the peak, and "
         f"{gib(optimizer - everything)} beside a sharded optimizer, which has divided the moments already. With the "
         f"buffers counted the planner has peaks of {gib(peaks[2])}, {gib(peaks[0])} and {gib(peaks[1])}."
     )
@@ -307,8 +308,11 @@ def from_empty_caches(e: Evidence) -> str | None:
     if not rows:
         return None
     most = max(row.metrics["startup_s"] for row in rows)
-    verdict = "within" if most < _LIMIT_S else "beyond"
-    return f"Until the first measured step it takes up to {most:.0f} s, {verdict} the {_LIMIT_S} s that a run may take."
+    verdict = "within" if most + _TIMED_S < _LIMIT_S else "beyond"
+    return (
+        f"Building the model and a first step, with all that is to be compiled, take up to {most:.0f} s; with the "
+        f"{_TIMED_S} s of the handout's timer that is {verdict} the {_LIMIT_S} s of a run, if its caches were empty."
+    )
 
 
 def what_makes_it_fit(e: Evidence) -> str | None:

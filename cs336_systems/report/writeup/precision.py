@@ -165,11 +165,16 @@ def memory_over_time(e: Evidence) -> str | None:
     order = sorted(parts, key=lambda name: -parts[name])
     told = listing([f"{name} {gib(parts[name])}" for name in order[:3]])
     phases = listing([f"{name} {gib(size)}" for name, size in m["phase_peak_bytes"].items()])
+    by_phase = m["phase_peak_bytes"]
+    way = (
+        "falls in the backward pass, where activations go faster than gradients come,"
+        if by_phase["optimizer"] < by_phase["forward"]
+        else "rises on in the backward pass, where more gradients come than activations go,"
+    )
     text = (
         f"(a) A train step of {about(row)} peaks at {gib(m['peak_bytes'])} in its {m['peak_phase']} phase, of which "
         f"{told}; the peaks of its phases are {phases}. The stages can be told apart: memory climbs block by block in "
-        "the forward pass, falls in the backward pass, where activations go and gradients come, and is level while the "
-        "optimizer steps."
+        f"the forward pass, {way} and is level while the optimizer steps."
     )
     alike = [
         r for r in _memory_rows(e)
@@ -274,7 +279,7 @@ def residual_size(e: Evidence) -> str:
     job = _job(CONTEXT)
     batch, length, width = job.batch_size, job.shape.context_length, job.shape.d_model
     return (
-        f"(d) An activation of the residual stream of {XL_2026} in single precision has B N d numbers of 4 bytes, "
+        f"(d) An activation of the residual stream of {XL_2026} in single precision has `B N d` numbers of 4 bytes, "
         f"{batch} x {length} x {width} x 4 = {mib(residual_stream(batch, length, width))}."
     )
 
@@ -301,10 +306,10 @@ def _tensor_sizes(c: dict[str, Any]) -> dict[str, int]:
     """Sizes in bytes by which a large tensor of a forward pass is known."""
     tokens, scores = c["batch_size"] * c["context_length"], c["num_heads"] * c["context_length"]
     return {
-        "a matrix of attention scores in float32, 4 B H N^2 bytes": 4 * tokens * scores,
-        "an activation inside the feed-forward layer in float32, 4 B N d_ff bytes": 4 * tokens * c["d_ff"],
-        "logits in float32, 4 B N V bytes": 4 * tokens * c["vocab_size"],
-        "a feed-forward weight's 16-bit copy, 2 d d_ff bytes": 2 * c["d_model"] * c["d_ff"],
+        "a matrix of attention scores in float32, `4 B H N^2` bytes": 4 * tokens * scores,
+        "an activation inside the feed-forward layer in float32, `4 B N d_ff` bytes": 4 * tokens * c["d_ff"],
+        "logits in float32, `4 B N V` bytes": 4 * tokens * c["vocab_size"],
+        "a feed-forward weight's 16-bit copy, `2 d d_ff` bytes": 2 * c["d_model"] * c["d_ff"],
     }
 
 
@@ -345,7 +350,7 @@ def block_gradients(e: Evidence) -> str | None:
     gradients = 4 * _block_parameters(c["d_model"], c["d_ff"])
     way = "rises" if gradients > saved else "falls"
     text = (
-        f"Its gradients have a number a parameter, 4 (4 d^2 + 3 d d_ff + 2 d) bytes = {mib(gradients)}; since "
+        f"Its gradients have a number a parameter, `4 (4 d^2 + 3 d d_ff + 2 d)` bytes = {mib(gradients)}; since "
         f"{mib(saved)} are freed, its input included, memory {way} by {mib(abs(saved - gradients))} a block in the "
         "backward pass"
     )

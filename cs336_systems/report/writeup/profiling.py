@@ -16,6 +16,7 @@ CONTEXT = 512
 """Tokens where the handout of 2026 names no others."""
 WAY = ("mode", "compile", "attention", "activation_checkpointing")
 """How a model is run; what is compared is run in one way, that of most rows."""
+_PHASES = ("forward", "backward", "optimizer")
 _STEADY = 0.05  # of the mean: a standard deviation below that is called small
 _SHOWN_SHARE = 0.05
 _BUSY = 0.9
@@ -33,14 +34,22 @@ def at_one_length(rows: Sequence[Row]) -> list[Row]:
 
 def times_by_size(e: Evidence) -> str | None:
     """(b) How long the phases of a step take, size by size."""
-    rows = at_one_length(e.ok("model", "forward_ms", "backward_ms", precision="fp32"))
+    found = e.ok("model", "forward_ms", "backward_ms", precision="fp32")
+    rows = at_one_length(found)
     if not rows:
         return None
-    phases = [name for name in ("forward", "backward", "optimizer") if all(f"{name}_ms" in r.metrics for r in rows)]
-    told = [f"{row.config['size']} {' / '.join(f'{p50(row, name):.1f}' for name in phases)}" for row in rows]
+    sizes, length = {row.config["size"] for row in rows}, rows[0].config["context_length"]
+    more = [row for row in found if row.config["size"] not in sizes and row.config["context_length"] == length]
+    rows += at_one_length(more)  # of which no whole step fits
+    phases = [name for name in _PHASES if any(f"{name}_ms" in row.metrics for row in rows)]
+    told = [
+        f"{row.config['size']} "
+        + " / ".join(f"{p50(row, name):.1f}" if f"{name}_ms" in row.metrics else "-" for name in phases)
+        for row in rows
+    ]
     ratio = span((p50(row, "backward") / p50(row, "forward") for row in rows), lambda x: f"{x:.1f}")
     return (
-        f"(b) {' / '.join(phases).capitalize()} in ms at {rows[0].config['context_length']} tokens in fp32: "
+        f"(b) {' / '.join(phases).capitalize()} in ms at {length} tokens in fp32: "
         f"{listing(told)}; a backward pass takes {ratio} times as long as the forward pass."
     )
 

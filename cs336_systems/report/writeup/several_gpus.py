@@ -147,8 +147,8 @@ def buckets(e: Evidence) -> str | None:
         best = min(rows, key=lambda row: row.metrics["added_ms"])
         predicted = best.metrics.get("predicted", {}).get("best_mb")
         text = (
-            f"{_how(best)}, of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds least, "
-            f"{ms(best.metrics['added_ms'])} a step"
+            f"(a) {_how(best)}, of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds "
+            f"least, {ms(best.metrics['added_ms'])} a step"
         )
         return f"{text}; the model puts the optimum at {predicted:.3g} MiB." if predicted else f"{text}."
     found = {name: row for name, row in steps(e).items() if name.startswith("bucketed:") and "+" not in name}
@@ -162,7 +162,7 @@ def buckets(e: Evidence) -> str | None:
         else "larger buckets wait longer for their gradients"
     )
     return (
-        f"Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
+        f"(a) Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
         f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): {why}."
     )
 
@@ -201,8 +201,9 @@ def bucket_optimum(e: Evidence) -> str:
     """The equations, and what they give for xl on two H200."""
     best = best_bucket_bytes(*_xl_on_two())
     return (
-        "With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds s / (w n) + o n "
-        "after the backward pass; its derivative is 0 at n = sqrt(s / (w o)), a bucket of sqrt(s w o) bytes, which "
+        "(b) With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds "
+        "`s / (w n) + o n` after the backward pass; its derivative is 0 at `n = sqrt(s / (w o))`, a bucket of "
+        "`sqrt(s w o)` bytes, which "
         f"for xl on two H200 is {mib(best)}."
     )
 
