@@ -32,6 +32,15 @@ def at_one_length(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in found if row.config["context_length"] == length), key=order)
 
 
+def the_script(e: Evidence) -> str:
+    """(a) What times the model."""
+    return (
+        "(a) The script is `cs336 bench model`: the model's size, the warm-up steps and those that are timed, and how "
+        "much of a step is done are options (`--size`, `--warmup`, `--steps`, `--mode`), the batch is random, and "
+        "after each step it waits for the GPU."
+    )
+
+
 def times_by_size(e: Evidence) -> str | None:
     """(b) How long the phases of a step take, size by size."""
     found = e.ok("model", "forward_ms", "backward_ms", precision="fp32")
@@ -287,6 +296,7 @@ PROBLEMS = (
             ),
         ),
         sentences=(
+            says(the_script),
             says(times_by_size, "model"),
             says(spread_of_steps, "model"),
             says(warmup_steps, "warmup"),
