@@ -1,19 +1,25 @@
-"""Sections 1.2 and 1.3 of the handout: plain attention, torch.compile, FlashAttention-2."""
+"""Plain attention, torch.compile, FlashAttention-2."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from ...accounting import naive_attention_bytes
 from ...bench.case import Row
-from ...planner.working import Section, Term
+from ...planner.cards import get_card
+from ...planner.working import GIB, Section, Term
 from ..attention import PEERS, with_speedups
+from ..tables import markdown_table
 from ..view import OUTCOMES, latest, table
 from ..views import VIEWS
 from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
+from .profiling import CONTEXT
 
-PLAIN, FLASH = "1.2 Attention in PyTorch", "1.3 FlashAttention-2"
+PLAIN, FLASH = "Attention in PyTorch", "FlashAttention-2"
 _OURS = "flash_triton"
+_COMPILED = {"forward_ms", "backward_ms", "step_ms"}
 _MOST = 0.75
+_BATCH, _HEAD_SIZE = 8, 16  # of the handout: its batch, and the smallest head
 _LONG = 4096  # from here on scores are larger than a GPU's cache
 
 
@@ -35,7 +41,10 @@ def attention_times(e: Evidence) -> str | None:
     )
     failed = [row for row in e.all("attention") if is_eager(row) and row.status == "oom"]
     if not failed:
-        return f"{text}; none of the {len(rows)} settings runs out of memory on this machine."
+        return (
+            f"{text}; none of the {len(rows)} settings runs out of memory on this machine. By count the shortest power "
+            f"of two that does on an H200 is {_too_long():,}, which is accounted for below."
+        )
     least = min(failed, key=lambda row: (row.config["length"], row.config["head_size"]))
     return f"{text}; the first setting that is {OUTCOMES['oom']} is {about(least, 'head_size', 'length')}."
 
@@ -64,10 +73,19 @@ def attention_memory(e: Evidence) -> str | None:
     )
 
 
+def _counted(length: int) -> dict[str, int]:
+    return naive_attention_bytes(_BATCH, length, length, _HEAD_SIZE, is_causal=True, on_gpu=True)
+
+
+def _too_long() -> int:
+    """The shortest power of two at which the backward pass alone needs more than an H200 has."""
+    limit = get_card("H200").memory_gib * GIB
+    return next(2**n for n in itertools.count() if _counted(2**n)["backward_peak"] > limit)
+
+
 def attention_working() -> list[Section]:
-    """Memory of naive attention at the handout's batch and largest length, term by term."""
-    batch, length, head_size = 8, 16384, 128
-    counted = naive_attention_bytes(batch, length, length, head_size, is_causal=True, on_gpu=True)
+    """Memory of plain attention at the shortest length, a power of two, that an H200 does not hold, term by term."""
+    batch, length = _BATCH, _too_long()
     formulas = {
         "scores": f"S = 4 B N^2 = 4 x {batch} x {length}^2",
         "masked_scores": "S",
@@ -77,9 +95,10 @@ def attention_working() -> list[Section]:
         "forward_peak": "2 S + 2 M + 4 B D N",
         "backward_peak": "4 S + M + 4 B D (N + N) on a GPU",
     }
-    terms = tuple(Term(name.replace("_", " "), formulas[name], size) for name, size in counted.items())
-    title = f"Naive attention, float32, causal, batch {batch}, length {length}, head size {head_size}"
-    return [Section(title, terms)]
+    terms = tuple(Term(name.replace("_", " "), formulas[name], size) for name, size in _counted(length).items())
+    title = f"Plain attention, float32, causal, batch {batch}, length {length}, head size {_HEAD_SIZE}"
+    note = f"an H200 has {get_card('H200').memory_gib:g} GiB"
+    return [Section(title, terms, (note,))]
 
 
 def compiled_attention(e: Evidence) -> str | None:
@@ -99,22 +118,48 @@ def compiled_attention(e: Evidence) -> str | None:
         peaks += [row.metrics["peak_memory_bytes"] / r.metrics["peak_memory_bytes"] for r in eager[-1:]]
     memory = f" and {span(peaks, percent)} of the peak memory" if peaks else ""
     return (
-        f"From {_LONG:,} tokens on compiled attention is {span(speed['forward'], times)} as fast forward and "
+        f"(a) From {_LONG:,} tokens on compiled attention is {span(speed['forward'], times)} as fast forward and "
         f"{span(speed['backward'], times)} backward, with what lies between the two products in fewer kernels{memory}; "
         f"in {slower} of all {len(rows)} settings its forward pass is slower than the eager one."
     )
 
 
+def compiled_models(rows: Sequence[Row]) -> list[Row]:
+    """The rows of compiled models with plain attention that have an eager one of equal setting, with speed-ups."""
+    found = [row for row in latest(rows, VIEWS["model"].keys) if row.status == "ok" and set(row.metrics) >= _COMPILED]
+    found = [row for row in found if row.config["attention"] == "naive"]
+    for name in _COMPILED:
+        found = with_speedups(found, name, name.replace("_ms", "_speedup"), "compile", False)
+    return [row for row in found if row.config.get("compile") and "step_speedup" in row.metrics]
+
+
+def compiled_table(rows: Sequence[Row]) -> str:
+    """A line a setting: forward pass and step of the eager model beside those of the compiled one."""
+    names = ("forward", "backward", "step")
+    header = ["size", "context length", "precision"]
+    header += [f"{name}, {way} (ms)" for name in names for way in ("eager", "compiled")] + ["step (x eager)"]
+    lines = []
+    for row in compiled_models(rows):
+        times = [(p50(row, name) * row.metrics[f"{name}_speedup"], p50(row, name)) for name in names]
+        lines.append([
+            *(str(row.config[field]) for field in ("size", "context_length", "precision")),
+            *(f"{each:.2f}" for pair in times for each in pair),
+            f"{row.metrics['step_speedup']:.2f}",
+        ])  # fmt: skip
+    return markdown_table(header, lines, left=3) if lines else ""
+
+
 def compiled_model(e: Evidence) -> str | None:
-    """What torch.compile makes of the whole model."""
-    rows = with_speedups(e.ok("model", "step_ms"), "step_ms", "speedup", "compile", False)
-    rows = [row for row in rows if row.config.get("compile") and "speedup" in row.metrics]
+    """(b) What torch.compile makes of the whole model."""
+    rows = compiled_models(e.all("model"))
     if not rows:
         return None
-    best = max(rows, key=lambda row: row.metrics["speedup"])
+    best = max(rows, key=lambda row: row.metrics["step_speedup"])
+    ahead = [span((row.metrics[f"{name}_speedup"] for row in rows), times) for name in ("forward", "step")]
     return (
-        f"With its blocks compiled a step of the model is {span((r.metrics['speedup'] for r in rows), times)} as fast, "
-        f"most of all for {about(best, 'size', 'context_length', 'precision', 'mode')}."
+        f"(b) Compiled, the model's forward pass is {ahead[0]} as fast and a step with backward pass and optimizer "
+        f"{ahead[1]}, most of all for {about(best)}. It is compiled block by block, the last norm and the loss by "
+        "themselves, rather than as one graph: all blocks then share one compilation. The optimizer is as it was."
     )
 
 
@@ -137,6 +182,14 @@ def against_naive(way: str, word: str) -> Callable[[Evidence], str | None]:
         return f"Against plain attention at the longest inputs that it holds, `{_OURS}` {word} is {listing(found)}."
 
     return say
+
+
+def backward_variants(e: Evidence) -> str:
+    """Which backward passes there are."""
+    return (
+        "Beside the forward pass in Triton there are two: `compiled_backward`, PyTorch under torch.compile as the "
+        'handout asks for, is taken with `flash_triton(..., backward="compiled")`, and by default it is Triton too.'
+    )
 
 
 def best_and_worst(e: Evidence) -> str | None:
@@ -204,6 +257,7 @@ PROBLEMS = (
     Problem(
         name="pytorch_attention",
         section=PLAIN,
+        places=("1.2.1", "4.1.1"),
         question=(
             "How do time and memory of plain attention grow with length and head size, and where does memory run out?"
         ),
@@ -211,6 +265,7 @@ PROBLEMS = (
             Exhibit(
                 case="attention",
                 command="bench attention --compile false",
+                also=("bench attention --compile false --length 32768 65536",),
                 keep=is_eager,
                 plots=("forward", "memory"),
             ),
@@ -222,20 +277,29 @@ PROBLEMS = (
     Problem(
         name="torch_compile",
         section=PLAIN,
+        places=("1.3", "4.2"),
         question="What does torch.compile gain, for attention alone and for the whole model?",
         exhibits=(
             Exhibit(case="attention", command="bench attention", plots=("backward",)),
             Exhibit(
                 case="model",
-                command="bench model --size small medium large xl 2.7B --compile false true",
-                keep=lambda row: bool(row.config.get("compile")),
+                command=(
+                    f"bench model --size small medium large xl 2.7B --context_length {CONTEXT} --mode train_step "
+                    "--precision bf16 --compile false true"
+                ),
+                keep=lambda row: row.config["attention"] == "naive" and row.config["mode"] == "train_step",
+                is_asked=lambda row: bool(row.config.get("compile")) and row.config["context_length"] == CONTEXT,
+                show=compiled_table,
+                together=True,
             ),
         ),
         sentences=(says(compiled_attention, "attention"), says(compiled_model, "model")),
+        code=("cs336_systems/training/build.py",),
     ),
     Problem(
         name="flash_forward",
         section=FLASH,
+        places=("1.3.2", "4.2.2"),
         question="FlashAttention-2's forward pass, tile by tile in PyTorch and as a Triton kernel, with a causal mask.",
         sentences=(says(against_naive("forward", "forward"), "flash"),),
         code=(
@@ -248,10 +312,12 @@ PROBLEMS = (
     Problem(
         name="flash_backward",
         section=FLASH,
+        places=("1.3.2", "4.2.2"),
         question="Its backward pass, which makes the scores again from queries, keys and the saved logsumexp.",
-        sentences=(says(against_naive("backward", "backward"), "flash"),),
+        sentences=(says(backward_variants), says(against_naive("backward", "backward"), "flash")),
         code=(
             "cs336_systems/kernels/attention/function.py",
+            "cs336_systems/kernels/attention/flash_torch.py",
             "cs336_systems/kernels/attention/flash_triton_kernels.py",
             "tests/test_attention.py",
         ),
@@ -259,6 +325,7 @@ PROBLEMS = (
     Problem(
         name="flash_benchmarking",
         section=FLASH,
+        places=("1.3.2", "4.2.2"),
         question=(
             "How fast are forward and backward passes over lengths, head sizes and types, beside PyTorch's attention?"
         ),
@@ -272,6 +339,7 @@ PROBLEMS = (
     Problem(
         name="leaderboard",
         section=FLASH,
+        places=("1.3.3", ""),
         question="How long do both passes take with 16 heads, 16,384 tokens and head size 64, causal, in bf16?",
         exhibits=(
             Exhibit(

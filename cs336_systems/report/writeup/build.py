@@ -1,16 +1,18 @@
 """The document: Markdown made of row files, and the files it is written into."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from ...bench.case import Row, read_rows
+from ...bench.case import read_rows
+from ...model_config import MODEL_SIZES
 from ...planner.working import Section, show
 from ..tables import markdown_table
 from ..view import machine
-from .claims import ClaimError, Evidence
-from .problem import Exhibit, Problem
+from .claims import XL_2026, ClaimError, Evidence
+from .problem import Exhibit, Problem, RowFile
 from .problems import PROBLEMS
 from .render import html_page
 from .typeset import to_typst, write_pdf
@@ -18,15 +20,9 @@ from .typeset import to_typst, write_pdf
 TITLE = "CS336 Assignment 2: systems"
 PICTURES = "pictures"
 MARKDOWN, HTML, PDF = "writeup.md", "writeup.html", "writeup.pdf"
+_PART = re.compile(r"(?:^|(?<=\.) )(?=\([a-f](?:, [a-f])*\) )")
+_PART_NAME = re.compile(r"^(\([a-f](?:, [a-f])*\))")
 NO_TYPST = f"{PDF} is left out: the package typst is not installed (pip install typst)"
-
-
-@dataclass(frozen=True)
-class RowFile:
-    """Rows of a case, and the file that they are in."""
-
-    path: Path
-    rows: Sequence[Row]
 
 
 def find_rows(results: Path) -> dict[str, list[RowFile]]:
@@ -67,12 +63,7 @@ def write_writeup(results: Path, out: Path, problems: Sequence[Problem] = PROBLE
 
 def document(files: Mapping[str, Sequence[RowFile]], out: Path, problems: Sequence[Problem] = PROBLEMS) -> str:
     """The document in Markdown; draws its pictures into a folder in `out`."""
-    parts = [
-        f"# {TITLE}",
-        "Every figure, in sentences too, is made of measured rows or of the planner's arithmetic: `cs336 report "
-        "writeup` makes this document again. Under each table stand the file of its rows, the command that measures "
-        "them, the commit and the machine.",
-    ]
+    parts = [f"# {TITLE}", *_foreword()]
     section = ""
     for problem in problems:
         if problem.section != section:
@@ -82,11 +73,29 @@ def document(files: Mapping[str, Sequence[RowFile]], out: Path, problems: Sequen
     return "\n\n".join(parts) + "\n"
 
 
+def _foreword() -> list[str]:
+    """What holds for all problems: where figures come from, and what the handout's sizes are called."""
+
+    def told(name: str) -> str:
+        return " / ".join(str(MODEL_SIZES[name][field]) for field in ("d_model", "d_ff", "num_layers", "num_heads"))
+
+    return [
+        "Every figure, in sentences too, is made of measured rows or of the planner's arithmetic: `cs336 report "
+        "writeup` makes this document again. Under each table stand the file of its rows, the command that measures "
+        "them, the commit and the machine.",
+        f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
+        f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
+        "are rows of both, sentences are of its own.",
+    ]
+
+
 def problem_parts(problem: Problem, files: Mapping[str, Sequence[RowFile]], out: Path) -> list[str]:
     """Heading, question, answer, tables and pictures, working and code of a problem."""
-    parts = [f"### {problem.name}", f"*{problem.question}*"]
-    if answer := answer_of(problem, files):
-        parts.append(" ".join(answer))
+    parts = [f"### {problem.name}", f"*{_places(problem)}. {problem.question}*"]
+    for paragraph in paragraphs(answer_of(problem, files)):
+        parts.append(paragraph)
+        if problem.sketch and paragraph.startswith("**(a)**"):
+            parts.append(_code_block(problem.sketch.splitlines()))
     for exhibit in problem.exhibits:
         parts += _exhibit_parts(problem, exhibit, files.get(exhibit.case, ()), out)
     if problem.working is not None:
@@ -95,6 +104,21 @@ def problem_parts(problem: Problem, files: Mapping[str, Sequence[RowFile]], out:
     if problem.code:
         parts.append(f"Code: {', '.join(f'`{path}`' for path in problem.code)}.")
     return parts
+
+
+def _places(problem: Problem) -> str:
+    editions = (f"{year}: {place}" for year, place in zip((2025, 2026), problem.places, strict=True) if place)
+    return "; ".join(editions)
+
+
+def paragraphs(sentences: Sequence[str]) -> list[str]:
+    """An answer with a paragraph for each part of the problem: "(a)" begins one."""
+    parts = _PART.split(" ".join(sentences))
+    return [_PART_NAME.sub(r"**\1**", part) for part in parts if part]
+
+
+def _code_block(lines: Sequence[str]) -> str:
+    return "\n".join(["```", *lines, "```"])
 
 
 def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[str]:
@@ -110,37 +134,59 @@ def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[
 
 
 def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile], out: Path) -> list[str]:
+    kept = [RowFile(file.path, rows) for file in files if (rows := [row for row in file.rows if exhibit.keep(row)])]
     parts = []
-    for number, file in enumerate(files):
-        rows = [row for row in file.rows if exhibit.keep(row)]
-        if not rows:
-            continue
-        shown = [text] if (text := exhibit.show(rows)) else []
+    for number, shown in enumerate([kept] if exhibit.together and kept else [[file] for file in kept]):
+        rows = [row for file in shown for row in file.rows]
+        made = [text] if (text := exhibit.show(rows)) else []
         stem = out / PICTURES / (problem.name if number == 0 else f"{problem.name}-{number + 1}")
-        for caption, picture in exhibit.draw(rows, file.path.parent, stem):
-            shown.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
-        if shown:
-            # Rows of a file beside that of the command are of other settings, which stand above their table.
-            command = exhibit.command if number == 0 else " ".join([*exhibit.command.split()[:2], "..."])
-            parts += [*shown, _source(file.path, rows, command, out)]
-    return parts or [f"Not measured yet; this measures it: `cs336 {exhibit.command}`."]
+        for caption, picture in exhibit.draw(shown, stem):
+            made.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
+        if made:
+            parts += [*made, _source(shown, _command_of(exhibit, shown, is_first=number == 0), out)]
+    if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
+        what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
+        commands = [f"cs336 {command}" for command in exhibit.commands]
+        if len(commands) == 1:
+            parts.append(f"{what}; this measures it: `{commands[0]}`.")
+        else:
+            parts += [f"{what}; these measure it:", _code_block(commands)]
+    return parts
 
 
-def _source(path: Path, rows: Sequence[Row], command: str, out: Path) -> str:
+def _command_of(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> str:
+    """The command that measures some rows; of several files, or for other settings, how it begins.
+
+    The settings of rows stand above their table.
+    """
+    if is_first and len(files) == 1 and any(map(exhibit.is_asked, files[0].rows)):
+        return exhibit.command
+    return " ".join([*exhibit.command.split()[:2], "..."])
+
+
+def _source(files: Sequence[RowFile], command: str, out: Path) -> str:
     """Where rows are, what measures them, of which commits and machines they are."""
-    link = Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
+    links = []
+    for file in files:
+        link = Path(os.path.relpath(file.path.resolve(), out.resolve())).as_posix()
+        links.append(f"[{file.path.parent.name}/{file.path.name}]({link}) ({len(file.rows)})")
+    rows = [row for file in files for row in file.rows]
     commits = dict.fromkeys(str(row.env.get("commit") or "unknown") for row in rows)
     machines = dict.fromkeys(map(machine, rows))
     return (
-        f"Rows: [{path.parent.name}/{path.name}]({link}) ({len(rows)}), measured by `cs336 {command}`; "
+        f"Rows: {', '.join(links)}, measured by `cs336 {command}`; "
         f"commit {', '.join(f'`{commit}`' for commit in commits)}; {', '.join(machines)}."
     )
 
 
 def _section_text(section: Section) -> str:
-    """A calculation as a table, with its notes below."""
+    """A calculation as a table, with its notes below; those that are indented are formulas."""
     lines = [[term.name, term.working or "-", show(term.value, term.unit)] for term in section.terms]
-    notes = "\n".join(f"- {note}" for note in section.notes)
+    blocks = groupby(section.notes, key=lambda note: note.startswith(" "))
+    notes = "\n\n".join(
+        _code_block([note.strip() for note in block]) if is_formula else "\n".join(f"- {note}" for note in block)
+        for is_formula, block in blocks
+    )
     table = markdown_table(["term", "working", "value"], _without_markup(lines), left=2)
     return "\n\n".join(filter(None, (f"**{section.title}**", table, notes)))
 

@@ -14,7 +14,7 @@ from ...planner.scaling import (
 from .claims import Evidence
 from .problem import Problem, says
 
-SECTION = "2026: additions"
+SECTION = "Parallelism strategies"
 _LAYER = Layer()
 _PLAN = "plan scaling"
 
@@ -83,6 +83,7 @@ CALCULATIONS = (
     Problem(
         name="alternate_ring_all_reduce",
         section=SECTION,
+        places=("", "8.1"),
         question="How long does a ring all-reduce take that sends whole tensors on, rather than parts of sums?",
         sentences=(says(alternate_ring),),
         working=lambda: [alternate_ring_section(_LAYER.weight_bytes, _LAYER.devices, _LAYER.egress)],
@@ -91,6 +92,7 @@ CALCULATIONS = (
     Problem(
         name="data_parallel_calcs",
         section=SECTION,
+        places=("", "8.2"),
         question="Operations and communication of a gated feed-forward layer's backward pass, and how far it scales.",
         sentences=(says(data_parallel),),
         working=lambda: [data_parallel_section(_LAYER)],
@@ -99,6 +101,7 @@ CALCULATIONS = (
     Problem(
         name="fsdp_calcs",
         section=SECTION,
+        places=("", "8.3"),
         question="The same with everything sharded, in both directions.",
         sentences=(says(fully_sharded),),
         working=lambda: [fsdp_section(_LAYER)],
@@ -107,6 +110,7 @@ CALCULATIONS = (
     Problem(
         name="tp_calcs",
         section=SECTION,
+        places=("", "8.4"),
         question="The backward pass of a tensor-parallel layer, what it computes and sends, and how far it scales.",
         sentences=(says(tensor_parallel),),
         working=lambda: [tensor_parallel_section(_LAYER)],
@@ -115,6 +119,7 @@ CALCULATIONS = (
     Problem(
         name="fsdp_tp_calcs",
         section=SECTION,
+        places=("", "8.5"),
         question="FSDP and tensor parallelism together: the most devices, with transfers at once and in turns.",
         sentences=(says(two_dimensions),),
         working=lambda: [both_section(_LAYER)],

@@ -8,6 +8,8 @@ from ..view import grouped, latest
 from ..views import VIEWS
 
 GIB = 2**30
+XL_2026 = "2.7B"
+"""What the handout of 2026 calls xl; ours is that of 2025."""
 
 
 class ClaimError(ValueError):
@@ -62,6 +64,16 @@ def one_setting(rows: Sequence[Row], *fields: str) -> list[Row]:
     """Of rows, those that are alike in these fields: of several such groups the largest, the last of equal ones."""
     groups = grouped(rows, fields)
     return max(reversed(groups), key=len) if groups else []
+
+
+def is_xl_2026(row: Row) -> bool:
+    """Whether a row is of the size that the handout of 2026 calls xl."""
+    return row.config.get("size") == XL_2026
+
+
+def of_2026(rows: Sequence[Row]) -> list[Row]:
+    """Of rows those of 2026's xl, where there are any."""
+    return [row for row in rows if is_xl_2026(row)] or list(rows)
 
 
 def p50(row: Row, name: str = "step") -> float:

@@ -1,5 +1,6 @@
 """Measuring what the report shows: the commands of all problems, one after the other; a second time what is missing."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,8 +23,11 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
         raise ValueError("measure is True: it needs a CUDA GPU; without it rows that are there will do")
     results.mkdir(parents=True, exist_ok=True)
     failed = []
-    for command, case in {each.command: each.case for problem in problems for each in problem.exhibits}.items():
-        done, half = results / case, results / f"{case}.part"
+    exhibits = [each for problem in problems for each in problem.exhibits]
+    for command, case in {command: each.case for each in exhibits for command in each.commands}.items():
+        # A profile has a folder of its own, whose name says what was asked for.
+        done = results / case / "-".join(re.findall(r"[\w.]+", command.partition("--")[2]))
+        half = done.with_name(f"{done.name}.part")
         if command.startswith("bench "):  # which knows what its row file has already
             more = ["--resume", "--out", str(results)]
         elif done.exists():

@@ -11,8 +11,17 @@ from ..view import latest, table
 from ..views import VIEWS, rows_table
 from .claims import Evidence
 
-Drawing = Callable[[Sequence[Row], Path, Path], None]
-"""Draws rows, whose file is in the first folder, into a PNG; or makes none where there is nothing to draw."""
+
+@dataclass(frozen=True)
+class RowFile:
+    """Rows of a case, and the file that they are in."""
+
+    path: Path
+    rows: Sequence[Row]
+
+
+Drawing = Callable[[Sequence[RowFile], Path], None]
+"""Draws rows, or what a run has left beside them, into a PNG; or makes none where there is nothing to draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +31,14 @@ class Exhibit:
     case: str
     command: str
     """What measures the rows, after "cs336 "."""
+    also: tuple[str, ...] = ()
+    """Further commands for more of them."""
     keep: Callable[[Row], bool] = lambda row: True
     """Which rows are shown."""
+    is_asked: Callable[[Row], bool] = lambda row: True
+    """Which of them are of what the commands measure; as long as there are none, the commands stand below the table."""
+    together: bool = False
+    """Whether rows of all files stand in one table: where each call writes a file, or some compare with others."""
     show: Callable[[Sequence[Row]], str] = rows_table
     """The table, in Markdown."""
     plots: tuple[str, ...] = ()
@@ -31,21 +46,26 @@ class Exhibit:
     pictures: tuple[tuple[str, Drawing], ...] = ()
     """Other pictures: what they show, and what draws them."""
 
-    def draw(self, rows: Sequence[Row], folder: Path, stem: Path) -> list[tuple[str, Path]]:
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """All commands."""
+        return (self.command, *self.also)
+
+    def draw(self, files: Sequence[RowFile], stem: Path) -> list[tuple[str, Path]]:
         """Draw the pictures into files whose names begin with `stem`: what each shows, and the file.
 
-        folder: where the row file is, and what else a run has left beside it. What would show nothing is left out.
+        files: rows that are kept, where they are. What would show nothing is left out.
         """
         stem.parent.mkdir(parents=True, exist_ok=True)
         found = []
         for number, (caption, drawing) in enumerate(self.pictures):
             file = stem.with_name(f"{stem.name}-{self.case}-{number}.png")
             file.unlink(missing_ok=True)  # of rows that were there before
-            drawing(rows, folder, file)
+            drawing(files, file)
             found += [(caption, file)] if file.exists() else []
         if self.plots:
             view = VIEWS[self.case]
-            shown = view.derive(latest(rows, view.keys))
+            shown = view.derive(latest([row for file in files for row in file.rows], view.keys))
             for plot in (plot for plot in view.plots if plot.name in self.plots):
                 path = stem.with_name(f"{stem.name}-{self.case}-{plot.name}.png")
                 caption = f"{plot.y.name} by {plot.x.replace('_', ' ')}"
@@ -68,10 +88,14 @@ class Problem:
 
     name: str
     section: str
+    places: tuple[str, str]
+    """The sections of the handout in which it is, of 2025 and of 2026; "" where it is not in that edition."""
     question: str
     """In our own words, a line."""
     exhibits: tuple[Exhibit, ...] = ()
     sentences: tuple[Sentence, ...] = ()
+    sketch: str = ""
+    """Code that is part of the answer to (a)."""
     working: Callable[[], Sequence[Section]] | None = None
     """What follows by arithmetic, with the command that prints it in `plan`."""
     plan: str = ""

@@ -1,36 +1,70 @@
-"""Section 1.1 of the handout: timing and profiling of one GPU."""
+"""Timing and profiling of one GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...bench.case import Row
+from ...model_config import MODEL_SIZES
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
-from .claims import Evidence, about, listing, ms, p50, percent, span, times
-from .problem import Exhibit, Problem, says
+from .claims import XL_2026, Evidence, about, is_xl_2026, listing, ms, one_setting, p50, percent, span, times
+from .problem import Exhibit, Problem, RowFile, says
 
-SECTION = "1.1 Profiling and benchmarking"
+SECTION = "Profiling and benchmarking"
+CONTEXT = 512
+"""Tokens where the handout of 2026 names no others."""
+WAY = ("mode", "compile", "attention", "activation_checkpointing")
+"""How a model is run; what is compared is run in one way, that of most rows."""
+_PHASES = ("forward", "backward", "optimizer")
 _STEADY = 0.05  # of the mean: a standard deviation below that is called small
 _SHOWN_SHARE = 0.05
 _BUSY = 0.9
 
 
+def at_one_length(rows: Sequence[Row]) -> list[Row]:
+    """Of rows run in one way those of the handout's length, or else of the longest; the smaller models first."""
+    found = one_setting(rows, *WAY)
+    lengths = {row.config["context_length"] for row in found}
+    length = CONTEXT if CONTEXT in lengths else max(lengths, default=0)
+    sizes = list(MODEL_SIZES)
+    order = lambda row: sizes.index(size) if (size := row.config["size"]) in sizes else -1  # noqa: E731
+    return sorted((row for row in found if row.config["context_length"] == length), key=order)
+
+
+def the_script(e: Evidence) -> str:
+    """(a) What times the model."""
+    return (
+        "(a) The script is `cs336 bench model`: the model's size, the warm-up steps and those that are timed, and how "
+        "much of a step is done are options (`--size`, `--warmup`, `--steps`, `--mode`), the batch is random, and "
+        "after each step it waits for the GPU."
+    )
+
+
 def times_by_size(e: Evidence) -> str | None:
-    """How long the passes take, and how they compare."""
-    rows = e.ok("model", "forward_ms", "backward_ms")
+    """(b) How long the phases of a step take, size by size."""
+    found = e.ok("model", "forward_ms", "backward_ms", precision="fp32")
+    rows = at_one_length(found)
     if not rows:
         return None
-    first, last = min(rows, key=lambda row: p50(row, "forward")), max(rows, key=lambda row: p50(row, "forward"))
+    sizes, length = {row.config["size"] for row in rows}, rows[0].config["context_length"]
+    more = [row for row in found if row.config["size"] not in sizes and row.config["context_length"] == length]
+    rows += at_one_length(more)  # of which no whole step fits
+    phases = [name for name in _PHASES if any(f"{name}_ms" in row.metrics for row in rows)]
+    told = [
+        f"{row.config['size']} "
+        + " / ".join(f"{p50(row, name):.1f}" if f"{name}_ms" in row.metrics else "-" for name in phases)
+        for row in rows
+    ]
     ratio = span((p50(row, "backward") / p50(row, "forward") for row in rows), lambda x: f"{x:.1f}")
     return (
-        f"A forward pass takes from {ms(p50(first, 'forward'))} ({about(first)}) to {ms(p50(last, 'forward'))} "
-        f"({about(last)}), and the backward pass {ratio} times as long."
+        f"(b) {' / '.join(phases).capitalize()} in ms at {length} tokens in fp32: "
+        f"{listing(told)}; a backward pass takes {ratio} times as long as the forward pass."
     )
 
 
 def spread_of_steps(e: Evidence) -> str | None:
-    """How far the steps of a setting lie apart."""
+    """(b) How far the steps of a setting lie apart."""
     rows = e.ok("model", "step_ms")
     if not rows:
         return None
@@ -38,13 +72,13 @@ def spread_of_steps(e: Evidence) -> str | None:
     most = max(rows, key=lambda row: shares[id(row)])
     steady = sum(share < _STEADY for share in shares.values())
     return (
-        f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of {len(rows)} settings; it is "
-        f"largest, {percent(shares[id(most)])}, for {about(most)}."
+        f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of all {len(rows)} settings; it "
+        f"is largest, {percent(shares[id(most)])}, for {about(most)}."
     )
 
 
 def warmup_steps(e: Evidence) -> str | None:
-    """What the first steps of a process do to the mean."""
+    """(c) What the first steps of a process do to the mean."""
     rows = e.ok("warmup", "steps_ms")
     cold, warm = [r for r in rows if r.config["warmup"] == 0], [r for r in rows if r.config["warmup"] > 0]
     if not cold or not warm:
@@ -54,19 +88,55 @@ def warmup_steps(e: Evidence) -> str | None:
     off = max(abs(row.metrics["step_ms"]["mean"] / p50(row) - 1) for row in warm)
     least = min(row.config["warmup"] for row in warm)
     claim = e.claim("without warm-up the first step is longer than the others", min(first) > 1, least_ratio=min(first))
+    few = [row.metrics["steps_ms"][0] / p50(row) for row in warm if row.config["warmup"] in (1, 2)]
+    still = (
+        f"; but after one or two the first measured step still takes {span(few, lambda x: f'{x:.2f}')} times the "
+        "median, since clocks, caches and the allocator's blocks may need more steps to settle"
+    )
     return (
-        f"{claim[0].upper()}{claim[1:]}, {span(first, times)} the median, because libraries are loaded, kernels chosen "
-        f"and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. After "
-        f"{least} or more warm-up steps the two are within {percent(off)} of each other."
+        f"(c) {claim[0].upper()}{claim[1:]}, {span(first, times)} the median, because libraries are loaded, kernels "
+        f"chosen and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. "
+        f"After {least} or more warm-up steps the two are within {percent(off)} of each other{still if few else ''}."
     )
 
 
-def _profiles(e: Evidence) -> dict[str, Row]:
-    """By mode, the profiles of the setting that has most modes, the last of equal ones."""
+def _settings(e: Evidence) -> list[dict[str, Row]]:
+    """For each profiled setting its rows by mode; first that of 2026's xl and of most modes, the last of equal ones."""
     groups: dict[str, dict[str, Row]] = {}
     for row in e.ok("profile-kernels", "spans"):
         groups.setdefault(setting(row), {})[row.variant] = row
-    return max(reversed(groups.values()), key=len, default={})
+    found = list(reversed(groups.values()))
+    return sorted(found, key=lambda rows: (any(map(is_xl_2026, rows.values())), len(rows)), reverse=True)
+
+
+def _profiles(e: Evidence) -> dict[str, Row]:
+    """By mode, the profiles of the setting that sentences are about."""
+    return next(iter(_settings(e)), {})
+
+
+def _over_all(e: Evidence, what: str, value: Callable[[dict[str, Row]], float | None], form: Callable) -> str:
+    """How a value goes over all settings that have it, where there are several, with those of both ends; else ""."""
+    found = [(number, rows) for rows in _settings(e) if (number := value(rows)) is not None]
+    if len(found) < 2:
+        return ""
+    (low, least), (high, most) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
+    names = [about(next(iter(rows.values())), "size", "context_length") for rows in (least, most)]
+    return f" Over {len(found)} settings {what} goes from {form(low)} ({names[0]}) to {form(high)} ({names[1]})."
+
+
+def _busy(rows: dict[str, Row]) -> float | None:
+    m = rows["forward"].metrics if "forward" in rows else None
+    return m["kernel_ms"] / m["wall_ms"] if m else None
+
+
+def _share(mode: str, part: str, cls: str) -> Callable[[dict[str, Row]], float | None]:
+    """The share of a class of kernels in a part of a mode's step."""
+
+    def value(rows: dict[str, Row]) -> float | None:
+        spans = rows[mode].metrics["spans"] if mode in rows else {}
+        return spans[part]["share"].get(cls) if part in spans else None
+
+    return value
 
 
 def profiled_time(e: Evidence) -> str | None:
@@ -76,10 +146,11 @@ def profiled_time(e: Evidence) -> str | None:
         return None
     m, share = row.metrics, row.metrics["kernel_ms"] / row.metrics["wall_ms"]
     busy = "the GPU is busy nearly all the time" if share >= _BUSY else "the GPU waits for the host in the rest of it"
+    slowed = m["profiled_wall_ms"]
+    under = f" Under the profiler the same takes {ms(slowed)}." if slowed else ""
     return (
         f"(a) A forward pass of {setting(row)} takes {ms(m['wall_ms'])} by the host's clock, and its kernels add up to "
-        f"{ms(m['kernel_ms'])}, {percent(share)} of that: {busy}. Under the profiler the same takes "
-        f"{ms(m['profiled_wall_ms'])}."
+        f"{ms(m['kernel_ms'])}, {percent(share)} of that: {busy}.{under}" + _over_all(e, "that share", _busy, percent)
     )
 
 
@@ -96,9 +167,18 @@ def longest_kernel(e: Evidence) -> str | None:
     )
     if not both:
         return f"{text}."
+    tops = [
+        rows["forward"].metrics["spans"]["inference"]["top"][0]["class"] for rows in _settings(e) if "forward" in rows
+    ]
+    among = ""
+    if len(tops) > 1:
+        alike = sum(cls == forward["class"] for cls in tops)
+        among = f" In {alike} of {len(tops)} settings it is a {forward['class']} kernel."
     same = both[0]["kernel"] == forward["kernel"]
     what = "the same" if same else f"another, `{short_name(both[0]['kernel'])}`"
-    return f"{text}; with the backward pass it is {what} ({both[0]['calls']:g} calls, {percent(both[0]['share'])})."
+    return (
+        f"{text}; with the backward pass it is {what} ({both[0]['calls']:g} calls, {percent(both[0]['share'])}).{among}"
+    )
 
 
 def other_kernels(e: Evidence) -> str | None:
@@ -111,7 +191,10 @@ def other_kernels(e: Evidence) -> str | None:
     if not others:
         return f"(c) Besides matrix products no class of kernels takes {percent(_SHOWN_SHARE)} of the forward pass."
     told = listing([f"{cls} kernels {percent(share[cls])}" for cls in others])
-    return f"(c) Besides matrix products ({percent(share['matmul'])}), {told} of the forward pass's kernel time."
+    return (
+        f"(c) Besides matrix products ({percent(share['matmul'])}), {told} of the forward pass's kernel time."
+        + _over_all(e, "the share of matrix products", _share("forward", "inference", "matmul"), percent)
+    )
 
 
 def products_share(e: Evidence) -> str | None:
@@ -122,61 +205,108 @@ def products_share(e: Evidence) -> str | None:
     inference = found["forward"].metrics["spans"]["inference"]["share"]
     step = found["train_step"].metrics["spans"]["training step"]["share"]
     how = "less" if step["matmul"] < inference["matmul"] else "more"
-    optimizer = f"; the optimizer's kernels take {percent(step['optimizer'])}" if step.get("optimizer") else ""
+    implementation = str(found["train_step"].config.get("optimizer"))
+    whose = {"own": ", our own AdamW's,", "torch_fused": ", PyTorch's fused AdamW's,"}.get(implementation, "")
+    optimizer = f"; the optimizer's kernels{whose} take {percent(step['optimizer'])}" if step.get("optimizer") else ""
+    others = [
+        c for c in inference if c not in ("matmul", "optimizer") and max(inference[c], step.get(c, 0)) >= _SHOWN_SHARE
+    ]
+    told = [f"{cls} kernels go from {percent(inference[cls])} to {percent(step.get(cls, 0))}" for cls in others]
     return (
         f"(d) Matrix products are {percent(inference['matmul'])} of kernel time in inference and "
-        f"{percent(step['matmul'])}, {how}, in a whole training step{optimizer}."
+        f"{percent(step['matmul'])}, {how}, in a whole training step{optimizer}"
+        f"{'; ' + listing(told) if told else ''}."
+        + _over_all(e, "their share in a step", _share("train_step", "training step", "matmul"), percent)
     )
 
 
-def softmax_and_products(e: Evidence) -> str | None:
-    """(e) Softmax beside the products of attention: time and operations."""
-    row = _profiles(e).get("forward")
+def _softmax_beside_products(rows: dict[str, Row]) -> tuple[float, float] | None:
+    """ms of softmax and of attention's two products in a forward pass."""
+    row = rows.get("forward")
     if row is None or not row.metrics.get("attention"):
         return None
     products = sum(attention_part_ms(row, "forward", part, True) for part in (SCORES, VALUES))
     softmax = attention_part_ms(row, "forward", SOFTMAX, None)
-    if not products or not softmax:
+    return (softmax, products) if products and softmax else None
+
+
+def softmax_and_products(e: Evidence) -> str | None:
+    """(e) Softmax beside the products of attention: time and operations."""
+    rows = _profiles(e)
+    found = _softmax_beside_products(rows)
+    if found is None:
         return None
-    operations = row.metrics["attention_operations"]
+    softmax, products = found
+    operations = rows["forward"].metrics["attention_operations"]
     work = operations[SOFTMAX] / (operations[SCORES] + operations[VALUES])
     claim = e.claim(
         "softmax takes a larger part of the time than of the operations", softmax / products > work,
         time_ratio=softmax / products, operations_ratio=work,
     )  # fmt: skip
+
+    def ratio(rows: dict[str, Row]) -> float | None:
+        pair = _softmax_beside_products(rows)
+        return pair[0] / pair[1] if pair else None
+
     return (
         f"(e) Softmax takes {ms(softmax)} and the two products of attention {ms(products)}: {softmax / products:.2f} "
         f"of their time for {work:.3f} of their operations; {claim}, because it is memory that it waits for."
+        + _over_all(e, "that part of their time", ratio, lambda x: f"{x:.2f}")
     )
 
 
-def _shares(rows: Sequence[Row], _: Path, out: Path) -> None:
-    plot_shares([row for row in rows if setting(row) == setting(rows[-1])], out)
+def _draw_shares(files: Sequence[RowFile], out: Path) -> None:
+    rows = [row for file in files for row in file.rows if row.status == "ok"]
+    if of_xl := [row for row in rows if is_xl_2026(row)] or rows:
+        plot_shares([row for row in of_xl if setting(row) == setting(of_xl[-1])], out)
+
+
+def _profile(size: str, context_length: int) -> str:
+    return f"profile kernels --size {size} --context_length {context_length} --precision bf16 --optimizer own"
 
 
 MODEL_COMMAND = (
     "bench model --size small medium large xl 2.7B --context_length 128 256 512 1024 --mode train_step --precision "
     "fp32 bf16"
 )
+# Longer ones do not leave room for 2026's xl in training.
+_PROFILED = [_profile(size, length) for size in (XL_2026, "small") for length in (256, CONTEXT, 1024)]
 
 PROBLEMS = (
     Problem(
         name="benchmarking_script",
         section=SECTION,
+        places=("1.1.3", "2.1.3"),
         question=(
             "How long do forward and backward pass and the optimizer take for each size, and what do warm-up steps "
             "change?"
         ),
         exhibits=(
-            Exhibit(case="model", command=MODEL_COMMAND, plots=("step",)),
-            Exhibit(case="warmup", command="bench warmup --size small xl", plots=("steps",)),
+            Exhibit(
+                case="model",
+                command=MODEL_COMMAND,
+                also=("bench model --size 10B --context_length 512 --mode forward forward_backward",),
+                plots=("step",),
+            ),
+            Exhibit(
+                case="warmup",
+                command=f"bench warmup --size small {XL_2026} --context_length {CONTEXT}",
+                is_asked=lambda row: row.config["context_length"] == CONTEXT,
+                plots=("steps",),
+            ),
         ),
-        sentences=(says(times_by_size, "model"), says(spread_of_steps, "model"), says(warmup_steps, "warmup")),
+        sentences=(
+            says(the_script),
+            says(times_by_size, "model"),
+            says(spread_of_steps, "model"),
+            says(warmup_steps, "warmup"),
+        ),
         code=("cs336_systems/bench/cases/model.py", "cs336_systems/bench/cases/warmup.py"),
     ),
     Problem(
         name="nsys_profile",
         section=SECTION,
+        places=("1.1.4", "2.1.4"),
         question=(
             "Which kernels take the time of inference and of training, and what does attention's softmax cost beside "
             "its products?"
@@ -184,13 +314,17 @@ PROBLEMS = (
         exhibits=(
             Exhibit(
                 case="profile-kernels",
-                command="profile kernels --size xl --context_length 512 --precision bf16",
-                pictures=(("shares of kernel time", _shares),),
+                command=_PROFILED[0],
+                also=tuple(_PROFILED[1:]),
+                is_asked=is_xl_2026,
+                together=True,
+                pictures=(("shares of kernel time", _draw_shares),),
             ),
         ),
         sentences=tuple(
             says(each, "profile-kernels")
             for each in (profiled_time, longest_kernel, other_kernels, products_share, softmax_and_products)
         ),
+        code=("cs336_systems/profiling/kernels.py", "cs336_systems/profiling/nsys.py"),
     ),
 )

@@ -1,5 +1,6 @@
-"""Sections 2 and 3 of the handout: communication, data parallelism, the sharded optimizer."""
+"""Communication, data parallelism, the sharded optimizer."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,10 +15,26 @@ from ...planner.working import Section
 from ..bucket_size import with_added
 from ..memory_parts import draw_parts
 from ..streams import plot_streams
-from .claims import Evidence, gb_s, gib, listing, mib, ms, one_setting, p50, peak, percent, span, times
-from .problem import Drawing, Exhibit, Problem, says
+from .claims import (
+    XL_2026,
+    Evidence,
+    gb_s,
+    gib,
+    is_xl_2026,
+    listing,
+    mib,
+    ms,
+    of_2026,
+    one_setting,
+    p50,
+    peak,
+    percent,
+    span,
+    times,
+)
+from .problem import Drawing, Exhibit, Problem, RowFile, says
 
-COMMUNICATION, DATA, SHARDED = "2.1 Communication", "2.2 Data parallelism", "3 Sharded optimizer state"
+COMMUNICATION, DATA, SHARDED = "Communication", "Data parallelism", "Sharded optimizer state"
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 _ALONE = "alone"
 
@@ -64,8 +81,11 @@ def backends(e: Evidence) -> str | None:
 
 
 def steps(e: Evidence, how: str = "") -> dict[str, Row]:
-    """The rows of the case ddp of the setting that has most, by variant: eager, or those whose name ends in `how`."""
-    rows = {row.variant: row for row in one_setting(e.ok("ddp", "step_ms"), *_SETTING)}
+    """The rows of the case ddp of one setting, by variant: eager, or those whose name ends in `how`.
+
+    The setting is that of 2026's xl, or that which has most.
+    """
+    rows = {row.variant: row for row in one_setting(of_2026(e.ok("ddp", "step_ms")), *_SETTING)}
     return {
         name.removesuffix(how): row for name, row in rows.items() if (name.endswith(how) if how else " " not in name)
     }
@@ -76,7 +96,7 @@ def _setting(row: Row) -> str:
     return f"{c['size']}, {c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']}"
 
 
-def added(variant: str) -> Callable[[Evidence], str | None]:
+def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
     """The sentence on what a variant adds to the step of one GPU, eager and recorded as a CUDA graph."""
 
     def say(e: Evidence) -> str | None:
@@ -87,14 +107,15 @@ def added(variant: str) -> Callable[[Evidence], str | None]:
                 more = p50(found[variant]) - p50(found[_ALONE])
                 share = more / p50(found[_ALONE])
                 parts.append(
-                    f"{how}, {ms(p50(found[variant]))} beside {ms(p50(found[_ALONE]))} of one rank alone ({share:+.0%})"
+                    f"{how}, {ms(p50(found[variant]))} beside {ms(p50(found[_ALONE]))} of one rank alone, "
+                    f"{ms(more)} more ({share:+.0%})"
                 )
         if not parts:
             return None
         one = next(iter((eager or graphs).values()))
         return (
-            f"A step of {_setting(one)} with `{variant}` takes, {listing(parts)}: the difference is what communication "
-            "adds."
+            f"{part}A step of {_setting(one)} with `{variant}` takes, {listing(parts)}: the difference is what "
+            "communicating gradients adds."
         )
 
     return say
@@ -126,8 +147,8 @@ def buckets(e: Evidence) -> str | None:
         best = min(rows, key=lambda row: row.metrics["added_ms"])
         predicted = best.metrics.get("predicted", {}).get("best_mb")
         text = (
-            f"{_how(best)}, of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds least, "
-            f"{ms(best.metrics['added_ms'])} a step"
+            f"(a) {_how(best)}, of the bucket sizes {_sizes(rows)} MiB, {best.config['bucket_size_mb']:g} MiB adds "
+            f"least, {ms(best.metrics['added_ms'])} a step"
         )
         return f"{text}; the model puts the optimum at {predicted:.3g} MiB." if predicted else f"{text}."
     found = {name: row for name, row in steps(e).items() if name.startswith("bucketed:") and "+" not in name}
@@ -141,7 +162,7 @@ def buckets(e: Evidence) -> str | None:
         else "larger buckets wait longer for their gradients"
     )
     return (
-        f"Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
+        f"(a) Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
         f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): {why}."
     )
 
@@ -155,14 +176,14 @@ def _sizes(rows: Sequence[Row]) -> str:
 
 
 def overlapped(e: Evidence) -> str | None:
-    """How much of the communication ran beside the backward pass, by the profiler."""
-    rows = e.ok("overlap-trace", "communication_ms", "overlapped")
+    """(b) How much of the communication ran beside the backward pass, by the profiler."""
+    rows = of_2026(e.ok("overlap-trace", "communication_ms", "overlapped"))
     told = [
         f"{percent(row.metrics['overlapped'])} of {ms(row.metrics['communication_ms'])} with `{row.variant}`"
         for row in rows
-        if row.metrics["overlapped"] is not None
+        if row.metrics["overlapped"] is not None and not row.variant.startswith("fsdp")
     ]
-    return f"In a profiled step communication runs beside computing for {listing(told)}." if told else None
+    return f"(b) In a profiled step communication runs beside computing for {listing(told)}." if told else None
 
 
 def bucket_working() -> list[Section]:
@@ -180,8 +201,9 @@ def bucket_optimum(e: Evidence) -> str:
     """The equations, and what they give for xl on two H200."""
     best = best_bucket_bytes(*_xl_on_two())
     return (
-        "With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds s / (w n) + o n "
-        "after the backward pass; its derivative is 0 at n = sqrt(s / (w o)), a bucket of sqrt(s w o) bytes, which "
+        "(b) With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds "
+        "`s / (w n) + o n` after the backward pass; its derivative is 0 at `n = sqrt(s / (w o))`, a bucket of "
+        "`sqrt(s w o)` bytes, which "
         f"for xl on two H200 is {mib(best)}."
     )
 
@@ -205,7 +227,7 @@ def xxl(e: Evidence) -> str:
 def sharded_memory(e: Evidence) -> str | None:
     """(a) Memory at the three moments, with and without."""
     rows = one_setting(
-        e.ok("optimizer-sharding", "moments"), "devices", "size", "context_length", "batch_size", "compile"
+        of_2026(e.ok("optimizer-sharding", "moments")), "devices", "size", "context_length", "batch_size", "compile"
     )
     sharded = [row for row in rows if "+zero1" in row.variant]
     plain = [row for row in rows if sharded and row.variant == sharded[-1].variant.replace("+zero1", "")]
@@ -222,9 +244,11 @@ def sharded_memory(e: Evidence) -> str | None:
     ]
     state = [m[AFTER]["parts"]["optimizer_state"] for m in (ours, moments)]
     e.claim("sharding divides the optimizer's state", state[0] < state[1], sharded=state[0], whole=state[1])
+    rest = listing([f"{name} {gib(ours[AFTER]['parts'][name])}" for name in ("parameters", "gradients")])
     return (
-        f"(a) With the optimizer sharded the peak of memory is {listing(told)}; AdamW's moments are {gib(state[0])} of "
-        f"{gib(state[1])}."
+        f"(a) With the optimizer sharded, {sharded[-1].config['size']} on {sharded[-1].config['devices']} ranks has a "
+        f"peak of memory of {listing(told)}. Of that AdamW's moments are {gib(state[0])} instead of {gib(state[1])}, "
+        f"and {rest} in both cases."
     )
 
 
@@ -239,61 +263,83 @@ def sharded_time(e: Evidence) -> str | None:
                 f"{ms(p50(row))} instead of {ms(p50(found[plain]))} with `{plain}`, at {gib(peak(row))} instead of "
                 f"{gib(peak(found[plain]))}"
             )
-    return f"(b) A step with the optimizer sharded takes {listing(told)}." if told else None
+    if not told:
+        return None
+    size = next(iter(found.values())).config["size"]
+    return f"(b) A step of {size} with the optimizer sharded takes {'; '.join(told)}."
 
 
 def sharded_and_zero(e: Evidence) -> str:
-    """(c) The difference from ZeRO stage 1."""
+    """(c) The differences from ZeRO stage 1."""
     return (
-        "(c) ZeRO stage 1 reduce-scatters gradients, so that a rank gets those of its part alone, steps it and "
-        "all-gathers weights: as many bytes as an all-reduce. Here gradients are all-reduced as without sharding and "
-        "each owner sends its weights to all, which is half as much again on the way, and memory for whole gradients."
+        "(c) In memory the two are alike: P_os divides the optimizer's state alone, and weights and gradients stay "
+        "whole on every rank, as here (dividing gradients is stage 2, P_os+g); but ZeRO gives each rank an equal slice "
+        "of all parameters put together, where here whole parameters have an owner, so that ranks may differ by as "
+        "much as the largest parameter. In volume a rank of ZeRO needs the reduced gradients of its own slice only, a "
+        "reduce-scatter, and then gathers weights, together as many bytes as the all-reduce of data parallelism; here "
+        "all gradients are all-reduced and weights sent by their owners to all besides, half as much again."
     )
 
 
-_DDP = "bench ddp --compile false true --rounds 3"
+DDP_COMMAND = (
+    f"bench ddp --size {XL_2026} --compile false --variant alone naive flat overlap bucketed:1 bucketed:10 "
+    "bucketed:100 bucketed:1000 torch_ddp overlap+zero1 fsdp torch_fsdp"
+)
+"""Of eager steps; those of xl, compiled and as CUDA graphs, are the case's default."""
 
 
-def _ddp(*names: str, pictures: tuple[tuple[str, Drawing], ...] = ()) -> Exhibit:
-    """The rows of some variants beside one GPU alone."""
-    shown = (_ALONE, *names)
+def ddp_exhibit(*names: str, options: str = r"(\+graph)?", pictures: tuple[tuple[str, Drawing], ...] = ()) -> Exhibit:
+    """The rows of some variants beside one GPU alone, with what may follow their names, as a pattern."""
+    shown = re.compile(rf"({'|'.join((_ALONE, *names))}){options}( compiled)?")
     return Exhibit(
         case="ddp",
-        command=_DDP,
-        keep=lambda row: row.variant.split(" ")[0].partition("+")[0] in shown,
+        command=DDP_COMMAND,
+        keep=lambda row: shown.fullmatch(row.variant) is not None,
+        is_asked=is_xl_2026,
         pictures=pictures,
     )
 
 
-def draw_parts_into(rows: Sequence[Row], _: Path, out: Path) -> None:
+def draw_parts_into(files: Sequence[RowFile], out: Path) -> None:
     """Draw memory by part at each moment into a PNG, should any row have been measured."""
-    for made in draw_parts(rows, out.parent):
+    for made in draw_parts([row for file in files for row in file.rows], out.parent):
         made.replace(out)
 
 
-def _draw_traced(rows: Sequence[Row], folder: Path, out: Path) -> None:
-    named = [Path(row.metrics["streams"]) for row in rows if row.metrics.get("streams")]
-    places = [(file, folder / file.parent.name / file.name) for file in named]  # where it was, or beside the rows
-    files = [file for place in places for file in [each for each in place if each.is_file()][:1]]
-    if files:
-        plot_streams(files, out)
+def draw_traced(files: Sequence[RowFile], out: Path) -> None:
+    """Draw the streams of the rows' steps into a PNG, should the files that have them be here."""
+    found = []
+    for file in files:
+        named = [Path(row.metrics["streams"]) for row in file.rows if row.metrics.get("streams")]
+        for each in named:  # where it was, or beside the rows
+            places = (each, file.path.parent / each.parent.name / each.name)
+            found += [place for place in places if place.is_file()][:1]
+    if found:
+        plot_streams(found, out)
 
 
-def _draw_beside(_: Sequence[Row], folder: Path, out: Path) -> None:
-    if files := sorted((folder / "ddp-streams").glob("*.json")):  # of cs336 bench ddp --traces
-        plot_streams(files, out)
+def _draw_beside(files: Sequence[RowFile], out: Path) -> None:
+    folders = [file.path.parent / "ddp-streams" for file in files]  # of cs336 bench ddp --traces
+    if found := [trace for folder in folders for trace in sorted(folder.glob("*.json"))]:
+        plot_streams(found, out)
 
 
-_TRACE = Exhibit(
-    case="overlap-trace",
-    command="bench overlap-trace --variant naive bucketed:100",
-    pictures=(("compute and communication over one step", _draw_traced),),
-)
+def trace_exhibit(*variants: str) -> Exhibit:
+    """What the streams of a GPU do over a step of some variants."""
+    return Exhibit(
+        case="overlap-trace",
+        command=f"bench overlap-trace --size {XL_2026} --variant {' '.join(variants)}",
+        keep=lambda row: row.variant.partition(" ")[0] in variants,
+        is_asked=is_xl_2026,
+        pictures=(("compute and communication over one step", draw_traced),),
+    )
+
 
 PROBLEMS = (
     Problem(
         name="distributed_communication_single_node",
         section=COMMUNICATION,
+        places=("2.1", "5.1"),
         question="What does an all-reduce take, by backend, size and number of processes?",
         exhibits=(Exhibit(case="all-reduce", command="bench all-reduce", plots=("time",)),),
         sentences=tuple(says(each, "all-reduce") for each in (bandwidths, small_and_large, backends)),
@@ -301,26 +347,30 @@ PROBLEMS = (
     Problem(
         name="naive_ddp",
         section=DATA,
+        places=("2.2", "5.2"),
         question="Data parallelism that all-reduces each gradient after the backward pass, and ends in equal weights.",
         code=("cs336_systems/parallel/ddp.py", "tests/test_ddp.py"),
     ),
     Problem(
         name="naive_ddp_benchmarking",
         section=DATA,
+        places=("2.2", "5.2"),
         question="How much of a step with naive data parallelism is communication?",
-        exhibits=(_ddp("naive"),),
+        exhibits=(ddp_exhibit("naive"),),
         sentences=(says(added("naive"), "ddp"),),
     ),
     Problem(
         name="minimal_ddp_flat_benchmarking",
         section=DATA,
+        places=("2.3.1", "5.3.1"),
         question="What does a single all-reduce of all gradients gain over one a parameter?",
-        exhibits=(_ddp("naive", "flat"),),
-        sentences=(says(compared("flat", "naive"), "ddp"),),
+        exhibits=(ddp_exhibit("naive", "flat"),),
+        sentences=(says(added("flat"), "ddp"), says(compared("flat", "naive"), "ddp")),
     ),
     Problem(
         name="ddp_overlap_individual_parameters",
         section=DATA,
+        places=("2.3.2", "5.3.2"),
         question=(
             "Data parallelism that sends each gradient as soon as it is there, beside the rest of the backward pass."
         ),
@@ -329,23 +379,38 @@ PROBLEMS = (
     Problem(
         name="ddp_overlap_individual_parameters_benchmarking",
         section=DATA,
+        places=("2.3.2", "5.3.2"),
         question="What does sending during the backward pass gain, and is the overlap there in a profile?",
-        exhibits=(_ddp("naive", "flat", "overlap", pictures=(("steps with --traces", _draw_beside),)), _TRACE),
-        sentences=(says(compared("overlap", "naive", "flat"), "ddp"), says(overlapped, "overlap-trace")),
+        exhibits=(
+            ddp_exhibit(
+                "naive",
+                "flat",
+                "overlap",
+                pictures=(("steps recorded with --traces, of those that there are", _draw_beside),),
+            ),
+            trace_exhibit("naive", "overlap"),
+        ),
+        sentences=(
+            says(added("overlap", "(a) "), "ddp"),
+            says(compared("overlap", "naive", "flat"), "ddp"),
+            says(overlapped, "overlap-trace"),
+        ),
     ),
     Problem(
         name="ddp_overlap_bucketed",
         section=DATA,
+        places=("2.3.3", ""),
         question="Data parallelism that sends gradients in buckets of a size during the backward pass.",
         code=("cs336_systems/parallel/bucketed.py", "tests/test_ddp.py"),
     ),
     Problem(
         name="ddp_bucketed_benchmarking",
         section=DATA,
+        places=("2.3.3", ""),
         question="What does the size of a bucket change, and what is the best one, measured and by a model?",
         exhibits=(
             Exhibit(case="bucket-size", command="bench bucket-size", plots=("added",)),
-            _ddp("overlap", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000", "torch_ddp"),
+            ddp_exhibit("overlap", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000", "torch_ddp"),
         ),
         sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
         working=bucket_working,
@@ -354,6 +419,7 @@ PROBLEMS = (
     Problem(
         name="communication_accounting",
         section=DATA,
+        places=("2.4", ""),
         question="What memory and which batch does a model of 126 huge feed-forward blocks need, sharded over a mesh?",
         sentences=(says(xxl),),
         working=lambda: parallelism_sections(FeedForward(), Mesh()),
@@ -362,6 +428,7 @@ PROBLEMS = (
     Problem(
         name="optimizer_state_sharding",
         section=SHARDED,
+        places=("3", "6"),
         question=(
             "An optimizer of which each rank keeps the state of its part alone, and sends the weights it has stepped."
         ),
@@ -370,14 +437,16 @@ PROBLEMS = (
     Problem(
         name="optimizer_state_sharding_accounting",
         section=SHARDED,
+        places=("3", "6"),
         question="What does sharding the optimizer's state save of memory, cost of time, and lack of ZeRO stage 1?",
         exhibits=(
             Exhibit(
                 case="optimizer-sharding",
-                command="bench optimizer-sharding",
+                command=f"bench optimizer-sharding --size {XL_2026}",
+                is_asked=is_xl_2026,
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
-            Exhibit(case="ddp", command=_DDP, keep=lambda row: row.variant.startswith((_ALONE, "bucketed:100"))),
+            ddp_exhibit("overlap", "bucketed:100", options=r"(\+zero1)?(\+graph)?"),
         ),
         sentences=(
             says(sharded_memory, "optimizer-sharding"),
