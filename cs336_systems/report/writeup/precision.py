@@ -1,7 +1,5 @@
 """Precision and memory of one GPU."""
 
-import itertools
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from ...planner.job import Job
 from ...planner.memory import peak_bytes
 from ...planner.working import Section
 from ..attention import with_speedups
+from ..memory_timelines import draw_timeline
 from ..tables import markdown_table
 from ..view import OUTCOMES, latest
 from ..views import VIEWS
@@ -403,27 +402,22 @@ def peaks_table(rows: Sequence[Row]) -> str:
 
 
 def _timeline(mode: str) -> Drawing:
-    """The picture that the memory profiler has left beside the rows of a mode: of fp32, and of the shortest input."""
+    """Memory over a step of a mode, as a row has it: if there is one, of 2026's xl, in fp32, of the shortest input."""
 
     def draw(files: Sequence[RowFile], out: Path) -> None:
-        found = [
-            (not is_xl_2026(row), row.config["precision"] != "fp32", row.config["context_length"], picture)
-            for file in files
-            for row in file.rows
-            if row.variant == mode and row.status == "ok"
-            and (picture := file.path.with_name("timeline.png")).is_file()
-        ]  # fmt: skip
-        if found:
-            shutil.copyfile(min(found)[-1], out)
+        rows = [row for file in files for row in file.rows if row.variant == mode and "timeline" in row.metrics]
+        if rows:
+            best = min(rows, key=lambda row: (not is_xl_2026(row), row.config["precision"] != "fp32",
+                                              row.config["context_length"]))  # fmt: skip
+            draw_timeline(best, out)
 
     return draw
 
 
-def _recording(length: int, mode: str, precision: str) -> str:
-    return f"profile memory --size {XL_2026} --context_length {length} --mode {mode} --precision {precision}"
-
-
-_RECORDED = [_recording(*each) for each in itertools.product(_LENGTHS, _MODES, ("fp32", "bf16"))]
+_RECORDED = (
+    f"profile memory --size {XL_2026} --context_length {' '.join(map(str, _LENGTHS))} --mode {' '.join(_MODES)} "
+    "--precision fp32 bf16"
+)
 
 PROBLEMS = (
     Problem(
@@ -457,8 +451,7 @@ PROBLEMS = (
         exhibits=(
             Exhibit(
                 case="profile-memory",
-                command=_RECORDED[0],
-                also=tuple(_RECORDED[1:]),
+                command=_RECORDED,
                 is_asked=is_xl_2026,
                 together=True,
                 pictures=tuple((f"memory over a {_words(mode)}", _timeline(mode)) for mode in _MODES),

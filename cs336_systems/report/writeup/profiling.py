@@ -261,16 +261,14 @@ def _draw_shares(files: Sequence[RowFile], out: Path) -> None:
         plot_shares([row for row in of_xl if setting(row) == setting(of_xl[-1])], out)
 
 
-def _profile(size: str, context_length: int) -> str:
-    return f"profile kernels --size {size} --context_length {context_length} --precision bf16 --optimizer own"
-
-
 MODEL_COMMAND = (
     "bench model --size small medium large xl 2.7B --context_length 128 256 512 1024 --mode train_step --precision "
     "fp32 bf16"
 )
 # Longer ones do not leave room for 2026's xl in training.
-_PROFILED = [_profile(size, length) for size in (XL_2026, "small") for length in (256, CONTEXT, 1024)]
+_PROFILED = (
+    f"profile kernels --size {XL_2026} small --context_length 256 {CONTEXT} 1024 --precision bf16 --optimizer own"
+)
 
 PROBLEMS = (
     Problem(
@@ -314,8 +312,7 @@ PROBLEMS = (
         exhibits=(
             Exhibit(
                 case="profile-kernels",
-                command=_PROFILED[0],
-                also=tuple(_PROFILED[1:]),
+                command=_PROFILED,
                 is_asked=is_xl_2026,
                 together=True,
                 pictures=(("shares of kernel time", _draw_shares),),
