@@ -62,8 +62,10 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
     """The arguments, with what other solutions call an option or its value replaced by our name, where we have it.
 
-    A parser's own options stay what they are: `--config` is a file in `cs336 train`.
+    A parser's own options stay what they are: `--config` is a file in `cs336 train`. Raises ValueError for two names of
+    one option, of which only the last would count.
     """
+    names: dict[str, str] = {}
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     words: list[str] = []
     values: dict[str, str] = {}
@@ -71,7 +73,9 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
         option, equals, value = word.partition("=")
         if option.startswith("--"):
             ours = f"--{_OURS.get(option[2:])}"
-            option = ours if option not in known and ours in known else option
+            given, option = option, ours if option not in known and ours in known else option
+            if names.setdefault(known.get(option, option), given) != given:
+                raise ValueError(f"{names[known[option]]} and {given} are one option: give one of them")
             values = _OUR_VALUES.get(known.get(option, ""), {})
             words.append(f"{option}{equals}{values.get(value, value)}")
         else:

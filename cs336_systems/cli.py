@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from .config import (
     TrainConfig,
 )
 from .console import launched_rank, say, start_logging
+from .fields import folder_to_write
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -134,7 +136,7 @@ def _train(arguments: Sequence[str]) -> int:
     if result.interrupted is not None:
         # How many processes there were is in config.json where the command has started them; torchrun has to be told.
         again = _program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
-        command = f"{again} train --config {result.run_dir}/config.json --resume auto"
+        command = f"{again} train --config {shlex.quote(f'{result.run_dir}/config.json')} --resume auto"
         say(f"stopped by {result.interrupted} at step {result.step}; to go on: {command}")
         return _EXIT_CODES[result.interrupted]
     say(f"\n{summary(dataclasses.asdict(result))}")
@@ -144,7 +146,7 @@ def _train(arguments: Sequence[str]) -> int:
     say(f"time             {time.perf_counter() - started:.0f} s")
     if result.sample is not None:
         prompt = "One day" if config.data.source in ("stories", "tinystories") else "The"
-        say(f'\nmore of it: {_program()} generate {result.run_dir} --prompt "{prompt}"')
+        say(f'\nmore of it: {_program()} generate {shlex.quote(result.run_dir)} --prompt "{prompt}"')
     return 0
 
 
@@ -231,7 +233,9 @@ def make_report(arguments: Sequence[str]) -> str:
         raise ValueError(f"paths is {options.paths}: it must be {accepted}")
     if options.measure and options.what != "writeup":
         raise ValueError(f"measure is True: it must be left out with {options.what}")
-    out = Path(options.out or f"runs/{options.what}")
+    out = Path(f"runs/{options.what}" if options.out is None else options.out)
+    if options.what in ("tables", "writeup") or options.out is not None:
+        folder_to_write(options.out if options.out is not None else str(out))
     if options.what == "writeup":
         from .report.writeup.build import write_writeup
         from .report.writeup.measure import measure_missing
@@ -259,7 +263,7 @@ def make_report(arguments: Sequence[str]) -> str:
         return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, out)))
     if options.what == "headline":
         table = headline(paths)
-        return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out else table
+        return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table
     text = (streams_table if options.what == "streams" else runs_table)(paths)
     if options.plot:
         (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))

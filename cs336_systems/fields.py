@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -62,6 +64,20 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
             above = " and below 2^63" if value > minimum else ""
             prefix = f"{group}." if group else ""
             raise ValueError(f"{prefix}{name} is {value!r}: it must be at least {minimum:g}{above}")
+
+
+def folder_to_write(path: str, name: str = "out") -> Path:
+    """The folder, made where it is missing. Raises ValueError naming the option where nothing can be written there."""
+    if not path:
+        raise ValueError(f"{name} is {path!r}: it must be a folder")
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(path, os.W_OK | os.X_OK) else "permission denied"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    if reason:
+        raise ValueError(f"{name} is {path!r}: it must be a folder that can be written ({reason})")
+    return Path(path)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ def speedrun(
     make_config: the configuration of arguments of `cs336 train`; train: that command.
     """
     own, fields = _split(arguments)
+    if any(word.partition("=")[0] == "--config" for word in own):
+        raise ValueError("config is given: it must be left out, a speedrun makes one (fields of it may be given)")
     options = parse(_parser(), own)
     minutes, epochs = options.minutes, options.epochs
     require(minutes is None or 0 < minutes < 1e5, "minutes", minutes, "above 0 and below 1e5")
@@ -41,7 +43,9 @@ def _parser() -> Any:
         "As much model as the time and the cards allow: times some sizes, chooses one, and trains it. Takes the fields "
         "of cs336 train too (--data.source text --data.train_text FILE, --model.context_length 512 ...).",
     )
-    parser.add_argument("--minutes", type=float, default=None, help="For timing and training together (default: 20).")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="For timing and training together, about (default: 20)."
+    )
     parser.add_argument("--epochs", type=float, default=None, help="Passes over the text instead, however long.")
     parser.add_argument("--size", type=str, default=None, help="Size of the model (default: what the time is for).")
     parser.add_argument("--devices", type=int, default=None, help="GPUs to use (default: all), or processes of a CPU.")

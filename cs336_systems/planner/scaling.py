@@ -5,7 +5,6 @@ operations/s of a device, W bytes/s that a device sends, to whichever other. y =
 bytes; element-wise work is not counted, transfers are rings, and computing goes on beside them.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +42,7 @@ class Layer:
         for name in ("batch", "d_model", "d_ff", "n_fsdp", "n_tp"):
             require(1 <= getattr(self, name) < 1 << 40, name, getattr(self, name), "at least 1 and below 2^40")
         for name in ("flops", "egress"):
-            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
+            require(1 <= getattr(self, name) < 1e30, name, getattr(self, name), "at least 1 and below 1e30")
 
     @property
     def devices(self) -> int:
@@ -83,12 +82,22 @@ def tensor_parallel_seconds(layer: Layer, n_tp: int, n_fsdp: int = 1) -> float:
     return ring_seconds("all-reduce", layer.output_bytes / n_fsdp, n_tp, 0, layer.egress)
 
 
+def fsdp_intensity(layer: Layer) -> float:
+    """p = B W / C: what a device computes of a layer's weights, by what it could send of them meanwhile."""
+    return layer.batch * layer.egress / layer.flops
+
+
+def tensor_intensity(layer: Layer) -> float:
+    """q = 3 F W / (2 C): the same of the activations that tensor parallelism sends forward."""
+    return 1.5 * layer.d_ff * layer.egress / layer.flops
+
+
 def most_fsdp(layer: Layer) -> float:
     """The most devices of data parallelism, and of FSDP in either direction: N <= 1 + B W / C.
 
     From 6 B D F / (N C) >= (N - 1) / N 6 D F / W, which the backward pass has twice on both sides.
     """
-    return 1 + layer.batch * layer.egress / layer.flops
+    return 1 + fsdp_intensity(layer)
 
 
 def most_tensor_parallel(layer: Layer, direction: Direction) -> float:
@@ -96,7 +105,7 @@ def most_tensor_parallel(layer: Layer, direction: Direction) -> float:
 
     From 6 B D F / (N C) >= 4 (N - 1) / N B D / W, whose left side doubles in the backward pass.
     """
-    return 1 + _PRODUCTS[direction] / 2 * layer.d_ff * layer.egress / layer.flops
+    return 1 + _PRODUCTS[direction] / _PRODUCTS["forward"] * tensor_intensity(layer)
 
 
 def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
@@ -107,13 +116,13 @@ def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
     is their sum that must be at most 1, and N is largest (Lagrange) where N_FSDP / p = N_TP / q = (1 + 1/p + 1/q) / 2:
     N = p q (1 + 1/p + 1/q)^2 / 4, about a quarter. Where that would leave one axis less than a device, it has one.
     """
-    p, q = most_fsdp(layer) - 1, most_tensor_parallel(layer, "forward") - 1
+    p, q = fsdp_intensity(layer), tensor_intensity(layer)
     if together:
         return 1 + p, 1 + q
-    half = (1 + 1 / p + 1 / q) / 2
-    if min(p, q) * half < 1:  # the whole of one axis, none of the other
+    n_fsdp, n_tp = (p + 1 + p / q) / 2, (q + 1 + q / p) / 2
+    if min(n_fsdp, n_tp) < 1:
         return (1 + p, 1.0) if p > q else (1.0, 1 + q)
-    return p * half, q * half
+    return n_fsdp, n_tp
 
 
 def tensor_parallel_backward() -> tuple[str, ...]:
@@ -178,7 +187,7 @@ def tensor_parallel_section(layer: Layer) -> Section:
 
 def both_section(layer: Layer) -> Section:
     """The handout's fsdp_tp_calcs, forward."""
-    p, q = most_fsdp(layer) - 1, most_tensor_parallel(layer, "forward") - 1
+    p, q = fsdp_intensity(layer), tensor_intensity(layer)
     fsdp = fsdp_seconds(layer, "forward", layer.n_fsdp, layer.n_tp)
     tensor = tensor_parallel_seconds(layer, layer.n_tp, layer.n_fsdp)
     terms = [
@@ -189,11 +198,11 @@ def both_section(layer: Layer) -> Section:
         Term("p", "B W / C", p, ""),
         Term("q", "3 F W / (2 C)", q, ""),
     ]
-    for together, name, formula in (
-        (True, "at most, overlapped", "N <= (1 + p) (1 + q)"),
-        (False, "at most, in turns", "N <= p q (1 + 1/p + 1/q)^2 / 4"),
-    ):
+    for together, name in ((True, "at most, overlapped"), (False, "at most, in turns")):
         n_fsdp, n_tp = most_of_both(layer, together)
+        formula = "N <= (1 + p) (1 + q)" if together else "N <= p q (1 + 1/p + 1/q)^2 / 4"
+        if not together and min(n_fsdp, n_tp) == 1:  # two axes are no gain
+            formula = "N <= 1 + q" if n_fsdp == 1 else "N <= 1 + p"
         at = f"N_FSDP = {n_fsdp:,.1f}, N_TP = {n_tp:,.1f}"
         terms.append(Term(name, f"{formula}, at {at}", n_fsdp * n_tp, "devices"))
     return Section(f"FSDP over {layer.n_fsdp} and tensor parallel over {layer.n_tp}, forward", tuple(terms))

@@ -21,6 +21,9 @@ _BLOCK = re.compile(
     re.S,
 )
 
+_NO_BLOCK = ("update", "writeup")  # which write other files
+_MEASURES = {"--help", "-h", "--measure"}
+
 
 def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
     """The text with every block's body replaced by what `make` returns for its command's arguments.
@@ -31,7 +34,10 @@ def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
     def fill(match: re.Match[str]) -> str:
         if not match["end"]:
             raise ValueError(f"the block of `cs336 report {match['arguments']}` has no <!-- end -->")
-        body = f"\n{make(shlex.split(match['arguments']))}\n\n"
+        words = shlex.split(match["arguments"])
+        if not words or words[0] in _NO_BLOCK or not _MEASURES.isdisjoint(words):
+            raise ValueError(f"a block is of `cs336 report {match['arguments']}`, which is no text to fill it with")
+        body = f"\n{make(words)}\n\n"
         return match["begin"] + body.replace("\n", match["newline"]) + match["end"]
 
     return _BLOCK.sub(fill, text)
@@ -44,7 +50,7 @@ def update_document(path: Path, make: Callable[[Sequence[str]], str]) -> bool:
     before = path.read_bytes()  # bytes keep their line endings
     try:
         after = fill_blocks(before.decode(), make).encode()
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"document {path}: {error}") from error
     if after != before:
         _replace(path.resolve(), after)  # a link stays one

@@ -39,6 +39,8 @@ class Comparison:
     """What the peer is, or how it was chosen."""
     theirs: str
     theirs_ms: float
+    share: float
+    """Of the peer's time."""
     machine: str = ""
 
 
@@ -73,7 +75,7 @@ def headline(files: Sequence[Path]) -> str:
             each.what if len(machines) == 1 else f"{each.what}, {each.machine}",
             f"`{each.ours}` {each.ours_ms:.4g} ms",
             f"{each.role} (`{each.theirs}`) {each.theirs_ms:.4g} ms",
-            f"{each.ours_ms / each.theirs_ms:.0%}",
+            f"{each.share:.0%}",
         )
         for each in compared
     ]
@@ -149,7 +151,7 @@ def _compiled(config: dict[str, Any]) -> str:
 
 def _pair(what: str, times: dict[str, float], ours: str, theirs: str, role: str) -> Iterator[Comparison]:
     if ours in times and theirs in times:
-        yield Comparison(what, ours, times[ours], role, theirs, times[theirs])
+        yield Comparison(what, ours, times[ours], role, theirs, times[theirs], times[ours] / times[theirs])
 
 
 def _beside_fastest(what: str, times: dict[str, float]) -> Iterator[Comparison]:

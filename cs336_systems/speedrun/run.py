@@ -1,8 +1,10 @@
 """One speedrun up to its training: data, the search, the configuration, and the commands that train it."""
 
+import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
@@ -15,12 +17,13 @@ from cs336_basics.data import write_json
 from cs336_basics.shape import ModelShape
 
 from ..accounting import num_parameters
-from ..bench.case import Row, append_row, check_row_file
+from ..bench.case import Row, append_row
 from ..config import RunConfig
 from ..console import say
-from ..fields import require
+from ..fields import folder_to_write, require
 from ..hardware import check_precision, gpu_count, gpu_name, memory_bytes, select_device
-from ..planner.memory import largest_batch
+from ..kernels.attention import get_attention
+from ..planner.memory import largest_batch, peak_bytes
 from ..planner.rows import training_job
 from ..training.launch import check_devices
 from ..training.prepare import prepare_data
@@ -31,6 +34,7 @@ _SHAPE = ("model.size", "model.d_model", "model.d_ff", "model.num_layers", "mode
 _CHOSEN = {
     "parallel.devices": "--devices says it",
     **dict.fromkeys(("train.batch_size", "train.gradient_accumulation_steps"), "the batch is what is looked for"),
+    **dict.fromkeys(("train.max_steps", "train.max_minutes"), "--minutes or --epochs says it"),
 }
 # By source: words of the tokenizer, and how the sample at the end begins.
 _VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
@@ -78,10 +82,7 @@ class Speedrun:
         for name in sorted(given & _CHOSEN.keys()):
             raise ValueError(f"{name} is given: it must be left out, {_CHOSEN[name]}")
         self.sizes = [_GIVEN] if own_shape else [size] if size else list(SIZES)
-        self.folder = Path(out or "runs", f"speedrun-{datetime.now():%Y%m%d-%H%M%S}")
-        self.rows = self.folder / "rows.jsonl"
         self.fields: dict[str, Any] = {
-            "run_dir": str(self.folder / "run"),
             "data.source": "tinystories",
             "optimizer.implementation": "torch_fused",
             "checkpoint.keep_last": 2,
@@ -89,8 +90,6 @@ class Speedrun:
         first = self._config(self.sizes[0], {})
         source = first.data.source
         self.fields |= {"model.vocab_size": _VOCAB_SIZES[source], "sample.prompt": _PROMPTS.get(source, "")}
-        if out is not None:
-            self.fields["data.data_dir"] = f"{out}/data/{source}"
         self.device = select_device(first.train.device)
         accepted = "auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which)"
         require(self.device.index is None, "train.device", first.train.device, accepted)
@@ -104,7 +103,13 @@ class Speedrun:
         self.kernels: tuple[str, ...] = ("auto", "flash_triton") if self.device.type == "cuda" else ("auto",)
         if "model.attention" in given:
             self.kernels = (first.model.attention,)
+            get_attention(*self.kernels)
         self.ways = _ways(self.device)
+        self.out = Path("runs")
+        if out is not None:
+            self.out = folder_to_write(out)
+            self.fields["data.data_dir"] = f"{out}/data/{source}"
+        self.folder = self.out
         self.started = 0.0
 
     def _config(self, size: str, fields: Mapping[str, Any]) -> RunConfig:
@@ -119,7 +124,8 @@ class Speedrun:
         shapes = {size: self._config(size, {}).model.shape for size in self.sizes}
         tokens = len(prepare_data(self._config(self.sizes[0], {})).train)
         self.started = time.perf_counter()
-        check_row_file(self.rows)
+        self.folder = _new_folder(self.out)
+        self.fields["run_dir"] = str(self.folder / "run")
         config = self._final(self._search(shapes, tokens), tokens)
         file = self.folder / "speedrun.json"
         write_json(file, config.to_dict())
@@ -190,7 +196,7 @@ class Speedrun:
             return timing
 
     def _keep(self, row: Row) -> None:
-        append_row(self.rows, row)
+        append_row(self.folder / "rows.jsonl", row)
         if row.status != "ok":
             say(f"  {row.variant}: {row.status} {row.error}")
 
@@ -210,7 +216,11 @@ class Speedrun:
             )
         except ValueError:  # of what the planner does not know; then it is found by trying
             return 1 << 20
-        return largest_batch(job, _MEMORY_SHARE * there)
+        most = largest_batch(job, _MEMORY_SHARE * there)
+        if not most:
+            needed, gib = peak_bytes(job) / 2**30, there / 2**30
+            say(f"  {num_parameters(shape) / 1e6:,.1f} M parameters need {needed:,.1f} GiB; {gib:,.1f} GiB are there")
+        return most
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self.started
@@ -223,19 +233,20 @@ class Speedrun:
             steps = math.ceil(best.tokens / batch)
             seconds = steps * best.timing.step_s
         else:
-            left = 60 * self.minutes - self._elapsed()
-            seconds = _STEPS_SHARE * left - best.timing.startup_s
-            passes = math.ceil(MOST_EPOCHS * unique_tokens / batch)
-            if passes * best.timing.step_s < seconds:
-                say(f"{MOST_EPOCHS} passes over the text take less than the time: a longer text would be worth more")
-            seconds = min(seconds, passes * best.timing.step_s)
-            steps = int(seconds / best.timing.step_s)
+            elapsed, start = self._elapsed(), best.timing.startup_s
+            left = 60 * self.minutes - elapsed
+            steps = int((_STEPS_SHARE * left - start) / best.timing.step_s)
             if steps < _VALIDATIONS:
-                needed = (self._elapsed() + best.timing.startup_s + 100 * best.timing.step_s) / 60
+                needed = ((start + _VALIDATIONS * best.timing.step_s) / _STEPS_SHARE + elapsed) / 60
                 raise ValueError(
-                    f"minutes is {self.minutes:g}: timing took {self._elapsed():.0f} s and a start takes "
-                    f"{best.timing.startup_s:.0f} s, so it must be at least {needed:.1f}"
+                    f"minutes is {self.minutes:g}: timing took {elapsed:.0f} s and a start takes {start:.0f} s, so it "
+                    f"must be at least {math.ceil(10 * needed + 1) / 10:.1f}"
                 )
+            passes = math.ceil(MOST_EPOCHS * unique_tokens / batch)
+            if passes < steps:
+                say(f"{MOST_EPOCHS} passes over the text take less than the time: a longer text would be worth more")
+            steps = min(steps, passes)
+            seconds = steps * best.timing.step_s
             fields["train.max_minutes"] = round(left / 60, 3)
         # Validations cost a third of a step a token, and may take 3 % of the time together.
         tokens = 0.03 * seconds / _VALIDATIONS * 3 * batch / best.timing.step_s
@@ -250,13 +261,29 @@ class Speedrun:
         return self._config(best.trial.size, fields)
 
     def _say_commands(self, file: Path, config: RunConfig) -> None:
-        train = f"cs336 train --config {file}"
+        train = f"cs336 train --config {shlex.quote(str(file))}"
         if config.parallel.devices > 1:
-            train = f"torchrun --nproc-per-node {config.parallel.devices} -m cs336_systems train --config {file}"
+            train = (
+                f"torchrun --nproc-per-node {config.parallel.devices} -m cs336_systems {train.removeprefix('cs336 ')}"
+            )
         say("\ncommands:")
         say(f"  {train}                 # trains it")
         say(f"  {train} --resume auto   # goes on where it was stopped")
-        say(f'  cs336 generate {config.run_dir} --prompt "{config.sample.prompt or "The"}"\n')
+        if config.data.source != "random":  # of which there is no tokenizer
+            say(
+                f"  {shlex.join(['cs336', 'generate', str(config.run_dir), '--prompt', config.sample.prompt or 'The'])}"
+            )
+        say("")
+
+
+def _new_folder(out: Path) -> Path:
+    """A folder of this speedrun's own, named by the time."""
+    stamp = f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
+    for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 100))):
+        with contextlib.suppress(FileExistsError):
+            (out / name).mkdir(parents=True)
+            return out / name
+    raise ValueError(f"out is {str(out)!r}: it has a hundred speedruns of this second")
 
 
 def _ways(device: torch.device) -> list[_Way]:

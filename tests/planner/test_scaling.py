@@ -1,6 +1,7 @@
 """The handout's calculations of 2026 by hand, and beside a layer that is really divided: what it computes and sends."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -127,6 +128,19 @@ def test_the_alternate_ring_sends_whole_tensors(devices: int) -> None:
     assert sent == pytest.approx(devices / 2 * usual)
 
 
+@pytest.mark.parametrize("batch, flops, egress", [(1, 1e29, 1.0), (1, 1.0, 1e29), (1 << 39, 1e29, 1e29)])
+def test_extremes_are_numbers(batch: int, flops: float, egress: float) -> None:
+    layer = Layer(batch=batch, flops=flops, egress=egress)
+    assert all(math.isfinite(term.value) for section in scaling_sections(layer) for term in section.terms)
+
+
+def test_where_one_axis_is_all_there_is_the_working_says_so() -> None:
+    section = both_section(Layer(batch=1))
+    (term,) = (term for term in section.terms if term.name == "at most, in turns")
+    assert term.working.startswith("N <= 1 + q, at N_FSDP = 1.0")
+    assert term.value == 1 + section.value("q")
+
+
 def test_the_sections_say_the_same() -> None:
     ring, data, fsdp, tensor, both = scaling_sections(SMALL)
     assert ring.value("alternate all-reduce") == 3 * 192
@@ -141,7 +155,8 @@ def test_the_sections_say_the_same() -> None:
     [
         (dict(batch=0), "batch is 0: it must be at least 1"),
         (dict(n_tp=-1), "n_tp is -1"),
-        (dict(flops=0.0), "flops is 0.0: it must be above 0"),
+        (dict(flops=0.0), "flops is 0.0: it must be at least 1 and below 1e30"),
+        (dict(flops=1e35), "flops is 1e.35"),
         (dict(egress=float("inf")), "egress is inf"),
         (dict(d_ff=1.5), "d_ff is 1.5"),
     ],

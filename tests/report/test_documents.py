@@ -51,6 +51,23 @@ def test_update_says_whether_it_changed_the_file(tmp_path: Path) -> None:
         update_document(tmp_path / "b.md", lambda arguments: "x")
 
 
+@pytest.mark.parametrize("command", ["update a.md", "writeup --measure", "rows --help", "runs --measure", ""])
+def test_a_block_that_no_text_fills_is_named(tmp_path: Path, command: str) -> None:
+    (tmp_path / "a.md").write_text(TEXT.replace("rows d", command))
+    with pytest.raises(ValueError, match=rf"a\.md: a block is of `cs336 report {command}`, which is no text"):
+        update_document(tmp_path / "a.md", lambda arguments: "x")
+
+
+def test_a_file_that_a_block_is_of_and_that_is_not_there_is_named_with_the_document(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(TEXT)
+
+    def make(arguments: Sequence[str]) -> str:
+        raise FileNotFoundError("row file d does not exist")
+
+    with pytest.raises(ValueError, match=r"document .*a\.md: row file d does not exist"):
+        update_document(tmp_path / "a.md", make)
+
+
 @pytest.mark.parametrize("command", ["runs 'a b' c", "rows d"])
 def test_a_block_without_an_end_is_named_and_nothing_is_lost(tmp_path: Path, command: str) -> None:
     begin = TEXT.index(command)

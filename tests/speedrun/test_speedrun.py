@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def prepare(out: Path, *arguments: str) -> tuple[dict[str, Any], list[Sequence[str]]]:
     """The configuration that was written, and the arguments of the training that followed."""
     trained: list[Sequence[str]] = []
-    words = [*arguments, *STORIES, "--out", str(out)]
+    words = ["--out", str(out), *STORIES, *arguments]
     assert speedrun(words, lambda given: parse_run_config(given)[0], lambda given: trained.append(given) or 0) == 0
     (file,) = out.glob("speedrun-*/speedrun.json")
     return json.loads(file.read_text()), trained
@@ -79,10 +80,10 @@ def test_it_writes_the_run_it_has_found_and_trains_it(
 
 
 def test_what_is_given_stands_above_what_is_chosen(machine: Machine, tmp_path: Path) -> None:
-    given = ["--train.max_steps", "7", "--optimizer.lr=0.5", "--model.vocab_size", "300", "--model.attention", "naive"]
+    given = ["--train.seed", "7", "--optimizer.lr=0.5", "--model.vocab_size", "300", "--model.attention", "naive"]
     config, trained = prepare(tmp_path, "--size", "micro", "--dry_run", *given)
     assert trained == []
-    assert config["train"]["max_steps"] == 7
+    assert config["train"]["seed"] == 7
     assert config["optimizer"]["lr"] == 0.5
     assert config["model"]["vocab_size"] == 300
     assert config["model"]["context_length"] == 32
@@ -114,6 +115,29 @@ def test_a_short_text_is_read_sixteen_times_at_most(
     tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
     assert tokens == pytest.approx(16 * text, abs=config["train"]["batch_size"] * 32)
     assert "a longer text would be worth more" in capsys.readouterr().out
+
+
+def test_a_text_of_a_few_batches_is_trained_on_for_a_few_steps(machine: Machine, tmp_path: Path) -> None:
+    short = ["--data.source", "random", "--data.random_tokens", "100", "--model.vocab_size", "300"]
+    config, _ = prepare(tmp_path, "--minutes", "100", *short)
+    assert config["train"]["max_steps"] < 10
+
+
+def test_two_speedruns_of_one_second_have_a_folder_each(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = type("Clock", (), {"now": staticmethod(lambda: datetime(2026, 1, 2, 3, 4, 5))})
+    monkeypatch.setattr(speedrun_run, "datetime", clock)
+    out = tmp_path / "a b"
+    for size in ("nano", "micro"):
+        assert (
+            speedrun(["--out", str(out), *STORIES, "--size", size], lambda w: parse_run_config(w)[0], lambda _: 0) == 0
+        )
+    first, second = (json.loads((out / name / "speedrun.json").read_text()) for name in
+                     ("speedrun-20260102-030405", "speedrun-20260102-030405-2"))  # fmt: skip
+    assert (first["model"]["d_model"], second["model"]["d_model"]) == (128, 256)
+    assert first["run_dir"] != second["run_dir"]
+    assert f"cs336 train --config '{out}/speedrun-20260102-030405-2/speedrun.json'" in capsys.readouterr().out
 
 
 def test_several_processes_and_their_command(
@@ -192,6 +216,11 @@ def test_a_machine_without_a_compiler_goes_on_without(
             ["--train.batch_size", "8"],
             "train.batch_size is given: it must be left out, the batch is what is looked for",
         ),
+        (["--train.max_steps=2"], "train.max_steps is given: it must be left out, --minutes or --epochs says it"),
+        (["--model.attention", "foo"], "model.attention is 'foo'"),
+        (["--config", "configs/demo.json"], "config is given: it must be left out"),
+        (["--out", ""], "out is ''"),
+        (["--out", "/proc/x"], "out is '/proc/x': it must be a folder that can be written"),
         (["--devices", "0"], "devices is 0: it must be at least 1"),
         (["--devices", "100000"], "parallel.devices is 100000: it must be at most"),
         (["--minute", "3"], "unknown field minute: did you mean minutes?"),

@@ -583,6 +583,24 @@ def test_a_row_has_our_names_whatever_was_written(cs336: Run, folder: Path) -> N
     assert all(config.items() >= ours.items() for config in configs)
 
 
+def test_two_names_of_one_option_are_refused(cs336: Run, folder: Path) -> None:
+    for first, second in (("--seq_len", "--context_length"), ("--context_length", "--seq_lens")):
+        line = the_line(cs336("bench", "model", "--quick", first, "16", second, "32"))
+        assert line == f"{first} and {second} are one option: give one of them"
+
+
+@pytest.mark.parametrize("words", [("tables", "rows.jsonl"), ("headline", "rows.jsonl"), ("writeup", "--results", ".")])
+@pytest.mark.parametrize("out, reason", [("", "a folder"), ("file", "file exists"), ("/proc/x", "no such file")])
+def test_a_report_that_cannot_be_written_names_out(
+    cs336: Run, folder: Path, words: tuple[str, ...], out: str, reason: str
+) -> None:
+    (folder / "file").write_text("")
+    (folder / "rows.jsonl").write_text("")
+    line = the_line(cs336("report", *words, "--out", out))
+    assert line.startswith(f"out is {out!r}: it must be a folder")
+    assert reason in line
+
+
 @pytest.mark.parametrize("theirs, ours", [("float32", "fp32"), ("bfloat16", "bf16"), ("torch.float16", "fp16")])
 def test_types_have_pytorchs_names_too(cs336: Run, folder: Path, theirs: str, ours: str) -> None:
     plan = [cs336("plan", "activation", f"--precision={name}") for name in (theirs, ours)]

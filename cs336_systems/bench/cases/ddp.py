@@ -126,10 +126,10 @@ class DDPBench:
         chosen = options.split("+")[1:]
         strategies = [s for s in get_args(get_type_hints(ParallelConfig)["strategy"]) if s not in ("auto", "none")]
         accepted = set(self.options) if name != ALONE else set(self.options) & {"graph"}
-        in_buckets = name not in (ALONE, *WITHOUT_BUCKETS)
+        takes_bucket = name not in (ALONE, *WITHOUT_BUCKETS) and float(bucket or 1) > 0
         if (
             name not in (ALONE, *strategies)
-            or not (in_buckets or bucket is None)
+            or not (takes_bucket or bucket is None)
             or not (set(chosen) <= accepted and len(set(chosen)) == len(chosen))
         ):
             raise ValueError(
