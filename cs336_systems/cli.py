@@ -233,6 +233,10 @@ def make_report(arguments: Sequence[str]) -> str:
         raise ValueError(f"paths is {options.paths}: it must be {accepted}")
     if options.measure and options.what != "writeup":
         raise ValueError(f"measure is True: it must be left out with {options.what}")
+    if options.measure:
+        from .report.writeup.measure import check_gpu
+
+        check_gpu()
     out = Path(f"runs/{options.what}" if options.out is None else options.out)
     if options.what in ("tables", "writeup") or options.out is not None:
         folder_to_write(options.out if options.out is not None else str(out))

@@ -7,14 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from cs336_systems import profile_command
 from cs336_systems.accounting import forward_flops, training_flops
 from cs336_systems.bench import sweep
+from cs336_systems.bench.case import Row
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
 from cs336_systems.bench.sweep import check_sized_for_gpu, configurations
 from cs336_systems.bench.timing import Stopwatch
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import main
+from cs336_systems.profiling import memory
 from cs336_systems.report.views import rows_table
 
 MODES = ("forward", "forward_backward", "train_step")
@@ -168,11 +171,16 @@ def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.
 def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_main("precision-accumulation", "--quick") == run_main("precision-accumulation") == 0
-    for what in ("memory", "kernels"):
-        with pytest.raises(SystemExit):
-            main(["profile", what, "--quick", "--device", "cpu"])
-    places = ("quick/bench", "bench", "quick/profile/memory", "quick/profile/kernels")
-    assert {path.parent for path in tmp_path.rglob("*.jsonl")} == {tmp_path / "runs" / place for place in places}
+    assert {path.parent for path in Path("runs").rglob("*.jsonl")} == {Path("runs/quick/bench"), Path("runs/bench")}
+    profiled: list[str] = []
+    monkeypatch.setattr(profile_command, "_profile_kernels", lambda configs, tool, where: profiled.append(where) or 0)
+    monkeypatch.setattr(profile_command, "_write_summary", lambda row, folder: profiled.append(str(folder)) or "")
+    monkeypatch.setattr(memory, "profile", lambda *_, **__: Row(case="profile-memory", variant="v", config={}, env={}))
+    for quick in (["--quick"], ["--device", "cpu"]):
+        for what in ("kernels", "memory"):
+            assert profile_command.profile([what, *quick]) == 0
+    kinds = ("profile/kernels", "profile/memory")
+    assert profiled == [f"runs/{place}{kind}" for place in ("quick/", "") for kind in kinds]
 
 
 @pytest.mark.parametrize(

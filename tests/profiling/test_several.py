@@ -94,7 +94,7 @@ def accident(kind: str, folder: Path, rows: Path) -> Row:
 
 
 def test_what_does_not_fit_or_ends_its_process_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
-    kinds, lengths = ("oom", "is killed", "ok", "ok"), (8, 16, 32, 64)
+    kinds, lengths = ("oom", "is killed", "ok"), (8, 16, 32)
     profiles = [
         Profile(
             case="profile-memory",
@@ -106,13 +106,13 @@ def test_what_does_not_fit_or_ends_its_process_is_a_row_and_the_others_go_on(tmp
     ]
     found = list(profile_each(profiles))
     rows = [row for _, row in found]
-    assert [row.status for row in rows] == ["oom", "error", "ok", "ok"]
+    assert [row.status for row in rows] == ["oom", "error", "ok"]
     assert rows == read_rows(tmp_path / "rows.jsonl")
     assert [profile.folder.name for profile, _ in found] == [f"quick-{length}-forward-fp32" for length in lengths]
     assert rows[0].metrics == {"requested_bytes": 3 << 29}
     assert rows[0].config.items() >= asdict(profiles[0].workload).items()
     assert "SIGKILL" in (rows[1].error or "")
-    assert len({os.getpid(), *(row.config["process"] for row in rows[2:])}) == 3
+    assert rows[2].config["process"] != os.getpid()
     assert [row.metrics["files"] for row in rows[2:]] == [str(profile.folder) for profile in profiles[2:]]
     table = rows_table(rows[:2])
     assert "| quick, 4 x 8 | forward (out of memory) |" in table

@@ -20,6 +20,7 @@ from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer
 from cs336_systems.accounting import least_training_bytes
 from cs336_systems.arguments import in_our_words
+from cs336_systems.bench.case import Row, append_row
 from cs336_systems.cli import load_config, main, parse_run_config, train_parser
 from cs336_systems.config import (
     CheckpointConfig,
@@ -573,14 +574,24 @@ def test_the_package_runs_as_a_module() -> None:
 # Names of others
 
 
-def test_a_row_has_our_names_whatever_was_written(cs336: Run, folder: Path) -> None:
+def test_a_configuration_has_our_names_whatever_was_written(
+    cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def run_case(case: Any, configs: list[Any], path: Path, **_: Any) -> Iterator[Row]:
+        found.append((configs, path))
+        append_row(path, row := Row(case="model", variant="v", config={}, env={}, status="error", error="not measured"))
+        yield row
+
+    monkeypatch.setattr("cs336_systems.bench.runner.run_case", run_case)
     theirs = ["--configs=quick", "--seq_lens", "8", "16", "--mode", "full_step", "--n_warmup", "0", "--n_steps=1"]
-    code, _, err = cs336("bench", "model", "--quick", *theirs, "--precision", "torch.float32", "--output-dir", "mine")
-    assert (code, err) == (0, "")
-    configs = [json.loads(line)["config"] for line in (folder / "mine/model.jsonl").read_text().splitlines()]
+    cs336("bench", "model", "--quick", *theirs, "--precision", "torch.float32", "--output-dir", "mine")
+    ((configs, path),) = found
+    assert path == Path("mine/model.jsonl")
     ours = {"size": "quick", "mode": "train_step", "warmup": 0, "steps": 1, "precision": "fp32"}
-    assert [config["context_length"] for config in configs] == [8, 16]
-    assert all(config.items() >= ours.items() for config in configs)
+    assert [config.context_length for config in configs] == [8, 16]
+    assert all(vars(config).items() >= ours.items() for config in configs)
 
 
 def test_two_names_of_one_option_are_refused(cs336: Run, folder: Path) -> None:

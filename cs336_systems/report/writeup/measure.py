@@ -14,13 +14,18 @@ from .problem import Problem
 from .problems import PROBLEMS
 
 
+def check_gpu() -> None:
+    """Raise ValueError where there is no GPU: what the problems ask for would take a CPU days."""
+    if gpu_count() == 0:
+        raise ValueError("measure is True: it needs a CUDA GPU; without it rows that are there will do")
+
+
 def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> list[str]:
     """Measure what has no rows in a folder yet; the commands that did not succeed, which keep no other from running.
 
-    Raises ValueError where there is no GPU: what the problems ask for would take a CPU days.
+    Raises ValueError where there is no GPU.
     """
-    if gpu_count() == 0:
-        raise ValueError("measure is True: it needs a CUDA GPU; without it rows that are there will do")
+    check_gpu()
     results.mkdir(parents=True, exist_ok=True)
     failed = []
     exhibits = [each for problem in problems for each in problem.exhibits]
