@@ -47,8 +47,8 @@ def main() -> None:
     for phase in ("forward", "dq", "dkv", "backward"):
         kernel = getattr(kernels, f"{phase}_kernel")
         for capability, d, dtype, tma in WAYS:
-            if phase == "backward" and tma:
-                continue
+            if (phase == "backward" and tma) or (phase != "forward" and capability == 80 and d == 16):
+                continue  # there is none; in float32 the forward pass will do: all have the same product
             tile = tile_table()[tile_key(phase, d, dtype, tma)]
             compiled = triton.compile(
                 source(kernel, phase, d, dtype, tma, tile),

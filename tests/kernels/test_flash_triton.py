@@ -18,7 +18,7 @@ class TestFlashTritonInterpreted(FlashKernelTests):
     function = flash_triton.FlashAttentionTriton
     dtypes = (torch.float32,)
     cases = QUICK_CASES
-    random_examples = 5
+    random_examples = 3
 
 
 @on_cpu_only

@@ -17,4 +17,4 @@ def test_every_kernel_compiles_to_the_instructions_it_is_written_for(tmp_path: P
     root = Path(__file__).parents[2]
     ran = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.count("compiled") == 11
+    assert ran.stdout.count("compiled") == 8

@@ -120,7 +120,7 @@ def processes_of(run_dir: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_command_trains_the_same_model_on_several_processes(
     devices: int, alone: RunConfig, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -232,7 +232,10 @@ MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
 }
 
 
-@pytest.mark.parametrize("fault", MISTAKES)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=() if each in ("one mistypes", "raises") else pytest.mark.slow) for each in MISTAKES],
+)
 def test_what_is_wrong_is_said_by_one_of_torchruns_processes(fault: str, tmp_path: Path) -> None:
     failed = torchrun(config_for(tmp_path), BY_TORCHRUN, "--nproc-per-node=2", fault=fault)
     assert failed.returncode != 0
