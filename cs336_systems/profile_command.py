@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import add_folder, make_parser, parse
 from .console import say
+from .fields import folder_to_write
 
 if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
     from .bench.case import Row
@@ -71,11 +72,8 @@ def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) 
     devices = [config.check_device() for config in configs]
     if tool == "nsys":
         nsys.check_nsys(devices[0])
-    try:
-        out = check_row_file(f"{where}/rows.jsonl").parent
-    except ValueError as error:
-        reason = str(error).rpartition("(")[2]
-        raise ValueError(f"out is {where!r}: it must be a folder that can be written ({reason}") from error
+    out = folder_to_write(where)
+    check_row_file(out / "rows.jsonl")
     if len(configs) > 1:
         return _profile_kernels_of_each(configs, tools[tool], out)
     rows = _profile_kernels_of_one(configs[0], tools[tool], out)

@@ -11,6 +11,7 @@ from ..accounting import num_parameters
 from ..bench.case import Row, append_row, check_row_file
 from ..bench.outcome import failure
 from ..bench.workload import Workload
+from ..fields import folder_to_write
 from .history import history_of
 from .page import write_page
 from .phases import PHASES_FILE, SNAPSHOT_FILE, Phases, read_phases
@@ -78,10 +79,8 @@ def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int 
 
 def check_out(rows: Path) -> None:
     """Raise ValueError where the rows, and so all else, cannot be written."""
-    try:
-        check_row_file(rows)
-    except ValueError as error:
-        raise ValueError(f"out is {str(rows.parent)!r}: it must be a folder that can be written") from error
+    folder_to_write(str(rows.parent))
+    check_row_file(rows)
 
 
 def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:

@@ -33,6 +33,7 @@ from cs336_systems.report.writeup import (
     build,
     claims,
     measure,
+    memory,
     precision,
     profiling,
     several_gpus,
@@ -244,7 +245,7 @@ def recorded(mode: str, peak: int, size: str = "2.7B", length: int = 128, precis
 
 
 def test_memory_is_told_by_part_and_phase() -> None:
-    said = precision.memory_over_time(evidence(recorded("train_step", 20 << 30)))
+    said = memory.memory_over_time(evidence(recorded("train_step", 20 << 30)))
     assert said is not None
     assert said.startswith(
         "(a) A train step of 2.7B, 128 tokens, fp32 peaks at 20 GiB in its backward phase, of which activations "
@@ -254,43 +255,43 @@ def test_memory_is_told_by_part_and_phase() -> None:
     assert "falls in the backward pass, where activations go faster" in said
     short = recorded("train_step", 9 << 30)
     short.metrics["phase_peak_bytes"] |= {"forward": 7 << 30}
-    assert "rises on in the backward pass" in (precision.memory_over_time(evidence(short)) or "")
+    assert "rises on in the backward pass" in (memory.memory_over_time(evidence(short)) or "")
     assert "of which optimizer state 4 GiB, activations 3 GiB" in (
-        precision.memory_over_time(evidence(recorded("train_step", 9 << 30))) or ""
+        memory.memory_over_time(evidence(recorded("train_step", 9 << 30))) or ""
     )
     two = evidence(recorded("train_step", 9 << 30), recorded("forward", 7 << 30))
-    assert "keeps nothing for later: it peaks at 7 GiB" in (precision.memory_over_time(two) or "")
+    assert "keeps nothing for later: it peaks at 7 GiB" in (memory.memory_over_time(two) or "")
     with pytest.raises(ClaimError, match="'a forward pass alone keeps nothing for later'"):
-        precision.memory_over_time(evidence(recorded("train_step", 9 << 30), recorded("forward", 10 << 30)))
+        memory.memory_over_time(evidence(recorded("train_step", 9 << 30), recorded("forward", 10 << 30)))
 
 
 def test_peaks_are_of_2026s_xl_by_length_mode_and_precision() -> None:
     rows = [recorded("forward", 7 << 30), recorded("train_step", 9 << 30), recorded("forward", 8 << 30, "xl")]
     rows += [recorded("forward", 14 << 30, precision="bf16"), recorded("train_step", 6 << 30, precision="bf16")]
     failed = replace(recorded("train_step", 0, length=2048), status="oom", metrics={})
-    said = precision.peaks_by_length(evidence(*rows, failed))
+    said = memory.peaks_by_length(evidence(*rows, failed))
     assert said is not None
     assert said.startswith(
         "(b) Peaks of 2.7B in fp32: forward pass 7 GiB at 128 tokens; train step 9 GiB at 128 tokens and out of memory "
         "at 2048 tokens. For a train step the planner counts 171 GiB at 2048 tokens."
     )
-    by_precision = precision.memory_by_precision(evidence(*rows, failed)) or ""
+    by_precision = memory.memory_by_precision(evidence(*rows, failed)) or ""
     assert "a forward pass goes from 7 GiB to 14 GiB, +100%, at 128 tokens" in by_precision
     assert "a train step goes from 9 GiB to 6 GiB, -33%, at 128 tokens" in by_precision
     assert "inference, which keeps no activations, needs more" in by_precision
     # Where the profiler has not recorded both modes, the rows of the case model are told.
     model = row("model", metrics={"peak_memory_bytes": 5 << 30}, size="2.7B", context_length=128, mode="forward",
                 precision="fp32")  # fmt: skip
-    assert "forward pass 5 GiB at 128 tokens" in (precision.peaks_by_length(evidence(rows[0], model)) or "")
-    assert precision.peaks_by_length(evidence()).startswith("(b) For a train step the planner counts 51")
+    assert "forward pass 5 GiB at 128 tokens" in (memory.peaks_by_length(evidence(rows[0], model)) or "")
+    assert memory.peaks_by_length(evidence()).startswith("(b) For a train step the planner counts 51")
 
 
 def test_an_activation_of_the_residual_stream_is_as_it_was_counted() -> None:
-    assert precision.residual_size(evidence()).endswith("4 x 512 x 2560 x 4 = 20 MiB.")
+    assert memory.residual_size(evidence()).endswith("4 x 512 x 2560 x 4 = 20 MiB.")
     wrong = recorded("train_step", 9 << 30)
     wrong.metrics["counted"]["residual_stream_bytes"] = 1
     with pytest.raises(ClaimError, match=r"size of the residual stream.*formula 16384, row 1"):
-        precision.residual_size(evidence(wrong))
+        memory.residual_size(evidence(wrong))
 
 
 def test_the_largest_allocations_are_those_of_a_forward_pass_and_known_by_their_size() -> None:
@@ -300,13 +301,13 @@ def test_the_largest_allocations_are_those_of_a_forward_pass_and_known_by_their_
 
     scores = 4 * 2 * 4 * 128 * 128
     step = recorded("train_step", 9 << 30, **largest(scores))
-    assert precision.largest_allocation(evidence(step)) == (
+    assert memory.largest_allocation(evidence(step)) == (
         "(e) The largest allocations in the forward phase of the recorded train step of 2.7B, 128 tokens, fp32 (no "
         "forward pass alone is recorded) have 0.5 MiB, each a matrix of attention scores in float32, `4 B H N^2` "
         "bytes, made by `model.py:33 attention` and `model.py:36 attention`."
     )
     forward = recorded("forward", 7 << 30, **largest(4 << 20))
-    assert precision.largest_allocation(evidence(forward, step)) == (
+    assert memory.largest_allocation(evidence(forward, step)) == (
         "(e) The largest allocations in the forward phase of the recorded forward pass of 2.7B, 128 tokens, fp32 have "
         "4 MiB, made by `model.py:33 attention` and `model.py:36 attention`."
     )
@@ -317,21 +318,21 @@ def test_what_a_block_saves_and_its_gradients_by_count_and_as_recorded() -> None
     metrics = {"saved_bytes": 42 << 20, "input_bytes": 1 << 20, "tensors": tensors}
     config = dict(size="xl", context_length=512, precision="fp32", compile=False, attention="naive")
     block = row("residuals", "fp32 naive", metrics, **config, d_model=1024, d_ff=4096)
-    said = precision.largest_residuals(evidence(block)) or ""
+    said = memory.largest_residuals(evidence(block)) or ""
     assert "A block of xl, 512 tokens, fp32, `naive`, saves 42 MiB" in said
     assert "the 5 operations that save most are `op 6` 12 MiB (29%), `op 5` 10 MiB (24%)" in said
     assert said.endswith("`op 2` 4 MiB (9.5%), together 95%.")
-    by_count = precision.block_gradients(evidence(block)) or ""
+    by_count = memory.block_gradients(evidence(block)) or ""
     assert "= 64 MiB; since 43 MiB are freed, its input included, memory rises by 21 MiB a block" in by_count
 
     one_block = 4 * (4 * 16**2 + 3 * 16 * 64 + 2 * 16)
     step = recorded("train_step", 9 << 30)
     step.metrics["counted"]["parameter_bytes"] = one_block + 1000  # of embedding, head and last norm
     step.metrics["phase_peak_bytes"]["optimizer"] = (6 << 30) + one_block + 1000
-    assert (precision.block_gradients(evidence(block, step)) or "").endswith("0.0157 MiB a block, as counted.")
+    assert (memory.block_gradients(evidence(block, step)) or "").endswith("0.0157 MiB a block, as counted.")
     step.metrics["phase_peak_bytes"]["optimizer"] += one_block
     with pytest.raises(ClaimError, match="'as counted'"):
-        precision.block_gradients(evidence(block, step))
+        memory.block_gradients(evidence(block, step))
 
 
 def test_checkpointing_that_saves_nothing_fails() -> None:
@@ -672,7 +673,7 @@ def test_recordings_of_several_files_are_one_table_and_a_picture_a_mode(
         drawn.append((row.variant, row.config["context_length"]))
         return draw_timeline(row, path)
 
-    monkeypatch.setattr(precision, "draw_timeline", draw)
+    monkeypatch.setattr(memory, "draw_timeline", draw)
     for mode, length in (("forward", 2048), ("forward", 128), ("train_step", 128)):
         folder = tmp_path / f"{mode}-{length}"
         timeline = {"ms": [0.0, 1.0], "in_use": {"activations": [1, 2]}, "phases": {"forward": [0.0, 1.0]}}

@@ -25,7 +25,7 @@ from .claims import (
     span,
     times,
 )
-from .precision import RESIDUALS_COMMAND
+from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .profiling import CONTEXT
 from .several_gpus import draw_parts_into, trace_exhibit

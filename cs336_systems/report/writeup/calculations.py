@@ -1,5 +1,7 @@
 """The handout's calculations of 2026: a gated feed-forward layer over many devices, answered by the planner."""
 
+from collections.abc import Callable
+
 from ...planner.scaling import (
     Layer,
     alternate_ring_section,
@@ -11,12 +13,12 @@ from ...planner.scaling import (
     most_tensor_parallel,
     tensor_parallel_section,
 )
+from ...planner.working import Section
 from .claims import Evidence
 from .problem import Problem, says
 
 SECTION = "Parallelism strategies"
 _LAYER = Layer()
-_PLAN = "plan scaling"
 
 
 def alternate_ring(e: Evidence) -> str:
@@ -79,50 +81,43 @@ def _example() -> str:
     )
 
 
+def _problem(
+    name: str, place: str, question: str, answer: Callable[[Evidence], str], working: Callable[[], Section]
+) -> Problem:
+    return Problem(
+        name=name,
+        section=SECTION,
+        places=("", place),
+        question=question,
+        sentences=(says(answer),),
+        working=lambda: [working()],
+        plan="plan scaling",
+    )
+
+
 CALCULATIONS = (
-    Problem(
-        name="alternate_ring_all_reduce",
-        section=SECTION,
-        places=("", "8.1"),
-        question="How long does a ring all-reduce take that sends whole tensors on, rather than parts of sums?",
-        sentences=(says(alternate_ring),),
-        working=lambda: [alternate_ring_section(_LAYER.weight_bytes, _LAYER.devices, _LAYER.egress)],
-        plan=_PLAN,
+    _problem(
+        "alternate_ring_all_reduce", "8.1",
+        "How long does a ring all-reduce take that sends whole tensors on, rather than parts of sums?",
+        alternate_ring, lambda: alternate_ring_section(_LAYER.weight_bytes, _LAYER.devices, _LAYER.egress),
     ),
-    Problem(
-        name="data_parallel_calcs",
-        section=SECTION,
-        places=("", "8.2"),
-        question="Operations and communication of a gated feed-forward layer's backward pass, and how far it scales.",
-        sentences=(says(data_parallel),),
-        working=lambda: [data_parallel_section(_LAYER)],
-        plan=_PLAN,
+    _problem(
+        "data_parallel_calcs", "8.2",
+        "Operations and communication of a gated feed-forward layer's backward pass, and how far it scales.",
+        data_parallel, lambda: data_parallel_section(_LAYER),
     ),
-    Problem(
-        name="fsdp_calcs",
-        section=SECTION,
-        places=("", "8.3"),
-        question="The same with everything sharded, in both directions.",
-        sentences=(says(fully_sharded),),
-        working=lambda: [fsdp_section(_LAYER)],
-        plan=_PLAN,
+    _problem(
+        "fsdp_calcs", "8.3", "The same with everything sharded, in both directions.",
+        fully_sharded, lambda: fsdp_section(_LAYER),
     ),
-    Problem(
-        name="tp_calcs",
-        section=SECTION,
-        places=("", "8.4"),
-        question="The backward pass of a tensor-parallel layer, what it computes and sends, and how far it scales.",
-        sentences=(says(tensor_parallel),),
-        working=lambda: [tensor_parallel_section(_LAYER)],
-        plan=_PLAN,
+    _problem(
+        "tp_calcs", "8.4",
+        "The backward pass of a tensor-parallel layer, what it computes and sends, and how far it scales.",
+        tensor_parallel, lambda: tensor_parallel_section(_LAYER),
     ),
-    Problem(
-        name="fsdp_tp_calcs",
-        section=SECTION,
-        places=("", "8.5"),
-        question="FSDP and tensor parallelism together: the most devices, with transfers at once and in turns.",
-        sentences=(says(two_dimensions),),
-        working=lambda: [both_section(_LAYER)],
-        plan=_PLAN,
+    _problem(
+        "fsdp_tp_calcs", "8.5",
+        "FSDP and tensor parallelism together: the most devices, with transfers at once and in turns.",
+        two_dimensions, lambda: both_section(_LAYER),
     ),
-)
+)  # fmt: skip

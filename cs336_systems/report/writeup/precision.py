@@ -1,45 +1,25 @@
-"""Precision and memory of one GPU."""
+"""Sums, types and speed in 16 bits."""
 
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from ...bench.case import Row
-from ...model_config import ModelConfig
-from ...planner.activations import activation_sections, residual_stream
-from ...planner.job import Job
-from ...planner.memory import peak_bytes
-from ...planner.working import Section
 from ..attention import with_speedups
-from ..memory_timelines import draw_timeline
 from ..tables import markdown_table
-from ..view import OUTCOMES, latest
+from ..view import latest
 from ..views import VIEWS
 from .claims import (
-    XL_2026,
     Evidence,
     about,
-    gib,
-    is_xl_2026,
     listing,
-    mib,
-    of_2026,
     one_setting,
     p50,
-    peak,
-    percent,
     span,
     times,
 )
-from .problem import Drawing, Exhibit, Problem, RowFile, says
-from .profiling import CONTEXT, MODEL_COMMAND, SECTION, WAY, at_one_length
+from .problem import Exhibit, Problem, says
+from .profiling import MODEL_COMMAND, SECTION, WAY, at_one_length
 
-RESIDUALS_COMMAND = f"bench residuals --size {XL_2026} --context_length {CONTEXT} 2048"
 _SPEEDUPS = ("forward", "backward", "step")
-_LENGTHS, _MODES = (128, 2048), ("forward", "train_step")
-_LISTED = 5  # operations that the handout asks for
-_NEAR = 0.01
 
 
 def accumulation(e: Evidence) -> str | None:
@@ -149,276 +129,6 @@ def bf16_speed(e: Evidence) -> str | None:
     )
 
 
-def _memory_rows(e: Evidence) -> list[Row]:
-    return of_2026(e.ok("profile-memory", "at_peak_bytes", "phase_peak_bytes"))
-
-
-def memory_over_time(e: Evidence) -> str | None:
-    """(a) What a step's memory does, and by what its stages are told apart."""
-    steps = [row for row in _memory_rows(e) if row.variant == "train_step"]
-    if not steps:
-        return None
-    row = max(steps, key=lambda row: row.metrics["peak_bytes"])
-    m = row.metrics
-    parts = {name: size for name, size in m["at_peak_bytes"].items() if size > 0}
-    order = sorted(parts, key=lambda name: -parts[name])
-    told = listing([f"{name} {gib(parts[name])}" for name in order[:3]])
-    phases = listing([f"{name} {gib(size)}" for name, size in m["phase_peak_bytes"].items()])
-    by_phase = m["phase_peak_bytes"]
-    way = (
-        "falls in the backward pass, where activations go faster than gradients come,"
-        if by_phase["optimizer"] < by_phase["forward"]
-        else "rises on in the backward pass, where more gradients come than activations go,"
-    )
-    text = (
-        f"(a) A train step of {about(row)} peaks at {gib(m['peak_bytes'])} in its {m['peak_phase']} phase, of which "
-        f"{told}; the peaks of its phases are {phases}. The stages can be told apart: memory climbs block by block in "
-        f"the forward pass, {way} and is level while the optimizer steps."
-    )
-    alike = [
-        r for r in _memory_rows(e)
-        if r.variant == "forward" and about(r) == about(row)
-    ]  # fmt: skip
-    if not alike:
-        return text
-    inference = alike[-1].metrics["peak_bytes"]
-    claim = e.claim(
-        "a forward pass alone keeps nothing for later", inference < m["peak_bytes"], inference=inference,
-        step=m["peak_bytes"],
-    )  # fmt: skip
-    return f"{text} {claim[0].upper()}{claim[1:]}: it peaks at {gib(inference)}, in one block after the other."
-
-
-def _words(mode: str) -> str:
-    return {"forward": "forward pass", "forward_backward": "forward and backward pass"}.get(mode, "train step")
-
-
-def _peaks(e: Evidence) -> dict[tuple[int, str, str], Row]:
-    """The rows of 2026's xl by length, mode and precision that its peaks are read from, also those out of memory.
-
-    Of the memory profiler, where it has recorded both modes; else of the case model.
-    """
-    of_profiler = [row for row in e.all("profile-memory") if is_xl_2026(row)]
-    of_model = one_setting([row for row in e.all("model") if is_xl_2026(row)], *WAY[1:])
-    rows = of_profiler if {row.config["mode"] for row in of_profiler} >= set(_MODES) else of_model
-    return {tuple(row.config[name] for name in ("context_length", "mode", "precision")): row for row in rows}
-
-
-def _peak_bytes(row: Row) -> float | None:
-    """The peak of a row of either case; None where memory was short."""
-    if row.status != "ok":
-        return None
-    return row.metrics["peak_bytes"] if "peak_bytes" in row.metrics else peak(row)
-
-
-def _told(row: Row) -> str:
-    size = _peak_bytes(row)
-    return OUTCOMES["oom"] if size is None else gib(size)
-
-
-def peaks_by_length(e: Evidence) -> str | None:
-    """(b) Peaks of a forward pass and of a training step."""
-    found = _peaks(e)
-    lengths = sorted({length for length, _, precision in found if precision == "fp32"})
-    told = []
-    for mode in _MODES:
-        at = [f"{_told(row)} at {n} tokens" for n in lengths if (row := found.get((n, mode, "fp32"))) is not None]
-        told += [f"{_words(mode)} {listing(at)}"] if at else []
-    missing = [n for n in _LENGTHS if (row := found.get((n, "train_step", "fp32"))) is None or row.status != "ok"]
-    text = f"(b) Peaks of {XL_2026} in fp32: {'; '.join(told)}." if told else "(b)"
-    planned = [f"{gib(peak_bytes(_job(n)))} at {n} tokens" for n in missing]
-    if not planned:
-        return text
-    return f"{text} For a train step the planner counts {listing(planned)}."
-
-
-def _job(length: int) -> Job:
-    """An eager fp32 step of 2026's xl, as it is profiled."""
-    shape = ModelConfig(size=XL_2026, context_length=length).shape
-    return Job(shape=shape, precision="fp32", attention="naive", clip=False)
-
-
-def memory_by_precision(e: Evidence) -> str | None:
-    """(c) What mixed precision does to the peaks of a forward pass and of a training step."""
-    found = _peaks(e)
-    told, ways = [], []
-    for mode in _MODES:
-        pairs = [
-            (length, single, half)
-            for (length, its_mode, precision), row in sorted(found.items())
-            if its_mode == mode and precision == "fp32" and (single := _peak_bytes(row))
-            and (other := found.get((length, mode, "bf16"))) is not None and (half := _peak_bytes(other))
-        ]  # fmt: skip
-        if pairs:
-            length, single, half = pairs[-1]
-            changes = span((bf16 / fp32 - 1 for _, fp32, bf16 in pairs), lambda x: f"{x:+.0%}")
-            over = f" ({changes} over {len(pairs)} lengths)" if len(pairs) > 1 else ""
-            told.append(
-                f"a {_words(mode)} goes from {gib(single)} to {gib(half)}, {half / single - 1:+.0%}, "
-                f"at {length} tokens{over}"
-            )
-            ways.append((mode, half > single))
-    if not told:
-        return None
-    why = "Weights, gradients and optimizer state stay float32, and autocast adds 16-bit copies of the weights"
-    more = f"{why}: inference, which keeps no activations, needs more" if ("forward", True) in ways else why
-    return f"(c) Of {XL_2026} in bf16 {listing(told)}. {more}; only activations become smaller."
-
-
-def residual_size(e: Evidence) -> str:
-    """(d) One activation of the residual stream of 2026's xl."""
-    for row in _memory_rows(e):
-        if counted := row.metrics.get("counted"):
-            c = row.config
-            size = residual_stream(c["batch_size"], c["context_length"], c["d_model"])
-            e.claim(
-                "the size of the residual stream is that which was counted in the run",
-                size == counted["residual_stream_bytes"], formula=size, row=counted["residual_stream_bytes"],
-            )  # fmt: skip
-    job = _job(CONTEXT)
-    batch, length, width = job.batch_size, job.shape.context_length, job.shape.d_model
-    return (
-        f"(d) An activation of the residual stream of {XL_2026} in single precision has `B N d` numbers of 4 bytes, "
-        f"{batch} x {length} x {width} x 4 = {mib(residual_stream(batch, length, width))}."
-    )
-
-
-def largest_allocation(e: Evidence) -> str | None:
-    """(e) The largest allocations of a forward pass, and the lines that asked for them."""
-    rows = [row for row in _memory_rows(e) if row.metrics.get("largest")]
-    if not rows:
-        return None
-    row = ([r for r in rows if r.variant == "forward"] or rows)[-1]
-    most = row.metrics["largest"][0]
-    alike = [each for each in row.metrics["largest"] if each["bytes"] == most["bytes"]]
-    lines = listing([f"`{code}`" for code in dict.fromkeys(each["code"][0] for each in alike if each["code"])])
-    c = row.config
-    shapes = _tensor_sizes(c) if "num_heads" in c else {}
-    what = next((f", each {name}" for name, size in shapes.items() if size == most["bytes"]), "")
-    of = f"the {most['phase']} phase of the recorded {_words(row.variant)} of {about(row)}"
-    of += "" if row.variant == "forward" else " (no forward pass alone is recorded)"
-    made = f", made by {lines}" if lines else ""
-    return f"(e) The largest allocations in {of} have {mib(most['bytes'])}{what}{made}."
-
-
-def _tensor_sizes(c: dict[str, Any]) -> dict[str, int]:
-    """Sizes in bytes by which a large tensor of a forward pass is known."""
-    tokens, scores = c["batch_size"] * c["context_length"], c["num_heads"] * c["context_length"]
-    return {
-        "a matrix of attention scores in float32, `4 B H N^2` bytes": 4 * tokens * scores,
-        "an activation inside the feed-forward layer in float32, `4 B N d_ff` bytes": 4 * tokens * c["d_ff"],
-        "logits in float32, `4 B N V` bytes": 4 * tokens * c["vocab_size"],
-        "a feed-forward weight's 16-bit copy, `2 d d_ff` bytes": 2 * c["d_model"] * c["d_ff"],
-    }
-
-
-def largest_residuals(e: Evidence) -> str | None:
-    """(f) What a block saves, and the operations that save most of it."""
-    row = _block_row(e)
-    if row is None:
-        return None
-    saved = row.metrics["saved_bytes"]
-    by_operation: Counter[str] = Counter()
-    for each in row.metrics["tensors"]:
-        by_operation[each["what"]] += each["count"] * each["bytes"]
-    largest = by_operation.most_common(_LISTED)
-    told = [f"`{what}` {mib(size)} ({percent(size / saved)})" for what, size in largest]
-    return (
-        f"(f) A block of {about(row)}, `{row.config['attention']}`, saves {mib(saved)} for its backward pass besides "
-        f"its input; the {len(told)} operations that save most are {listing(told)}, together "
-        f"{percent(sum(size for _, size in largest) / saved)}."
-    )
-
-
-def _block_row(e: Evidence) -> Row | None:
-    """The eager block of plain attention in float32 of 2026's xl, or else of another size, at the handout's length."""
-    rows = of_2026([row for row in e.ok("residuals", "saved_bytes", "tensors") if _is_plain_block(row)])
-    return min(rows, key=lambda row: abs(row.config["context_length"] - CONTEXT), default=None)
-
-
-def _is_plain_block(row: Row) -> bool:
-    return {row.config[name] for name in ("precision", "attention", "compile")} == {"fp32", "naive", False}
-
-
-def block_gradients(e: Evidence) -> str | None:
-    """(f) Memory of a block's gradients: by counting, from what backward frees, and as a run has them."""
-    row = _block_row(e)
-    if row is None:
-        return None
-    c, saved = row.config, row.metrics["saved_bytes"] + row.metrics["input_bytes"]
-    gradients = 4 * _block_parameters(c["d_model"], c["d_ff"])
-    way = "rises" if gradients > saved else "falls"
-    text = (
-        f"Its gradients have a number a parameter, `4 (4 d^2 + 3 d d_ff + 2 d)` bytes = {mib(gradients)}; since "
-        f"{mib(saved)} are freed, its input included, memory {way} by {mib(abs(saved - gradients))} a block in the "
-        "backward pass"
-    )
-    found = [(each, made) for each in _memory_rows(e) if (made := _recorded_gradients(each)) is not None]
-    if not found:
-        return f"{text}."
-    recorded, made = found[-1]
-    counted = 4 * _block_parameters(recorded.config["d_model"], recorded.config["d_ff"])
-    claim = e.claim(
-        "as counted", abs(made / counted - 1) <= _NEAR, recorded=made, counted=counted
-    )  # fmt: skip
-    return (
-        f"{text}. In the recorded step of {about(recorded)} what is in use while the optimizer steps, less weights, "
-        f"optimizer state, and the gradients of embedding, head and last norm, is {mib(made)} a block, {claim}."
-    )
-
-
-def _block_parameters(d_model: int, d_ff: int) -> int:
-    """Parameters of a block: four projections, three feed-forward matrices, two norms."""
-    return 4 * d_model**2 + 3 * d_model * d_ff + 2 * d_model
-
-
-def _recorded_gradients(row: Row) -> float | None:
-    """Bytes of a block's gradients in a recorded step, whose fused optimizer makes no tensors of its own."""
-    m, c = row.metrics, row.config
-    if row.variant != "train_step" or c.get("optimizer") != "torch_fused" or "optimizer" not in m["phase_peak_bytes"]:
-        return None
-    outside = m["counted"]["parameter_bytes"] - 4 * c["num_layers"] * _block_parameters(c["d_model"], c["d_ff"])
-    constant = sum(m["at_peak_bytes"].get(name, 0) for name in ("parameters", "optimizer state", "other"))
-    return (m["phase_peak_bytes"]["optimizer"] - constant - outside) / c["num_layers"]
-
-
-def residual_working() -> list[Section]:
-    """The residual stream of 2026's xl, and what a block of it saves."""
-    return activation_sections(_job(CONTEXT))
-
-
-def peaks_table(rows: Sequence[Row]) -> str:
-    """A line a length and mode of 2026's xl: the peaks in fp32 and bf16."""
-    modes = ("forward", "forward_backward", "train_step")
-    found: dict[tuple[int, str], dict[str, Row]] = {}
-    for row in one_setting([row for row in rows if is_xl_2026(row)], *WAY[1:]):
-        found.setdefault((row.config["context_length"], row.config["mode"]), {})[row.config["precision"]] = row
-    lines = [
-        [str(length), _words(mode), *(_told(of[p]) if p in of else "-" for p in ("fp32", "bf16"))]
-        for (length, mode), of in sorted(found.items(), key=lambda item: (item[0][0], modes.index(item[0][1])))
-    ]
-    header = ["context length", "step", "peak in fp32", "peak in bf16"]
-    return f"{XL_2026}, eager:\n\n{markdown_table(header, lines, left=2)}" if lines else ""
-
-
-def _timeline(mode: str) -> Drawing:
-    """Memory over a step of a mode, as a row has it: if there is one, of 2026's xl, in fp32, of the shortest input."""
-
-    def draw(files: Sequence[RowFile], out: Path) -> None:
-        rows = [row for file in files for row in file.rows if row.variant == mode and "timeline" in row.metrics]
-        if rows:
-            best = min(rows, key=lambda row: (not is_xl_2026(row), row.config["precision"] != "fp32",
-                                              row.config["context_length"]))  # fmt: skip
-            draw_timeline(best, out)
-
-    return draw
-
-
-_RECORDED = (
-    f"profile memory --size {XL_2026} --context_length {' '.join(map(str, _LENGTHS))} --mode {' '.join(_MODES)} "
-    "--precision fp32 bf16"
-)
-
 PROBLEMS = (
     Problem(
         name="mixed_precision_accumulation",
@@ -442,45 +152,5 @@ PROBLEMS = (
             says(norm_type, "autocast-dtypes"),
             says(bf16_speed, "model"),
         ),
-    ),
-    Problem(
-        name="memory_profiling",
-        section=SECTION,
-        places=("1.1.6", "2.1.6"),
-        question="What is in memory over a step, what is its peak made of, and which allocations are largest?",
-        exhibits=(
-            Exhibit(
-                case="profile-memory",
-                command=_RECORDED,
-                is_asked=is_xl_2026,
-                together=True,
-                pictures=tuple((f"memory over a {_words(mode)}", _timeline(mode)) for mode in _MODES),
-            ),
-            Exhibit(
-                case="model",
-                command=MODEL_COMMAND,
-                keep=lambda row: is_xl_2026(row) and not row.config["compile"],
-                show=peaks_table,
-                together=True,
-            ),
-            Exhibit(
-                case="residuals",
-                command=RESIDUALS_COMMAND,
-                is_asked=is_xl_2026,
-                keep=_is_plain_block,
-            ),
-        ),
-        sentences=(
-            says(memory_over_time, "profile-memory"),
-            says(peaks_by_length),
-            says(memory_by_precision),
-            says(residual_size),
-            says(largest_allocation, "profile-memory"),
-            says(largest_residuals, "residuals"),
-            says(block_gradients, "residuals"),
-        ),
-        working=residual_working,
-        plan=f"plan activation --size {XL_2026} --context {CONTEXT} --precision fp32 --attention naive",
-        code=("cs336_systems/profiling/memory.py", "cs336_systems/bench/cases/residuals.py"),
     ),
 )
