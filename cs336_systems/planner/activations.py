@@ -15,7 +15,8 @@ def residual_stream(batch_size: int, length: int, d_model: int, number_bytes: in
 def block_parts(job: Job) -> dict[str, int]:
     """What one block saves for backward, its input included and its weights left out, by part.
 
-    Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks. Compiled: what the
+    Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks and is kept where it
+    is float32. Compiled: what the
     partitioner of torch.compile keeps, which computes again what is elementwise unless a product reads it (counted with
     saved-tensor hooks; T = B N tokens, c bytes a number):
 
@@ -26,13 +27,16 @@ def block_parts(job: Job) -> dict[str, int]:
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
 
     Weights of 16 bits have an input of 2 T d. Below a memory budget of 1 the partitioner keeps at most that share of
-    all but the input; what goes first, and as a whole, is what needs no product: c T d of each norm, the ffn's product.
+    all but the input; what goes first, and as a whole, is what needs no product: c T d of each norm, the ffn's product,
+    and o by tokens where o is kept.
     """
     s, c, t = job.shape, job.number_bytes, job.tokens
     length, d = s.context_length, s.d_model
     if not job.compile:
         parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
-        return {"input": residual_bytes(s, job.batch_size, length, job.residual_number_bytes), **parts}
+        # Of a narrow one the first norm keeps what it makes of it in float32, and nothing it itself.
+        entry = 0 if job.computes_narrow else residual_bytes(s, job.batch_size, length, job.residual_number_bytes)
+        return {"input": entry, **parts}
     inside = 5 * c * t * d + 4 * t * s.num_heads
     if job.holds_scores:
         scores = 4 * job.batch_size * s.num_heads * length * length + length * length
@@ -41,7 +45,8 @@ def block_parts(job: Job) -> dict[str, int]:
     rest = {"norms, output_proj": 3 * c * t * d, "attention": inside, "ffn": 3 * c * t * s.d_ff}
     most = int(budget * sum(rest.values()))
     if budget < 1:
-        rest |= {"norms, output_proj": c * t * d, "ffn": 2 * c * t * s.d_ff}
+        inside -= 0 if job.holds_scores else c * t * d
+        rest = {"norms, output_proj": c * t * d, "attention": inside, "ffn": 2 * c * t * s.d_ff}
     if sum(rest.values()) > most:
         rest = {"within the budget": most}
     return {"input": entry, **rest}
@@ -69,12 +74,13 @@ def saved_bytes(job: Job) -> tuple[int, int]:
     input of the first block that is made again is there already. Where the last block is kept and the first ones are
     not (first), S is gone before any is made again.
     """
-    whole = sum(block_parts(job).values())
+    parts = block_parts(job)
+    whole = sum(parts.values())
     entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length, job.residual_number_bytes)
     kept, inputs, again = kept_blocks(job)
     if job.checkpointing[0] == "first" and kept:
         again = 0
-    return kept * whole + inputs * entry, max(0, again * whole - entry * (again > 0))
+    return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
 
 
 def activation_sections(job: Job) -> list[Section]:

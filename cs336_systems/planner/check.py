@@ -31,8 +31,9 @@ def error(pair: tuple[float, float] | None) -> float | None:
 
 def compare(row: Measured) -> Comparison:
     """A row's measured and predicted numbers, or the reason why there are none."""
-    name = f"{row.case} {row.config.get('size', '')} {row.config.get('context_length', '')} {row.variant}"
-    name = " ".join(name.split())
+    fields = (str(row.config.get(field, "")) for field in ("size", "context_length", "attention"))
+    words = " ".join((row.case, *fields, row.variant)).split()
+    name = " ".join(dict.fromkeys(words))  # some variants name their kernel
     try:
         if row.status != "ok":
             raise ValueError(f"status {row.status}")

@@ -34,6 +34,7 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
         backward   gradients of sums and norms 40, their casts and the rest 16 c              (40 + 16 c) T d
                    of w1 x and w3 x                                                           5 c T d_ff
         again      below a memory budget of 1, norms and silu(w1 x) w3 x                      4 c T d + 3 c T d_ff
+                   and o by tokens, unless scores are kept                                    2 c T d
 
     The 16 and the 40 are those of a residual stream in float32, and half of that where it is of 16 bits.
 
@@ -43,7 +44,8 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
     """
     c, td, tf = job.number_bytes, job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
     if job.compile:
-        r, again = job.residual_number_bytes, (4 * c * td + 3 * c * tf) * (job.compile_memory_budget < 1)
+        r, tokens_again = job.residual_number_bytes, 4 if job.holds_scores else 6
+        again = (tokens_again * c * td + 3 * c * tf) * (job.compile_memory_budget < 1)
         return (4 * r + 11 * c) * td + 3 * c * tf, (10 * r + 16 * c) * td + 5 * c * tf + again
     casts = 5 * (4 + c) if c < 4 else 0
     forward = (2 * 28 + casts + 2 * (32 + 3 * c) + 2 * c + 2 * (8 + c)) * td + 5 * c * tf

@@ -7,6 +7,7 @@ from ..bench.case import Row
 from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
 from ..profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
 from ..profiling.plot import COLORS
+from .pictures import save_picture
 from .plots import put_title
 from .tables import markdown_table, row_fields
 from .view import OUTCOMES, Column, View, common_facts, grouped, label, latest, machine
@@ -136,9 +137,7 @@ def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     put_title(figure, facts.replace("_", " "))
-    file = folder / f"{done[0].case}-parts.png"
-    figure.savefig(file, dpi=150)
-    return [file]
+    return [save_picture(figure, folder / f"{done[0].case}-parts.png")]
 
 
 def _at(moment: str, what: str, name: str) -> Column:

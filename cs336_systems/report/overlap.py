@@ -32,15 +32,21 @@ def nsys_command(row: Row) -> str:
     return shlex.join([*record_command(stem), *command])
 
 
+def streams_file(row: Row, folder: Path) -> Path | None:
+    """What ran when in the step of a row: where that was written, else beside the rows, which are in a folder."""
+    if not row.metrics.get("streams"):
+        return None
+    written = Path(row.metrics["streams"])
+    for file in (written, folder / written.parent.name / written.name):
+        if file.is_file():
+            return file
+    logger.warning("%s is not here, left out of the picture", written)
+    return None
+
+
 def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the picture and the page of the rows' steps into a folder; what is not on this machine is left out."""
-    found = {}
-    for row in rows:
-        file = Path(row.metrics.get("streams") or "")
-        if file.is_file():
-            found[file] = row
-        elif row.metrics.get("streams"):
-            logger.warning("%s is not here, left out of the picture", file)
+    found = {file: row for row in rows if (file := streams_file(row, folder)) is not None}
     if not found:
         return []
     files = [folder / "overlap-trace.png", folder / "overlap-trace.html"]

@@ -164,13 +164,14 @@ def _fill(
         else:
             places = [xs.index(x) - 0.4 + width * (i + 0.5) for x in points]
             axes.bar(places, list(points.values()), width, color=color, label=name)
+    names = [show(x, plot.x) for x in xs]
     if plot.kind == "bar":
-        axes.set_xticks(range(len(xs)), map(show, xs))
+        axes.set_xticks(range(len(xs)), names)
     elif "x" in plot.log:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, map(show, xs))
+        axes.set_xticks(xs, names)
         axes.minorticks_off()
-    if plot.kind == "bar" and sum(len(show(x)) for x in xs) > 40:
+    if plot.kind == "bar" and sum(map(len, names)) > 40:
         axes.tick_params("x", rotation=45)
     values = [value for points in lines.values() for value in points.values()]
     if "y" in plot.log and (plot.kind == "line" or _is_wide(values)):  # a bar's length says nothing on such an axis

@@ -127,7 +127,7 @@ def common_facts(rows: Sequence[Row], keys: Sequence[str]) -> tuple[str, list[st
     """Machine and fields that all rows have in common, as a line; and the names of those in which they differ."""
     differing = [name for name in (MACHINE, *keys) if differ(rows, name)]
     common = {name: value_of(rows[0], name) for name in keys if name not in differing}
-    facts = [f"{name} {show(value)}" for name, value in common.items() if value is not None]
+    facts = [f"{name} {show(value, name)}" for name, value in common.items() if value is not None]
     return "; ".join([*([] if MACHINE in differing else [machine(rows[0])]), *facts]), differing
 
 
@@ -143,7 +143,7 @@ def table(rows: Sequence[Row], view: View) -> str:
             raise ValueError(f"{fields.where} has no metrics that its table shows")
         if row.status != "ok":  # it may have some numbers all the same, such as those of what it would have needed
             cells[:1] = [OUTCOMES[row.status]]
-        lines.append([*([show(value_of(row, name)) for name in differing] or [row.variant]), *cells])
+        lines.append([*([show(value_of(row, name), name) for name in differing] or [row.variant]), *cells])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     main = f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
@@ -157,8 +157,10 @@ def _notes(rows: Sequence[Row], note: Column | None) -> list[str]:
     return [f"{note.name}: {text}." for text in texts if note and text != "-"]
 
 
-def show(value: Any) -> str:
-    """A configuration's value for a person."""
+def show(value: Any, name: str = "") -> str:
+    """A configuration's value for a person; name: of its field, should it have a unit."""
+    if name == "bytes":
+        return f"{value / 1e6:g} MB"  # of all the same unit, so that a column of them can be sorted
     if isinstance(value, list | tuple):
         return "x".join(map(str, value))
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)

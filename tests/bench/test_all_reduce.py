@@ -68,7 +68,7 @@ def test_the_quick_command_measures_every_collective_and_the_planner_reads_its_r
     assert seconds == [row.metrics["time_ms"]["p50"] / 1e3 for row in rows if row.config["collective"] == "all-reduce"]
     for name in ("all-reduce.md", "all-reduce-time.png", "all-reduce-bandwidth.png"):
         assert (tmp_path / name).is_file()
-    assert "| broadcast | 1000000 |" in capsys.readouterr().out
+    assert "| broadcast | 1 MB |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 6, 8, 1024])

@@ -251,7 +251,8 @@ def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_configuration_twice_takes_the_same_time(precision: str) -> None:
-    # Kernels longer than it takes to launch them: how long that takes is the host's, and moves by more.
-    config = case.ModelBench(size="medium", mode="train_step", precision=precision, device="cuda", context_length=1024)
+    # Kernels longer than their launches, on a slow host too: how long those take is the host's, and moves by more.
+    size = "2.7B" if precision == "bf16" else "medium"
+    config = case.ModelBench(size=size, mode="train_step", precision=precision, device="cuda", context_length=1024)
     first, second = (case.measure(config)[1]["step_ms"]["p50"] for _ in range(2))
     assert first == pytest.approx(second, rel=0.03)

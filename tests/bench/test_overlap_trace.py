@@ -12,7 +12,7 @@ from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases.overlap_trace import CASE, OverlapTrace
 from cs336_systems.bench.sweep import as_json, configurations
 from cs336_systems.cli import main
-from cs336_systems.report.overlap import draw_streams, nsys_command, write_page
+from cs336_systems.report.overlap import draw_streams, nsys_command, streams_file, write_page
 from tests.profiling.test_page import browse, needs_browser
 
 
@@ -99,6 +99,16 @@ def test_the_command_for_nsight_asks_for_the_same_step(tmp_path: Path) -> None:
 def test_a_trace_that_is_not_here_is_left_out(tmp_path: Path) -> None:
     row = Row(case="overlap-trace", variant="v", config={}, metrics={"streams": str(tmp_path / "gone.json")}, env={})
     assert draw_streams([row], tmp_path) == []
+
+
+def test_a_trace_is_found_where_it_was_written_and_beside_the_rows(tmp_path: Path) -> None:
+    row = Row(case="overlap-trace", variant="v", config={}, metrics={"streams": str(tmp_path / "a/step.json")}, env={})
+    beside, written = tmp_path / "rows/a/step.json", tmp_path / "a/step.json"
+    assert streams_file(row, tmp_path / "rows") is None
+    for file in (beside, written):
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert streams_file(row, tmp_path / "rows") == file
 
 
 @pytest.mark.parametrize(

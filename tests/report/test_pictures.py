@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import read_rows
+from cs336_systems.report.memory_parts import draw_parts
 from cs336_systems.report.pictures import drawn_hash, hash_in, save_picture
 from cs336_systems.report.plots import draw
 from cs336_systems.report.profile_plots import plot_shares
@@ -19,6 +20,7 @@ ROWS = ROOT / "results/h200"
 # Made by what does not know the report: the training loop, and the profiler of memory.
 WITHOUT_HASH = {"one-gpu-memory.png", "tinyshakespeare.png"}
 STEPS = ("naive", "bucketed-100", "naive-graph-compiled", "bucketed-100-graph-compiled")
+TRACED = ("naive", "overlap")
 
 
 def picture(**changes: Any) -> Any:
@@ -60,16 +62,21 @@ def test_a_picture_of_others_bears_none(tmp_path: Path) -> None:
     assert hash_in(tmp_path / "a.png") is None
 
 
-def drawn(case: str, name: str) -> Callable[[Path], None]:
+def drawn(case: str, name: str, document: str = "one-gpu") -> Callable[[Path], None]:
     """Draws one of the plots of a case, in the files that it makes."""
 
     def make(path: Path) -> None:
         view = VIEWS[case]
         plot = next(plot for plot in view.plots if plot.name == name)
         rows = view.derive(latest(read_rows(ROWS / f"{case}.jsonl"), view.keys))
-        draw(plot, rows, path.with_name(f"one-gpu-{case}-{name}.png"), view.keys)
+        draw(plot, rows, path.with_name(f"{document}-{case}-{name}.png"), view.keys)
 
     return make
+
+
+def drawn_parts(path: Path) -> None:
+    (made,) = draw_parts(read_rows(ROWS / "fsdp-accounting.jsonl"), path.parent)
+    made.replace(path)
 
 
 PICTURES = {
@@ -80,6 +87,9 @@ PICTURES = {
     "one-gpu-flash-both-fp32.png": drawn("flash", "both"),
     "one-gpu-checkpointing-peak.png": drawn("checkpointing", "peak"),
     "one-gpu-shares.png": lambda path: plot_shares(read_rows(ROWS / "profile-kernels.jsonl"), path),
+    "two-gpus-all-reduce-bandwidth.png": drawn("all-reduce", "bandwidth", "two-gpus"),
+    "two-gpus-overlap.png": lambda path: plot_streams([ROWS / f"overlap-trace/xl-512-{s}.json" for s in TRACED], path),
+    "two-gpus-fsdp-accounting-parts.png": drawn_parts,
     "ddp-streams.png": lambda path: plot_streams([ROWS / f"ddp-streams/{step}.json" for step in STEPS], path),
 }
 

@@ -14,6 +14,7 @@ from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parall
 from ...planner.working import Section
 from ..bucket_size import with_added
 from ..memory_parts import draw_parts
+from ..overlap import streams_file
 from ..streams import plot_streams
 from .claims import (
     XL_2026,
@@ -308,12 +309,7 @@ def draw_parts_into(files: Sequence[RowFile], out: Path) -> None:
 
 def draw_traced(files: Sequence[RowFile], out: Path) -> None:
     """Draw the streams of the rows' steps into a PNG, should the files that have them be here."""
-    found = []
-    for file in files:
-        named = [Path(row.metrics["streams"]) for row in file.rows if row.metrics.get("streams")]
-        for each in named:  # where it was, or beside the rows
-            places = (each, file.path.parent / each.parent.name / each.name)
-            found += [place for place in places if place.is_file()][:1]
+    found = [step for file in files for row in file.rows if (step := streams_file(row, file.path.parent)) is not None]
     if found:
         plot_streams(found, out)
 
