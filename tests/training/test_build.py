@@ -141,7 +141,7 @@ def saved_numbers(budget: float) -> tuple[int, Tensor]:
 
 
 def test_below_a_budget_of_one_a_compiled_block_keeps_what_its_products_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both norms and attention's output by tokens are made again, of 9 tensors of T d numbers; so is the product of ffn."""
+    """Of 9 tensors of T d numbers the norms and attention by tokens are made again, of 3 of T d_ff the product."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
     (everything, truth), (less, gradient) = (saved_numbers(budget) for budget in (1.0, 0.75))
     td, tf, inverse_rms, logsumexp = 2 * 64 * 32, 2 * 64 * 64, 2 * 2 * 64, 2 * 2 * 64
