@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .cards import Card
+from .communication import collective_seconds
 from .memory import peak_bytes
 from .rows import Measured, card_of, job_of
 from .step import step_seconds
 from .working import GIB
+
+_UNKNOWN = "an unknown card"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +21,12 @@ class Comparison:
     """A row's peak memory in bytes and step time in s, measured and predicted; None for what is not."""
 
     name: str
-    recorded: bool
+    recorded: bool = False
     """Whether the step was recorded as a CUDA graph, so that the host does not set its pace."""
-    memory: tuple[float, float] | None
-    seconds: tuple[float, float] | None
+    is_step: bool = True
+    """Whether the time is that of a training step, and not of one collective."""
+    memory: tuple[float, float] | None = None
+    seconds: tuple[float, float] | None = None
     note: str = ""
 
 
@@ -31,23 +37,37 @@ def error(pair: tuple[float, float] | None) -> float | None:
 
 def compare(row: Measured) -> Comparison:
     """A row's measured and predicted numbers, or the reason why there are none."""
-    fields = (str(row.config.get(field, "")) for field in ("size", "context_length", "attention"))
+    fields = (str(row.config.get(field, "")) for field in ("size", "context_length", "attention", "bytes"))
     words = " ".join((row.case, *fields, row.variant)).split()
     name = " ".join(dict.fromkeys(words))  # some variants name their kernel
     try:
         if row.status != "ok":
             raise ValueError(f"status {row.status}")
-        job, card = job_of(row), card_of(row)
+        card = card_of(row)
+        if row.case == "all-reduce":
+            return _compare_collective(name, row, card)
+        job = job_of(row)
     except (ValueError, KeyError, TypeError) as found:
         reason = f"the row has no {found}" if isinstance(found, KeyError) else str(found)
-        return Comparison(name=name, recorded=False, memory=None, seconds=None, note=reason)
+        return Comparison(name=name, note=reason)
     peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))
     memory = None if not peak else (float(peak), peak_bytes(job))
     seconds = None if not milliseconds or card is None else (milliseconds / 1e3, step_seconds(job, card))
-    note = "" if card is not None else "an unknown card"
-    recorded = job.cuda_graph
-    return Comparison(name=name, recorded=recorded, memory=memory, seconds=seconds, note=note)
+    note = "" if card is not None else _UNKNOWN
+    return Comparison(name=name, recorded=job.cuda_graph, memory=memory, seconds=seconds, note=note)
+
+
+def _compare_collective(name: str, row: Measured, card: Card | None) -> Comparison:
+    if row.config["backend"] != "nccl":
+        raise ValueError(f"no prediction for {row.config['backend']}")
+    if card is None:
+        raise ValueError(_UNKNOWN)
+    kind, nbytes, world_size = (row.config[field] for field in ("collective", "bytes", "world_size"))
+    if kind == "broadcast":
+        raise ValueError("no prediction for a broadcast")
+    pair = row.metrics["time_ms"]["p50"] / 1e3, collective_seconds(kind, nbytes, world_size, card)
+    return Comparison(name=name, is_step=False, seconds=pair)
 
 
 def summary(errors: Sequence[float | None]) -> str:
@@ -68,7 +88,9 @@ def check_text(found: Sequence[Comparison]) -> str:
         "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 7)), line[7]]).rstrip()
         for line in lines
     ]
-    recorded = [each for each in found if each.recorded]
+    steps = [each for each in found if each.is_step]
+    recorded = [each for each in steps if each.recorded]
+    transfers = [each for each in found if not each.is_step]
     left_out = Counter(each.note for each in found if each not in compared)
     return "\n".join([
         *table,
@@ -76,7 +98,8 @@ def check_text(found: Sequence[Comparison]) -> str:
         "",
         f"peak memory:                        {summary([error(each.memory) for each in found])}",
         f"step time, recorded as CUDA graphs: {summary([error(each.seconds) for each in recorded])}",
-        f"step time, all:                     {summary([error(each.seconds) for each in found])}",
+        f"step time, all:                     {summary([error(each.seconds) for each in steps])}",
+        *(f"collectives:                        {summary([error(e.seconds) for e in transfers])}" for _ in transfers[:1]),
         "The predicted time is the GPU's. Without a CUDA graph (*) the host may take longer to launch the kernels.",
     ])  # fmt: skip
 
@@ -87,8 +110,8 @@ def _line(each: Comparison) -> tuple[str, ...]:
             return "-", "-", "-"
         return f"{values[0] / unit:.{digits}f}", f"{values[1] / unit:.{digits}f}", f"{values[1] / values[0] - 1:+.1%}"
 
-    mark = each.note or ("" if each.recorded or each.seconds is None else "*")
-    return (each.name, *pair(each.memory, GIB, 2), *pair(each.seconds, 1e-3, 1), mark)
+    mark = each.note or ("*" if each.is_step and not each.recorded and each.seconds is not None else "")
+    return (each.name, *pair(each.memory, GIB, 2), *pair(each.seconds, 1e-3, 1 if each.is_step else 3), mark)
 
 
 def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:

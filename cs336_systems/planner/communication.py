@@ -33,6 +33,14 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
     return steps * (alpha_s + nbytes * share / beta)
 
 
+def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
+    """`ring_seconds` over so many of a card, whose all-reduce between two takes o + bytes / w.
+
+    There, 2 (alpha + bytes / (2 beta)) = o + bytes / w, so alpha = o / 2 and beta = w.
+    """
+    return ring_seconds(kind, nbytes, world_size, card.latency_s / 2, card.link)
+
+
 @dataclass(frozen=True)
 class Sent:
     """A step's transfers of a strategy: time of the bytes, overhead of the calls, time of the last call's bytes."""
@@ -47,10 +55,10 @@ class Sent:
 
 
 def sent(job: Job, card: Card) -> Sent:
-    """What is sent in a step, by an alpha-beta model whose two-GPU all-reduce is the card's o + bytes / w.
+    """What is sent in a step, by `collective_seconds`, the time of bytes and the overhead of calls apart.
 
-    There, 2 (alpha + x / (2 beta)) = o + x / w, so alpha = o / 2 and beta = w. Data parallelism all-reduces all
-    gradients; FSDP gathers weights forward and backward and reduce-scatters gradients, in the type of computation.
+    Data parallelism all-reduces all gradients; FSDP gathers weights forward and backward and reduce-scatters gradients,
+    in the type of computation.
     """
     n, w = num_parameters(job.shape), job.world_size
     alpha, beta = card.latency_s / 2, card.link

@@ -30,7 +30,7 @@ from cs336_basics.optimizer import get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import RunConfig
-from ..hardware import device_peak_flops, use_device_in_thread
+from ..hardware import device_peak_flops, use_device_in_thread, with_index
 from ..parallel import comm, failure
 from .build import AUTOCAST_DTYPES, build_optimizer, prepare_model, wrap_model
 from .graph import RecordedStep
@@ -139,7 +139,8 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
-        self.config, self.model, self.device = config, model, device
+        self.config, self.model = config, model
+        self.device = device = with_index(device)  # for the loader's thread, which begins on GPU 0
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)

@@ -174,3 +174,25 @@ def test_cards_by_the_name_of_the_device() -> None:
     for gpu, name in names.items():
         row.env = {"gpu": gpu}
         assert card_of(row) is CARDS[name]
+
+
+def test_collectives_are_compared_by_themselves() -> None:
+    collectives = rows("all-reduce")
+    found = [compare(row) for row in collectives]
+    by_name = dict(zip([row.variant for row in collectives], found, strict=True))
+    assert {each.note for each in found if each.seconds is None} == {"no prediction for a broadcast"}
+    # The card's own: a half of o for each of two steps, and the bytes at w, of which a gather sends a half.
+    h200 = CARDS["H200"]
+    for name, share, steps in (("all-reduce nccl 2", 1.0, 2), ("all-gather nccl 2", 0.5, 1)):
+        assert by_name[name].seconds[1] == pytest.approx(steps * h200.latency_s / 2 + share * 1e9 / h200.link)
+    text = check_text([*found, compare(MEASURED[0])])
+    assert "collectives:                        mean" in text
+    assert "step time, all:                     mean 50.5%, max 50.5% of 1 rows" in text
+    assert not any(line.endswith("*") for line in text.splitlines() if line.startswith("all-reduce"))
+
+
+def test_collectives_over_gloo_and_of_unknown_cards_are_not_predicted() -> None:
+    (row, *_) = rows("all-reduce")
+    gloo = SimpleNamespace(**vars(row) | {"config": row.config | {"backend": "gloo"}})
+    unknown = SimpleNamespace(**vars(row) | {"env": {"gpu": "Some Card"}})
+    assert [compare(each).note for each in (gloo, unknown)] == ["no prediction for gloo", "an unknown card"]
