@@ -91,6 +91,7 @@ def check_text(found: Sequence[Comparison]) -> str:
     steps = [each for each in found if each.is_step]
     recorded = [each for each in steps if each.recorded]
     transfers = [each for each in found if not each.is_step]
+    sent = [f"collectives:                        {summary([error(each.seconds) for each in transfers])}"]
     left_out = Counter(each.note for each in found if each not in compared)
     return "\n".join([
         *table,
@@ -99,7 +100,7 @@ def check_text(found: Sequence[Comparison]) -> str:
         f"peak memory:                        {summary([error(each.memory) for each in found])}",
         f"step time, recorded as CUDA graphs: {summary([error(each.seconds) for each in recorded])}",
         f"step time, all:                     {summary([error(each.seconds) for each in steps])}",
-        *(f"collectives:                        {summary([error(e.seconds) for e in transfers])}" for _ in transfers[:1]),
+        *(sent if transfers else []),
         "The predicted time is the GPU's. Without a CUDA graph (*) the host may take longer to launch the kernels.",
     ])  # fmt: skip
 
