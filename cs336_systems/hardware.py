@@ -61,7 +61,7 @@ def use_device(name: str) -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its number, where it is a GPU: without one it is the current one, of which each thread has one."""
+    """The device with its number, where it is a GPU: without one it is the current one, and each thread has its own."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
