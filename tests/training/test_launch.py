@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
 from cs336_systems.training import pipeline, train
 from cs336_systems.training.load import load_model
@@ -263,7 +264,9 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
     assert not processes_of(str(tmp_path))
 
 
-def test_who_started_torchrun_is_told_to_start_it_again(alone: RunConfig, tmp_path: Path) -> None:
+def test_who_started_torchrun_is_told_to_start_it_again(
+    alone: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_for(tmp_path)
     stopped = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="is told to stop")
     assert stopped.returncode != 0
@@ -271,12 +274,10 @@ def test_who_started_torchrun_is_told_to_start_it_again(alone: RunConfig, tmp_pa
     hint = r"start torchrun as before with -m cs336_systems (train --config \S+ --resume auto)"
     found = re.fullmatch(f"stopped by SIGTERM at step 7; to go on: {hint}", line)
     assert found is not None, line
-    again = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node=2", "-m", "cs336_systems"]
-    done = subprocess.run(
-        [*again, *found[1].split()], capture_output=True, text=True, env=_environment(), cwd=tmp_path, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("validation loss") == 1
+    with pytest.raises(SystemExit) as ended:  # the command itself, here in one process; with torchrun: the test above
+        main(found[1].split())
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.count("validation loss") == 1
     assert_same_losses(config, alone)
 
 

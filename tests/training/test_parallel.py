@@ -1,5 +1,6 @@
 """The training loop on several ranks: the same global batch, so the same weights as one process has."""
 
+import functools
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.training.helpers import make_config, random_tokens, tiny_trainer
 STEPS = 10
 DDP = ("naive", "flat", "overlap", "bucketed")
 STRATEGIES = (*DDP, "fsdp")
+OF_FOUR = [("bucketed", True), ("fsdp", False)]
 VARIANTS = [(name, False) for name in STRATEGIES] + [(name, True) for name in DDP]
 
 
@@ -58,8 +60,14 @@ def assert_ranks_equal(results: list[Any]) -> None:
         assert all(torch.equal(tensor, results[0][0][name]) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("strategy, shard_optimizer", VARIANTS)
+@pytest.mark.parametrize(
+    "strategy, shard_optimizer, world_size",
+    [  # of four ranks the strategies themselves are tested, in tests/parallel
+        pytest.param(*variant, size, marks=pytest.mark.slow if size == 4 and variant not in OF_FOUR else ())
+        for variant in VARIANTS
+        for size in (2, 4)
+    ],
+)
 def test_weights_losses_and_norms_are_those_of_one_process(
     strategy: str, shard_optimizer: bool, world_size: int
 ) -> None:
@@ -82,7 +90,7 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
 @pytest.mark.parametrize(
     "strategy, train",
     [
-        ("fsdp", dict(compile=True)),
+        pytest.param("fsdp", dict(compile=True), marks=pytest.mark.slow),
         ("fsdp", dict(activation_checkpointing="block")),
         ("bucketed", dict(activation_checkpointing="every_2")),
         ("fsdp", dict(activation_checkpointing="groups_2")),
@@ -100,6 +108,18 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
 )
 def test_compiled_and_checkpointed_blocks(strategy: str, train: dict[str, Any]) -> None:
     results = run_ranks(train_some, 2, config_of(strategy, **train), 3, timeout_s=150)
+    assert_ranks_equal(results)
+    assert_same(results[0], train_some(config_of(), 3), rtol=1e-3, atol=1e-5)
+
+
+def train_compiled(config: RunConfig, steps: int) -> tuple[dict[str, Tensor], list[Any], float]:
+    """`train_some` where what is compiled is traced, and not made machine code of, which takes most of the time."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # of this process, which ends with the test
+    return train_some(config, steps)
+
+
+def test_compiled_blocks_of_sharded_weights() -> None:
+    results = run_ranks(train_compiled, 2, config_of("fsdp", compile=True), 3)
     assert_ranks_equal(results)
     assert_same(results[0], train_some(config_of(), 3), rtol=1e-3, atol=1e-5)
 

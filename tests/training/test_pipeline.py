@@ -702,7 +702,7 @@ def test_a_run_whose_time_is_up_ends_like_a_finished_one_and_can_go_on(tmp_path:
 
 # Real processes and real signals
 
-LONG = dict(max_steps=200, batch_size=8, gradient_accumulation_steps=4, validation_interval=0)
+LONG = dict(max_steps=100, batch_size=8, gradient_accumulation_steps=4, validation_interval=0)
 
 
 @pytest.fixture(scope="module")
@@ -717,7 +717,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def assert_same_long_end(config: RunConfig, undisturbed: RunConfig) -> None:
-    assert_same_tensors(end_of(config, 200).tensors, end_of(undisturbed, 200).tensors)
+    assert_same_tensors(end_of(config, 100).tensors, end_of(undisturbed, 100).tensors)
     assert loss_rows(config) == loss_rows(undisturbed)
 
 
@@ -736,7 +736,7 @@ def test_a_signal_ends_the_process_after_its_step_with_a_checkpoint_from_which_t
 
     result = json.loads((run_dir(config) / "result.json").read_text())
     step = result["step"]
-    assert 5 <= step < 200, "the signal came too late for this test"
+    assert 5 <= step < 100, "the signal came too late for this test"
     assert result["interrupted"] == number.name
     assert [row["step"] for row in loss_rows(config)] == list(range(1, step + 1))
     assert checkpoint_names(config) == [checkpoint_name(step)]
@@ -764,7 +764,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_a_folder_that_goes_
         process.wait(timeout=30)
     train(resumed(config))
     assert_same_long_end(config, undisturbed)
-    assert checkpoint_names(config) == [checkpoint_name(198), checkpoint_name(200)]
+    assert checkpoint_names(config) == [checkpoint_name(99), checkpoint_name(100)]
 
 
 HANGING = """
