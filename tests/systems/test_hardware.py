@@ -19,7 +19,6 @@ from cs336_systems.hardware import (
     memory_bytes,
     peak_flops,
     select_device,
-    with_index,
 )
 
 
@@ -158,12 +157,6 @@ def test_a_name_of_no_device_is_an_error_that_says_what_is_accepted(gpus: Any, n
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc/meminfo")
-def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    found = [with_index(torch.device(name)) for name in ("cuda", "cuda:1", "cpu")]
-    assert found == [torch.device("cuda", 3), torch.device("cuda", 1), torch.device("cpu")]
-
-
 def test_the_cpus_memory_is_what_the_kernel_says() -> None:
     total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
     assert total
