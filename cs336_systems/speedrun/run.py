@@ -257,7 +257,7 @@ class Speedrun:
             "checkpoint.checkpointing_interval": max(1, steps // 4),
         }
         say(f"to train: {self._describe(best)}")
-        say(f"{steps:,} steps, about {_minutes(seconds + best.timing.startup_s)}")
+        say(f"{steps:,} step{'s' * (steps != 1)}, about {_minutes(seconds + best.timing.startup_s)}")
         return self._config(best.trial.size, fields)
 
     def _say_commands(self, file: Path, config: RunConfig) -> None:
