@@ -333,11 +333,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_usage(), file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
     try:
-        sys.exit(_COMMANDS[arguments[0]][0](arguments[1:]))
+        code = _COMMANDS[arguments[0]][0](arguments[1:])
+        sys.stdout.flush()
+        sys.exit(code)
     except KeyboardInterrupt:
         _fail(RuntimeError("interrupted"), 130)
     except (ValueError, FileNotFoundError, ImportError) as error:  # the last: of a package that is not always needed
         _fail(error, 2)
+    except BrokenPipeError:  # whoever read what is printed has seen enough: `cs336 plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        sys.exit(128 + 13)  # as SIGPIPE would have ended it
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)
     except (RuntimeError, OSError) as error:

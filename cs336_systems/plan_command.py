@@ -149,7 +149,9 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
         "--bandwidth_gb_s", type=float, default=None, help="w (default: of H200 over NVLink, by what two reach)."
     )
     parser.add_argument("--overhead_ms", type=float, default=None, help="o (default: the same).")
-    parser.add_argument("--measured", type=str, default=None, help="Row file of the case ddp to draw beside it.")
+    parser.add_argument(
+        "--measured", type=str, default=None, help="Row file of the case ddp or bucket-size to draw beside it."
+    )
     parser.add_argument("--plot", type=str, default=None, help="PNG to draw.")
     options = parse(parser, arguments)
     from .accounting import num_parameters

@@ -35,7 +35,10 @@ def _setting_tables(rows: Sequence[Row]) -> str:
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
         f"{facts.get('config.precision')}, {'compiled' if facts.get('config.compile') else 'eager'}; "
     )
-    tables = [f"{head}{unit} a process, of the one that has most; each peak is that since the moment before:"]
+    tables = [
+        f"{head}{unit} a process, of the one that has most; each peak is that since the moment before; "
+        "predicted: each part at its largest, beside the peak of all:"
+    ]
     tables += [_parts_table(done, size), _savings_table(rows, unit, size)]
     gathers = [_gathers_text(row) for row in done if "gathers" in row.metrics]
     failures = [f"- {row.variant} {OUTCOMES[row.status]}: {row.error}" for row in rows if row.status != "ok"]
@@ -104,9 +107,11 @@ def _gathers_text(row: Row) -> str:
         for each in metrics["gathers"]
     ]
     table = markdown_table(["unit", "turn", "gather (ms)", "slack (ms)", "stall (ms)"], lines)
+    late = metrics["gathers_counted"] - metrics["gathers_in_time"]
+    who = "the other one holds it up for" if late == 1 else "the others hold it up for"
     return (
         f"{row.variant}: {metrics['gathers_in_time']} of {metrics['gathers_counted']} all-gathers of a step are over "
-        f"before their weights could be used; the others hold it up for {metrics['stall_ms']:.3f} ms together. In the "
+        f"before their weights could be used; {who} {metrics['stall_ms']:.3f} ms. In the "
         f"order in which they are needed, turn 2 in the backward pass:\n\n{table}"
     )
 

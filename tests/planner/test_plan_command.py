@@ -1,6 +1,7 @@
 """`cs336 plan`: what it prints, as text and as JSON, and what it says of wrong arguments."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,13 @@ def test_more_gpus_send_more_in_more_steps(capsys: pytest.CaptureFixture[str]) -
     assert eight["o, a call"] == pytest.approx(two["o, a call"] * 7)  # 14 steps, not 2
     for each in (two, eight):
         assert each["all-reduce"] == pytest.approx(each["o, a call"] + 1e9 / each["w, all-reduce"])
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """`cs336 plan ... | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "cs336_systems", "plan", "scaling"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

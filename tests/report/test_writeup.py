@@ -438,6 +438,29 @@ def test_the_8b_step_with_our_own_attention_and_from_empty_caches() -> None:
     assert "beyond the 600 s" in (additions.from_empty_caches(evidence(step("sdpa", 1.0, 570.0))) or "")
 
 
+def test_ways_to_keep_activations_small_are_of_one_attention() -> None:
+    def step(attention: str, policy: str, ms: float) -> Row:
+        fields = dict(strategy="fsdp", size="8B", attention=attention, activation_checkpointing=policy)
+        return timed("leaderboard-2026", ms, f"fsdp {policy}", **fields)
+
+    rows = [step("sdpa", "first_6", 4000.0), step("flash_triton", "first_6", 5000.0)]
+    assert additions.what_makes_it_fit(evidence(*rows)) is None
+    said = additions.what_makes_it_fit(evidence(*rows, step("sdpa", "none", 4500.0)))
+    assert said == "Over 2 ways to keep activations small the step goes 4,000 to 4,500 ms and the peak 1 GiB."
+
+
+def test_the_time_of_a_sharded_optimizer_is_that_of_the_rows_that_have_its_memory_and_of_ddp() -> None:
+    fields = dict(devices=2, context_length=512, batch_size=4, compile=False)
+    memory = [timed("optimizer-sharding", ms, name, size="2.7B", **fields)
+              for name, ms in (("overlap", 200.0), ("overlap+zero1", 210.0))]  # fmt: skip
+    said = several_gpus.sharded_time(evidence(*memory))
+    first = (
+        "A step of 2.7B with the optimizer sharded takes 210 ms instead of 200 ms with `overlap`, at 1 GiB instead of"
+    )
+    assert said == f"(b) {first} 1 GiB."
+    assert several_gpus.sharded_time(evidence(*memory[:1])) is None
+
+
 def test_gathers_of_the_forward_pass_are_told_apart_from_those_of_the_backward_pass() -> None:
     def gather(unit: str, turn: int, slack: float) -> dict[str, Any]:
         return {"unit": unit, "turn": turn, "ms": 2.0, "slack_ms": slack, "stall_ms": max(0.0, -slack)}
