@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -94,12 +95,20 @@ def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[st
     return [word for file in files for word in ("--config", file)] + others
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a name that it has twice, of which one would be lost."""
+    counts = Counter(name for name, _ in pairs)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"it has {twice[0]!r} twice: it must be given once")
+    return dict(pairs)
+
+
 def _check_config_file(path: Path, parser: ArgumentParser) -> None:
     """Raise ValueError or FileNotFoundError naming the file, and the field, for one that is no configuration."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):

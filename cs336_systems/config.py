@@ -357,6 +357,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
+        is_path = self.run_dir is None or (self.run_dir.strip() != "" and "\0" not in self.run_dir)
+        require(is_path, "run_dir", self.run_dir, "the path of a folder, or left out")
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
         room = self.model.shape.context_length - 1

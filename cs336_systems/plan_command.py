@@ -136,7 +136,10 @@ def _checkpointing(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     from .planner.activations import checkpointing_sections
 
-    return _print(checkpointing_sections(_job(options)), options)
+    job = _job(options)
+    most = 100_000  # every size of a group is tried
+    require(job.shape.num_layers <= most, "num_layers", job.shape.num_layers, f"at most {most:,}")
+    return _print(checkpointing_sections(job), options)
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:

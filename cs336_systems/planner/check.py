@@ -9,7 +9,7 @@ from typing import Any
 from .cards import Card
 from .communication import collective_seconds
 from .memory import peak_bytes
-from .rows import Measured, card_of, job_of
+from .rows import Measured, card_of, job_of, positive
 from .step import step_seconds
 from .working import GIB
 
@@ -41,19 +41,29 @@ def compare(row: Measured) -> Comparison:
     words = " ".join((row.case, *fields, row.variant)).split()
     name = " ".join(dict.fromkeys(words))  # some variants name their kernel
     try:
-        if row.status != "ok":
-            raise ValueError(f"status {row.status}")
-        card = card_of(row)
-        if row.case == "all-reduce":
-            return _compare_collective(name, row, card)
-        job = job_of(row)
-    except (ValueError, KeyError, TypeError) as found:
-        reason = f"the row has no {found}" if isinstance(found, KeyError) else str(found)
-        return Comparison(name=name, note=reason)
+        return _compare(name, row)
+    except KeyError as found:
+        reason = f"the row has no {found}"
+    except ValueError as found:
+        reason = str(found)
+    except (TypeError, AttributeError, ArithmeticError) as found:  # rows may come from anywhere
+        reason = f"the row has a value that cannot be: {found}"
+    return Comparison(name=name, note=reason)
+
+
+def _compare(name: str, row: Measured) -> Comparison:
+    if row.status != "ok":
+        raise ValueError(f"status {row.status}")
+    card = card_of(row)
+    if row.case == "all-reduce":
+        return _compare_collective(name, row, card)
+    job = job_of(row)
     peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))
-    memory = None if not peak else (float(peak), peak_bytes(job))
-    seconds = None if not milliseconds or card is None else (milliseconds / 1e3, step_seconds(job, card))
+    memory = None if peak is None else (positive("peak_memory_bytes", peak), peak_bytes(job))
+    seconds = None
+    if milliseconds is not None and card is not None:
+        seconds = positive("step_ms", milliseconds) / 1e3, step_seconds(job, card)
     note = "" if card is not None else _UNKNOWN
     return Comparison(name=name, recorded=job.cuda_graph, memory=memory, seconds=seconds, note=note)
 
@@ -66,8 +76,8 @@ def _compare_collective(name: str, row: Measured, card: Card | None) -> Comparis
     kind, nbytes, world_size = (row.config[field] for field in ("collective", "bytes", "world_size"))
     if kind == "broadcast":
         raise ValueError("no prediction for a broadcast")
-    pair = row.metrics["time_ms"]["p50"] / 1e3, collective_seconds(kind, nbytes, world_size, card)
-    return Comparison(name=name, is_step=False, seconds=pair)
+    measured = positive("time_ms", row.metrics["time_ms"]["p50"]) / 1e3
+    return Comparison(name=name, is_step=False, seconds=(measured, collective_seconds(kind, nbytes, world_size, card)))
 
 
 def summary(errors: Sequence[float | None]) -> str:

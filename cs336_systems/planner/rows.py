@@ -1,10 +1,12 @@
 """What the planner reads of measured rows: the job that ran, the card, times of all-reduces, what buckets add."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from cs336_basics.shape import ModelShape
 
+from ..fields import require
 from ..model_config import ModelConfig
 from .cards import CARDS, Card
 from .job import Job
@@ -82,7 +84,7 @@ def _model_job(config: Mapping[str, Any]) -> Job:
 
 def card_of(row: Measured) -> Card | None:
     """The card of a row, where it is known."""
-    return card_by_name(row.env.get("gpu") or "")
+    return card_by_name(str(row.env.get("gpu") or ""))
 
 
 def card_by_name(gpu: str) -> Card | None:
@@ -106,7 +108,18 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
     if not found:
         raise ValueError(f"world_size is {world_size}: the row file has no all-reduce of so many ranks")
     chosen = [row for row in found if row.config["backend"] == "nccl"] or found
-    return [float(row.config["bytes"]) for row in chosen], [row.metrics["time_ms"]["p50"] / 1e3 for row in chosen]
+    try:
+        times = [positive("time_ms", row.metrics["time_ms"]["p50"]) / 1e3 for row in chosen]
+    except (KeyError, TypeError) as error:
+        raise ValueError("a row of the case all-reduce has no time_ms.p50") from error
+    return [positive("bytes", row.config["bytes"]) for row in chosen], times
+
+
+def positive(name: str, value: Any) -> float:
+    """A number of a row. Raises ValueError naming it where it is none, or not above 0 and finite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and 0 < value < math.inf, name, value, "a number above 0")
+    return float(value)
 
 
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.check import check_json, check_text, compare, error
 from cs336_systems.planner.memory import peak_bytes
-from cs336_systems.planner.rows import card_of, job_of
+from cs336_systems.planner.rows import card_of, job_of, transfer_points
 from cs336_systems.planner.step import step_seconds
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
@@ -196,3 +197,38 @@ def test_collectives_over_gloo_and_of_unknown_cards_are_not_predicted() -> None:
     gloo = SimpleNamespace(**vars(row) | {"config": row.config | {"backend": "gloo"}})
     unknown = SimpleNamespace(**vars(row) | {"env": {"gpu": "Some Card"}})
     assert [compare(each).note for each in (gloo, unknown)] == ["no prediction for gloo", "an unknown card"]
+
+
+@pytest.mark.parametrize(
+    "case, where, value, message",
+    [
+        ("all-reduce", ("metrics", "time_ms", "p50"), 0, "time_ms is 0: it must be a number above 0"),
+        ("all-reduce", ("metrics", "time_ms"), None, "the row has a value that cannot be: "),
+        ("train-step", ("metrics", "step_ms"), 5, "the row has a value that cannot be: "),
+        ("train-step", ("metrics", "step_ms", "p50"), "x", "step_ms is 'x': it must be a number above 0"),
+        ("train-step", ("metrics", "step_ms", "p50"), -3.5, "step_ms is -3.5: it must be a number above 0"),
+        ("train-step", ("metrics", "peak_memory_bytes"), [], r"peak_memory_bytes is \[\]: it must be a number above 0"),
+        ("train-step", ("metrics", "peak_memory_bytes"), math.nan, "peak_memory_bytes is nan: it must be"),
+        ("train-step", ("env", "gpu"), -1, "an unknown card"),
+        ("model", ("config", "context_length"), 0, "the row has a value that cannot be: "),
+        ("model", ("config", "d_model"), math.inf, "the row has a value that cannot be: "),
+        ("model", ("config", "num_heads"), None, "the row has a value that cannot be: "),
+    ],
+    ids=str,
+)
+def test_a_damaged_row_is_not_compared(case: str, where: tuple[str, ...], value: Any, message: str) -> None:
+    row = next(each for each in rows(case) if each.config.get("mode", "train_step") == "train_step")
+    inner = getattr(row, where[0])
+    for name in where[1:-1]:
+        inner = inner[name]
+    inner[where[-1]] = value
+    found = compare(row)
+    assert found.seconds is None
+    assert re.match(message, found.note)
+
+
+def test_damaged_all_reduces_are_not_fitted() -> None:
+    found = rows("all-reduce")
+    del found[0].metrics["time_ms"]
+    with pytest.raises(ValueError, match=r"a row of the case all-reduce has no time_ms\.p50"):
+        transfer_points(found, 2)

@@ -186,3 +186,9 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_so_many_blocks_that_every_group_cannot_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--d_model", "64", "--d_ff", "64", "--num_heads", "1", "--num_layers", "100000000")
+    code, _, err = run(capsys, "checkpointing", *sizes)
+    assert (code, err) == (2, "cs336: num_layers is 100000000: it must be at most 100,000\n")

@@ -254,6 +254,14 @@ def test_an_unknown_field_in_the_file_brings_the_near_one(
     assert f"did you mean {near}" in message
 
 
+@pytest.mark.parametrize(
+    "content, name",
+    [('{"train": {"max_steps": 1, "max_steps": 2}}', "max_steps"), ('{"train": {}, "data": {}, "train": {}}', "train")],
+)
+def test_a_field_that_the_file_has_twice_is_refused(write_config: WriteConfig, content: str, name: str) -> None:
+    assert f"it has '{name}' twice: it must be given once" in error_of("--config", write_config(content))
+
+
 def test_a_shortened_field_is_not_guessed() -> None:
     # It would change its meaning on the day that another field begins the same.
     assert "train.max_s" in error_of(*TINY, "--train.max_s=3")

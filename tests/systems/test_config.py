@@ -218,6 +218,12 @@ def test_resume_auto_needs_a_run_dir() -> None:
         RunConfig(model=ModelConfig(**TINY), resume="auto")
 
 
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_a_run_dir_that_is_no_path_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"^run_dir is .*: it must be the path of a folder, or left out$"):
+        RunConfig(model=ModelConfig(**TINY), run_dir=path)
+
+
 # Values at the edge that are allowed, and defaults
 
 
