@@ -16,9 +16,8 @@ def block_parts(job: Job) -> dict[str, int]:
     """What one block saves for backward, its input included and its weights left out, by part.
 
     Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks and is kept where it
-    is float32. Compiled: what the
-    partitioner of torch.compile keeps, which computes again what is elementwise unless a product reads it (counted with
-    saved-tensor hooks; T = B N tokens, c bytes a number):
+    is float32. Compiled: what the partitioner of torch.compile keeps, which computes again what is elementwise unless a
+    product reads it (counted with saved-tensor hooks; T = B N tokens, c bytes a number):
 
         input, 1/rms twice             4 T d + 8 T
         both norms, output projection  3 c T d
@@ -34,7 +33,7 @@ def block_parts(job: Job) -> dict[str, int]:
     length, d = s.context_length, s.d_model
     if not job.compile:
         parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
-        # Of a narrow one the first norm keeps what it makes of it in float32, and nothing it itself.
+        # Of a narrow input the first norm keeps what it makes of it in float32, and nothing keeps the input itself.
         entry = 0 if job.computes_narrow else residual_bytes(s, job.batch_size, length, job.residual_number_bytes)
         return {"input": entry, **parts}
     inside = 5 * c * t * d + 4 * t * s.num_heads

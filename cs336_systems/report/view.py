@@ -159,7 +159,7 @@ def _notes(rows: Sequence[Row], note: Column | None) -> list[str]:
 
 def show(value: Any, name: str = "") -> str:
     """A configuration's value for a person; name: of its field, should it have a unit."""
-    if name == "bytes":
+    if name == "bytes" and isinstance(value, int):
         return f"{value / 1e6:g} MB"  # of all the same unit, so that a column of them can be sorted
     if isinstance(value, list | tuple):
         return "x".join(map(str, value))
