@@ -224,8 +224,16 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
-@pytest.mark.parametrize("dtype, head_size", [(torch.bfloat16, 64), (torch.float16, 128)], ids=str)
-@pytest.mark.parametrize("source", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "source, dtype, head_size",
+    [
+        ("forward", torch.bfloat16, 64),
+        ("backward", torch.float16, 128),
+        pytest.param("forward", torch.float16, 128, marks=pytest.mark.slow),
+        pytest.param("backward", torch.bfloat16, 64, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_compiles_for_sm_80_and_sm_90_without_spills(
     source: str, dtype: torch.dtype, head_size: int, tmp_path: Path
 ) -> None:

@@ -150,7 +150,10 @@ def test_accumulation(micro_batches: int) -> None:
     assert_close(states[0], train_alone("awkward", STEPS, sgd), **CLOSE)
 
 
-@pytest.mark.parametrize("how", ["aot_eager", "aot_eager before", "checkpoint", "aot_eager checkpoint"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("aot_eager", marks=pytest.mark.slow), "aot_eager before", "checkpoint", "aot_eager checkpoint"],
+)
 def test_blocks_that_are_compiled_or_checkpointed(how: str) -> None:
     states = run_ranks(train_on_ranks, 2, "transformer", {}, adamw, 2, how)
     assert_close(states[0], train_alone("transformer", STEPS), **CLOSE)

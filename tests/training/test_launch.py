@@ -173,7 +173,10 @@ FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",  # one that raises is told under torchrun too, below
+    [pytest.param(each, marks=pytest.mark.slow if each == "raises" else ()) for each in FAULTS],
+)
 def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
     fault: str, alone: RunConfig, tmp_path: Path
 ) -> None:
@@ -247,7 +250,10 @@ def test_what_is_wrong_is_said_by_one_of_torchruns_processes(fault: str, tmp_pat
     assert re.search(rf"^ *traceback : {MISTAKES[fault]}$", failed.stderr, re.MULTILINE), "not in torchrun's summary"
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(
+    "number, code",  # torchrun's ranks are told to stop by SIGTERM below, one process in test_pipeline.py
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 0)],
+)
 def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
     number: signal.Signals, code: int, alone: RunConfig, tmp_path: Path
 ) -> None:

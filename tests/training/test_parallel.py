@@ -20,8 +20,14 @@ from tests.training.helpers import make_config, random_tokens, tiny_trainer
 STEPS = 10
 DDP = ("naive", "flat", "overlap", "bucketed")
 STRATEGIES = (*DDP, "fsdp")
-OF_FOUR = [("bucketed", True), ("fsdp", False)]
 VARIANTS = [(name, False) for name in STRATEGIES] + [(name, True) for name in DDP]
+
+
+def every_variant(first: Any, second: Any) -> list[Any]:
+    """All with the first value, some with the second too; the others with -m slow: how they send, tests/parallel tests."""
+    some = [("bucketed", True), ("fsdp", False)]
+    others = [pytest.param(*v, second, marks=() if v in some else pytest.mark.slow) for v in VARIANTS]
+    return [(*variant, first) for variant in VARIANTS] + others
 
 
 def config_of(strategy: str = "auto", shard_optimizer: bool = False, **train: Any) -> RunConfig:
@@ -60,14 +66,7 @@ def assert_ranks_equal(results: list[Any]) -> None:
         assert all(torch.equal(tensor, results[0][0][name]) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize(
-    "strategy, shard_optimizer, world_size",
-    [  # of four ranks the strategies themselves are tested, in tests/parallel
-        pytest.param(*variant, size, marks=pytest.mark.slow if size == 4 and variant not in OF_FOUR else ())
-        for variant in VARIANTS
-        for size in (2, 4)
-    ],
-)
+@pytest.mark.parametrize("strategy, shard_optimizer, world_size", every_variant(2, 4))
 def test_weights_losses_and_norms_are_those_of_one_process(
     strategy: str, shard_optimizer: bool, world_size: int
 ) -> None:
@@ -77,8 +76,7 @@ def test_weights_losses_and_norms_are_those_of_one_process(
     assert_same(results[0], train_some(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("strategy, shard_optimizer", VARIANTS)
+@pytest.mark.parametrize("strategy, shard_optimizer, precision", every_variant("bf16", "fp16"))
 def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -> None:
     config = config_of(strategy, shard_optimizer, precision=precision)
     results = run_ranks(train_some, 2, config)
