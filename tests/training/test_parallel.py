@@ -24,7 +24,7 @@ VARIANTS = [(name, False) for name in STRATEGIES] + [(name, True) for name in DD
 
 
 def every_variant(first: Any, second: Any) -> list[Any]:
-    """All with the first value, some with the second too; the others with -m slow (tests/parallel has how they send)."""
+    """All with the first value, some with the second too; the others with -m slow: tests/parallel has how they send."""
     some = [("bucketed", True), ("fsdp", False)]
     others = [pytest.param(*v, second, marks=() if v in some else pytest.mark.slow) for v in VARIANTS]
     return [(*variant, first) for variant in VARIANTS] + others
