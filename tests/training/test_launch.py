@@ -174,8 +174,8 @@ FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
 
 
 @pytest.mark.parametrize(
-    "fault",  # one that raises is told under torchrun too, below
-    [pytest.param(each, marks=pytest.mark.slow if each == "raises" else ()) for each in FAULTS],
+    "fault",  # under torchrun, below, one raises and one is killed
+    [pytest.param(each, marks=() if each == "hangs" else pytest.mark.slow) for each in FAULTS],
 )
 def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
     fault: str, alone: RunConfig, tmp_path: Path

@@ -116,6 +116,7 @@ def train_compiled(config: RunConfig, steps: int) -> tuple[dict[str, Tensor], li
     return train_some(config, steps)
 
 
+@pytest.mark.slow  # tests/parallel has it without the loop
 def test_compiled_blocks_of_sharded_weights() -> None:
     results = run_ranks(train_compiled, 2, config_of("fsdp", compile=True), 3)
     assert_ranks_equal(results)
