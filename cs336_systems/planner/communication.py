@@ -34,11 +34,13 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
 
 def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
-    """`ring_seconds` over so many of a card, whose all-reduce between two takes o + bytes / w.
+    """`ring_seconds` over so many of a card."""
+    return ring_seconds(kind, nbytes, world_size, *_alpha_beta(card))
 
-    There, 2 (alpha + bytes / (2 beta)) = o + bytes / w, so alpha = o / 2 and beta = w.
-    """
-    return ring_seconds(kind, nbytes, world_size, card.latency_s / 2, card.link)
+
+def _alpha_beta(card: Card) -> tuple[float, float]:
+    """Of a card whose all-reduce between two takes o + bytes / w = 2 (alpha + bytes / (2 beta)): o / 2 and w."""
+    return card.latency_s / 2, card.link
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class Sent:
 
 
 def sent(job: Job, card: Card) -> Sent:
-    """What is sent in a step, by `collective_seconds`, the time of bytes and the overhead of calls apart.
+    """What is sent in a step, by `ring_seconds`, the time of bytes and the overhead of calls apart.
 
     Data parallelism all-reduces all gradients; FSDP gathers weights forward and backward and reduce-scatters gradients,
     in the type of computation.
     """
     n, w = num_parameters(job.shape), job.world_size
-    alpha, beta = card.latency_s / 2, card.link
+    alpha, beta = _alpha_beta(card)
     gather_share = (w - 1) / w
     if job.is_sharded:
         nbytes, calls = job.number_bytes * n, 3 * (job.shape.num_layers + 2)

@@ -200,8 +200,8 @@ def _xl_on_two() -> tuple[float, float, float]:
 
 def bucket_optimum(e: Evidence) -> str:
     """The equations, and what they give for xl on two H200."""
-    given = _, bandwidth, overhead_s = _xl_on_two()
-    best = best_bucket_bytes(*given)
+    nbytes, bandwidth, overhead_s = _xl_on_two()
+    best = best_bucket_bytes(nbytes, bandwidth, overhead_s)
     return (
         "(b) With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds "
         "`s / (w n) + o n` after the backward pass; its derivative is 0 at `n = sqrt(s / (w o))`, a bucket of "
