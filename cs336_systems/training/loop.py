@@ -30,7 +30,7 @@ from cs336_basics.optimizer import get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import RunConfig
-from ..hardware import device_peak_flops, use_device_in_thread
+from ..hardware import device_peak_flops, use_device_in_thread, with_index
 from ..parallel import comm, failure
 from .build import AUTOCAST_DTYPES, build_optimizer, prepare_model, wrap_model
 from .graph import RecordedStep
@@ -136,12 +136,11 @@ class Trainer:
 
     With several processes each has a Trainer of the same configuration, and all call its methods together. A batch is
     shared by them; its sequences are the same as with one. All losses are means over the tokens of all, in nats.
-
-    device: with the GPU's number where that is not 0, since the batches come from a thread of its own.
     """
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
-        self.config, self.model, self.device = config, model, device
+        self.config, self.model = config, model
+        self.device = device = with_index(device)  # for the loader's thread, which begins on GPU 0
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)

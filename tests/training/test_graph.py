@@ -53,7 +53,7 @@ def test_recorded_step_gives_the_same_losses_bit_for_bit(tmp_path: Path, compile
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed"])
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "fsdp"])
 def test_recorded_steps_of_two_processes_give_the_same_losses(tmp_path: Path, strategy: str) -> None:
     losses = []
     for cuda_graph in (False, True):
