@@ -158,9 +158,7 @@ class Trainer:
         self._loss = torch.compile(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
         """Whether any rank has asked, by `train_step`'s argument, to stop."""
-        self._compute_gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
-        if config.train.cuda_graph:
-            self._compute_gradients = RecordedStep(self._gradients, self.optimizer.zero_grad)
+        self._recorded = RecordedStep(self._gradients, self.optimizer.zero_grad) if config.train.cuda_graph else None
         self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
@@ -199,7 +197,7 @@ class Trainer:
         inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
         data_wait = time.perf_counter() - waiting
 
-        loss_and_norm = self._compute_gradients(inputs, targets)
+        loss_and_norm = (self._recorded or self._gradients)(inputs, targets)
         if comm.world_size() > 1:
             loss_and_norm = self._over_ranks(loss_and_norm, stop)
         # The one place a step waits for the device: whether to update has to be known before the update.
@@ -319,8 +317,10 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def close(self) -> None:
-        """Stop the background thread."""
+        """Stop the background thread, and forget what was recorded."""
         self.loader.close()
+        if self._recorded is not None:
+            self._recorded.close()
 
     def memory_bytes(self) -> int:
         """Peak memory: of the GPU's allocator, or of the process on a CPU."""
