@@ -7,6 +7,7 @@ from ..bench.case import Row
 from .view import Column, Plot, View, grouped
 
 _SETTING = ("size", "devices", "context_length", "batch_size", "precision", "compile", "cuda_graph")
+_LINES = ("size", "compile", "cuda_graph")
 _ADDED = Column("added (ms)", "added_ms", ".2f")
 _PREDICTED = Column("predicted (ms)", "predicted.added_ms", ".2f")
 
@@ -45,15 +46,6 @@ VIEW = View(
         Column("buckets", "buckets", "d"),
         Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30),
     ),
-    plots=(
-        Plot(
-            name="added",
-            y=_ADDED,
-            x="bucket_size_mb",
-            lines=("size", "compile", "cuda_graph"),
-            log="x",
-            beside=_PREDICTED,
-        ),
-    ),
+    plots=(Plot(name="added", y=_ADDED, x="bucket_size_mb", lines=_LINES, log="x", beside=_PREDICTED),),
     derive=with_added,
 )

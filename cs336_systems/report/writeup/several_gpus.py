@@ -144,9 +144,7 @@ def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
 def buckets(e: Evidence) -> str | None:
     """The best measured bucket, in the case ddp or in bucket-size where that was measured."""
     rows = [row for row in with_added(e.all("bucket-size")) if row.status == "ok" and "added_ms" in row.metrics]
-    rows = [
-        row for row in rows if row.config.get("cuda_graph")
-    ] or rows  # else the host's time is most of what is added
+    rows = [row for row in rows if row.config.get("cuda_graph")] or rows  # others time the host
     if rows := one_setting(rows, *_SETTING, "compile"):
         best = min(rows, key=lambda row: row.metrics["added_ms"])
         predicted = best.metrics.get("predicted", {}).get("best_mb")
