@@ -80,7 +80,10 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
 
 def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """The arguments with --config in front, so that fields of the command line win wherever they stand."""
+    """The arguments with --config in front, so that fields of the command line win wherever they stand.
+
+    With a file's text instead of its name: a pipe can be read once.
+    """
     files, others = [], []
     while arguments:
         word = arguments.pop(0)
@@ -90,9 +93,7 @@ def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[st
             files.append(word.removeprefix("--config="))
         else:
             others.append(word)
-    for file in files:
-        _check_config_file(Path(file), parser)
-    return [word for file in files for word in ("--config", file)] + others
+    return [word for file in files for word in ("--config", _config_text(Path(file), parser))] + others
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -103,12 +104,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_config_file(path: Path, parser: ArgumentParser) -> None:
-    """Raise ValueError or FileNotFoundError naming the file, and the field, for one that is no configuration."""
+def _config_text(path: Path, parser: ArgumentParser) -> str:
+    """What a file holds. Raises ValueError or FileNotFoundError naming it, and the field, where it cannot be used."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=_once)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -120,6 +122,7 @@ def _check_config_file(path: Path, parser: ArgumentParser) -> None:
         for field in fields:
             if field not in field_names(parser):
                 raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
+    return text
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:
