@@ -259,24 +259,23 @@ def make_report(arguments: Sequence[str]) -> str:
         failed = measure_missing(Path(options.results)) if options.measure else []
         lines = [*write_writeup(Path(options.results), out), *(f"not measured, see above: {each}" for each in failed)]
         return "\n".join(map(str, lines))
-    from .bench.case import read_rows
-    from .report.documents import update_document
+    from .report.documents import update_documents
     from .report.headline import headline, write_pictures
     from .report.streams import plot_streams, streams_table
     from .report.tables import plot_runs, runs_table, summary_block
-    from .report.views import rows_table, write_views
+    from .report.views import rows_table, show_files, write_views
 
     paths = [Path(path) for path in options.paths]
     if options.what == "update":
-        changed = {path: update_document(path, make_report) for path in paths}
-        return "\n".join(f"{path}: {'made again' if new else 'up to date'}" for path, new in changed.items())
+        return "\n".join(update_documents(paths, make_report))
     if options.plot and options.what not in ("runs", "streams"):
         raise ValueError(f"plot is {options.plot!r}: it must be left out with {options.what}")
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
-    if options.what in ("rows", "tables"):
-        rows = [row for path in paths for row in read_rows(path)]
-        return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, out)))
+    if options.what == "rows":
+        return show_files(paths, rows_table)
+    if options.what == "tables":
+        return "\n".join(map(str, show_files(paths, lambda rows: write_views(rows, out))))
     if options.what == "headline":
         table = headline(paths)
         return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table
