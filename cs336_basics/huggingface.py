@@ -102,6 +102,20 @@ def export_hf(
         )
 
 
+def check_export_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a folder with a model that `export_hf` has not written, which it would replace.
+
+    It is known by its config.json: those of others have other fields.
+    """
+    try:
+        found = json.loads(Path(folder, "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    fields = _llama_config(ModelShape(**dict.fromkeys(_SIZES, 1), rope_theta=1.0), None).keys()
+    if Path(folder, "model.safetensors").exists() and not (isinstance(found, dict) and found.keys() == fields):
+        raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
+
+
 def _llama_config(shape: ModelShape, end_of_text_id: int | None) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],

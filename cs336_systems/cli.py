@@ -193,9 +193,24 @@ def _export(arguments: Sequence[str]) -> int:
         "--format", choices=["hf"], default="hf", help="hf: what LlamaForCausalLM.from_pretrained loads."
     )
     parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
+    parser.add_argument(
+        "--overwrite",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="Also replace a model in --out that is no earlier export.",
+    )
     options = parse(parser, arguments)
+    from cs336_basics.huggingface import check_export_folder
+
     from .training.load import export_run
 
+    if options.out is not None and not options.overwrite:
+        try:
+            check_export_folder(options.out)
+        except ValueError as error:
+            raise ValueError(f"{error}, or --overwrite true") from error
     checkpoint, out = export_run(options.run, options.out)
     print(f"{checkpoint} -> {out}")
     return 0
