@@ -68,6 +68,25 @@ def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines
     assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
 
 
+def test_bars_of_one_x_lie_by_length_with_their_names_and_numbers() -> None:
+    def made(attention: str, ms: float, checkpointing: str = "first_6") -> Row:
+        config = {"attention": attention, "activation_checkpointing": checkpointing, "size": "8B"}
+        return Row(case="leaderboard-2026", variant="v", config=config, metrics={"step_ms": {"p50": ms}}, env=ENV)
+
+    view = VIEWS["leaderboard-2026"]
+    (plot,), rows = view.plots, [made("flash_triton", 5093.126), made("sdpa", 4821.4), made("sdpa_cudnn", 4900)]
+    figure = figure_of(plot, rows, view.keys)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["sdpa", "sdpa_cudnn", "flash_triton"]
+    assert [bar.get_width() for bar in axes.patches] == [4821.4, 4900, 5093.126]
+    assert [text.get_text() for text in axes.texts] == ["4821.40", "4900.00", "5093.13"]
+    assert axes.get_xlabel() == "step (ms)"
+    assert axes.yaxis_inverted()
+    assert "activation checkpointing first 6" in figure.texts[0].get_text()
+    (axes,) = figure_of(plot, [*rows, made("sdpa", 1.0, "none")], view.keys).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["first_6", "none"]  # groups as ever
+
+
 def test_a_line_of_one_point_beside_longer_ones_is_seen() -> None:
     y = Column("y", "step_ms.p50")
     plot = Plot(name="p", y=y, x="context_length", lines=("size",), beside=Column("predicted", "mfu"))
