@@ -1,7 +1,6 @@
 """The case `bucket-size`: the planner's optimum as a size, what buckets add, and the prediction beside it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,10 @@ def test_the_plot_draws_the_prediction_beside_what_was_measured() -> None:
 @pytest.mark.usefixtures("ranks_forked")
 def test_sizes_take_turns_and_say_what_ran(tmp_path: Path) -> None:
     configs = configurations(CASE, {"rows": (all_reduces(tmp_path, 1e-4, 1e9),)}, quick=True)
-    rows: Sequence[Row] = list(CASE.measure(configs))
+    *first, _, _, _ = rows = list(CASE.measure(configs))
+    assert [(row.variant, row.config["rounds"], len(row.metrics["steps_ms"])) for row in first] == [
+        ("alone", 1, 2), ("bucketed:0.01", 1, 2), ("bucketed:0.1", 1, 2)]  # fmt: skip
+    rows = rows[3:]
     assert [(row.variant, row.error) for row in rows] == [
         ("alone", None), ("bucketed:0.01", None), ("bucketed:0.1", None)]  # fmt: skip
     alone, small, large = rows
