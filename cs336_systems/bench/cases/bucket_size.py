@@ -60,9 +60,8 @@ class BucketBench(DDPBench):
             size = max(best_bucket_bytes(self._gradient_bytes(), bandwidth, overhead_s) / MIB, 1e-3)
             object.__setattr__(self, "variant", self.variant.replace(_BEST, f"bucketed:{size:.3f}"))
         super().__post_init__()
-        kind = self.variant.partition(":")[0]
-        require(kind in (ALONE, "bucketed"), "variant", self.variant, "alone, bucketed:BUCKET_MB or bucketed:best")
-        require(kind == ALONE or ":" in self.variant, "variant", self.variant, "alone or one with a size")
+        is_one = self.is_alone or self.variant.startswith("bucketed:")
+        require(is_one, "variant", self.variant, "alone, bucketed:BUCKET_MB or bucketed:best")
 
     @property
     def bucket_size_mb(self) -> float | None:
