@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import add_folder, make_parser, parse
 from .console import ended_in_order, say
+from .fields import folder_to_write
 
 if TYPE_CHECKING:  # the rest, and with it PyTorch, when something is measured: --help is to be quick
     from .bench.case import Row
@@ -44,7 +45,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
         for device in given.get("device", ("auto",)):
             check_sized_for_gpu(f"bench {case.name}", device)
     configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
-    folder = Path(options.out)
+    folder = folder_to_write(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
     if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
         raise ValueError(f"timeout_s is {options.timeout_s:g}: it must be above 0 and at most {_LONGEST_S:g}")
@@ -96,7 +97,9 @@ def _parser(case: "Case", is_quick: bool) -> Any:
     told = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
             for param in parse_from_object(cls).params}  # fmt: skip
     for field in dataclasses.fields(case.config):
-        values = " ".join(str(_plain(value)) for value in field.metadata.get("values", (field.default,)))
+        known = field.metadata
+        quick = known.get("quick") if is_quick else ()
+        values = " ".join(str(_plain(value)) for value in quick or known.get("values", (field.default,)))
         kind = str if field.metadata.get("parse") else value_type(case, field.name)
         text = told.get(field.name) or field.name
         text += "" if "(default: " in text else f" (default: {values})"

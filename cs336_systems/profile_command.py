@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import add_folder, make_parser, parse
 from .console import say
-from .fields import folder_to_write
+from .fields import folder_to_write, require
 
 if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
     from .bench.case import Row
@@ -154,7 +154,8 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
     if tool == "torch":
         for mode in dict.fromkeys(config.modes):
             say(f"the same with Nsight Systems: {shlex.join(nsys_command(config, mode, out))}")
-    say(f"kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are in {out}")
+    files = "kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
+    say(f"{files} in {out}")
 
 
 def _memory(arguments: Sequence[str]) -> int:
@@ -165,8 +166,8 @@ def _memory(arguments: Sequence[str]) -> int:
     parser.set_defaults(_in_lists({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})}))
     options = vars(parse(parser, arguments))
     for name in ("detail", "min_bytes", "warmup"):
-        if options[name] < 0:
-            raise ValueError(f"{name} is {options[name]}: it must be at least 0")
+        require(0 <= options[name] < 1 << 63, name, options[name], "at least 0 and below 2^63")
+    require(options["snapshot"] != "", "snapshot", "", "a file")
     folder, drawn = Path(options["out"]), dict(detail=options["detail"], min_bytes=options["min_bytes"])
     if options["snapshot"] is not None:
         _refuse_workload(parser, options)

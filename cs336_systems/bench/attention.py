@@ -4,7 +4,6 @@ The kernels of a shape take turns, several rounds of them: a GPU that gets hot l
 the other would have the first on a cold card.
 """
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from ..fields import check_types, require, without_groups
+from ..fields import check_types, require, require_at_least, without_groups
 from ..hardware import select_device, use_device
 from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
@@ -33,6 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WORKS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
 """What can be timed, and the matrix products it is. The last one is `attention(q, k, v).sum().backward()`."""
 _SIZE_LIMIT = 1 << 31
+_LONGEST_MS = 3.6e6
 _SLOW_MS = 500  # a call that takes longer is timed in one round only
 
 
@@ -58,9 +58,10 @@ class KernelBench:
     def __post_init__(self) -> None:
         check_types(self, "")
         check_kernel(self.kernel)
-        for name, least in (("rounds", 1), ("warmup_ms", 0), ("rep_ms", 0)):
+        require_at_least(self, "", 1, "rounds")
+        for name in ("warmup_ms", "rep_ms"):
             value = getattr(self, name)
-            require(least <= value < math.inf, name, value, f"at least {least} and finite")
+            require(0 <= value <= _LONGEST_MS, name, value, f"at least 0 and at most {_LONGEST_MS:g}, an hour")
         object.__setattr__(self, "device", resolve_device(self.device))
 
     @property

@@ -74,8 +74,10 @@ def append_row(path: Path, row: Row) -> None:
         try:
             while left:
                 left = left[file.write(left) :]
-        except BaseException:
+        except BaseException as error:
             file.truncate(length)
+            if isinstance(error, OSError):  # which does not say by itself what could not be written
+                raise OSError(error.errno, error.strerror, str(path)) from error
             raise
 
 

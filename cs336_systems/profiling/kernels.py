@@ -15,7 +15,7 @@ from ..bench.ranges import named_range
 from ..bench.timing import Stopwatch, wait_for
 from ..bench.trace import read_trace
 from ..bench.workload import Workbench, Workload
-from ..fields import require
+from ..fields import require, require_at_least
 from ..hardware import check_precision, select_device
 from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
 from .summary import KERNELS_FILE, SPANS, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
@@ -40,8 +40,7 @@ class KernelProfile:
         for mode in self.modes:
             require(mode in SPANS, "modes", mode, f"one or more of {', '.join(SPANS)}")
         require(len(self.modes) > 0, "modes", "", f"one or more of {', '.join(SPANS)}")
-        for name, least in (("warmup", 1), ("steps", 1)):
-            require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+        require_at_least(self, "", 1, "warmup", "steps")
 
     def workload_of(self, mode: str) -> Workload:
         """The workload in one of the modes."""
@@ -138,9 +137,10 @@ def attention_operations(workload: Workload) -> dict[str, int]:
 
 def profile_with_torch(config: KernelProfile, mode: str, out: Path) -> Profiled:
     """Profile one mode with `torch.profiler`; the trace is written to `out`, as `trace_MODE.json.gz`."""
+    trace = out / f"trace_{mode}.json.gz"
+    trace.unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
     bench, annotated = warm_bench(config, mode)
     times = wall_times(bench, config.steps)
-    trace = out / f"trace_{mode}.json.gz"
     profiled_ms = _record(bench, config.steps, trace)
     events = read_trace(trace)
     on_gpu = bench.device.type == "cuda"

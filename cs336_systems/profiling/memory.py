@@ -43,6 +43,8 @@ def profile(
     """
     rows = rows or folder / ROWS_FILE
     check_out(rows)
+    for name in (SNAPSHOT_FILE, PHASES_FILE, PICTURE_FILE, PAGE_FILE, SUMMARY_FILE):
+        (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
     logger.info("recording: %s of size %s", config.mode, config.size)
     try:
         record(config, warmup, folder)

@@ -85,7 +85,7 @@ def _phases(content: Any) -> Phases:
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise _WrongError(f"allocator.{name[:40]} must be an integer from 0 to 2^63 - 1")
     names = [printable(name) for name in names]
-    rest = {name: content[name] for name in ("counts", *optional)}
+    rest = {name: content.get(name) for name in ("counts", *optional)}
     return Phases(names=tuple(names), boundaries_us=tuple(times), held=held, **rest)
 
 

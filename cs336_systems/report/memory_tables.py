@@ -35,9 +35,9 @@ def memory_table(rows: Sequence[Row]) -> str:
             row.variant + failed,
             str(config.get("attention", "-")),
             str(config.get("precision", "-")),
-            fields.number("metrics.peak_bytes", ".3f", 2**30),
+            fields.number("metrics.peak_bytes", ".3g", 2**30),
             str(fields.get("metrics.peak_phase")),
-            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3f", 2**30) if known else "-" for name in SHOWN),
+            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3g", 2**30) if known else "-" for name in SHOWN),
         )
 
     header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *SHOWN]

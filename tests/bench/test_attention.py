@@ -142,6 +142,7 @@ def test_all_kernels_of_a_shape_are_one_group_at_the_published_shapes() -> None:
         (dict(rounds=0), "rounds is 0"),
         (dict(rep_ms=float("inf")), "rep_ms is inf"),
         (dict(rep_ms=-1.0), "rep_ms is -1.0"),
+        (dict(rep_ms=1e300), "rep_ms is 1e[+]300: it must be at least 0 and at most 3.6e[+]06, an hour"),
     ],
 )
 def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
@@ -207,7 +208,7 @@ def test_options_win_over_quick(tmp_path: Path) -> None:
         (["--rep_ms", "-1"], "rep_ms is -1"),
         (["--device", "tpu"], "device is 'tpu'"),
         (["--shapes", "1x1x1x4294967296"], "shape is '1x1x1x4294967296'"),
-        (["--out", "TMP/file"], "out is 'TMP/file/kernels.jsonl'"),
+        (["--out", "TMP/file"], "out is 'TMP/file': it must be a folder"),
         (["--out", "/proc"], "out is '/proc/kernels.jsonl'"),
     ],
 )

@@ -3,6 +3,8 @@
 import contextlib
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,10 +21,11 @@ import torch
 
 from cs336_systems.bench import outcome, worker
 from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.cases import flash
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
-from cs336_systems.bench_command import _disturbed
+from cs336_systems.bench_command import _disturbed, _parser
 from cs336_systems.cli import main
 
 from . import accidents_together
@@ -358,3 +361,24 @@ def test_what_makes_times_doubtful_is_said() -> None:
     assert said(quiet, quiet | {"slowed_by": ["heat", "power cap"]}) == "; the GPU was slowed by heat, power cap"
     others = "; other processes on the GPU, which take its time: 2"
     assert said(quiet | {"other_processes": 2}, quiet) == said(quiet, quiet | {"other_processes": 2}) == others
+
+
+def test_a_file_of_rows_that_cannot_grow_is_named(tmp_path: Path) -> None:
+    path, row = tmp_path / "rows.jsonl", Row(case="c", variant="v", config={"long": "x" * 900}, env={})
+    append_row(path, row)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            append_row(path, row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert read_rows(path) == [row]
+
+
+def test_a_quick_help_has_the_quick_defaults() -> None:
+    whole, quick = (" ".join(_parser(flash.CASE, is_quick).format_help().split()) for is_quick in (False, True))
+    assert "(default: 128 256 512" in whole
+    assert "(default: 32 64)" in quick

@@ -1,6 +1,7 @@
 """Lifetimes, categories and peaks of snapshots whose answers were worked out by hand."""
 
 import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,10 @@ def test_sizes_in_words(num_bytes: int, text: str) -> None:
 def test_phases_come_back_as_they_were_saved(tmp_path: Path) -> None:
     phases = one_step()[1]
     phases.save(tmp_path / "phases.json")
+    assert read_phases(tmp_path / "phases.json") == phases
+    content = json.loads((tmp_path / "phases.json").read_text())
+    del content["max_entries"], content["error"]  # None is their value there
+    (tmp_path / "phases.json").write_text(json.dumps(content))
     assert read_phases(tmp_path / "phases.json") == phases
 
 

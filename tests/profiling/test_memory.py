@@ -216,7 +216,10 @@ def test_a_model_that_does_not_fit_is_a_row(tmp_path: Path, monkeypatch: pytest.
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("cs336_systems.profiling.memory.record", too_large)
+    for name in ("timeline.html", "timeline.png", "snapshot.pickle", "phases.json"):  # of an earlier run
+        (tmp_path / name).write_text("")
     row = profile(quick(), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
     assert [row] == read_rows(tmp_path / "rows.jsonl")
     assert row.status == "oom"
     assert "out of memory before the step" in memory_summary(row)
