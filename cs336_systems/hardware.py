@@ -170,7 +170,7 @@ def _other_processes(pynvml: Any, handle: Any) -> int:
     """How many processes compute on a GPU besides this one, which does too and may be known there by another number."""
     try:
         return max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)
-    except pynvml.NVMLError as error:
+    except Exception as error:  # whatever it is, the rest of the state is known
         logger.debug("no processes of the GPU: %s", error)
         return 0
 
