@@ -24,6 +24,7 @@ class Memory:
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
         sizes = [-(-shape.numel() * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT for shape in shapes]
+        sizes[-1] = shapes[-1].numel() * dtype.itemsize  # nothing lies behind it
         parts = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device=device).split(
             [size // dtype.itemsize for size in sizes]
         )

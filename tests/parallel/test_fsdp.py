@@ -221,12 +221,12 @@ def describe() -> dict[str, Any]:
     for name, (shape, first) in strategy.shards().items():
         local = dict(module.named_parameters(remove_duplicate=False))[name].detach()
         memory[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-        rows_bytes[local.data_ptr()] = -(-local.nbytes // Memory.ALIGNMENT) * Memory.ALIGNMENT
+        rows_bytes[local.data_ptr()] = local.nbytes
         assert torch.equal(local, whole[name][first : first + len(local)])
         stride = whole[name].stride()
         tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride, run_check=False)
         assert torch.equal(tensor.full_tensor(), whole[name])
-    assert sum(memory.values()) == sum(rows_bytes.values())
+    assert 0 <= sum(memory.values()) - sum(rows_bytes.values()) < Memory.ALIGNMENT * len(rows_bytes)
     found = strategy.gather_full_params()
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
