@@ -34,13 +34,14 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
 
 def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
-    """`ring_seconds` over so many of a card."""
-    return ring_seconds(kind, nbytes, world_size, *_alpha_beta(card))
+    """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: alpha o / 2, beta w.
 
-
-def _alpha_beta(card: Card) -> tuple[float, float]:
-    """Of a card whose all-reduce between two takes o + bytes / w = 2 (alpha + bytes / (2 beta)): o / 2 and w."""
-    return card.latency_s / 2, card.link
+    An all-reduce costs o over more as well: small tensors NCCL does not send round a ring, and of 1 MB four H200 take no
+    longer than two (results/h200/all-reduce.jsonl). Gathers and scatters of four do take longer, as a ring's.
+    """
+    if kind == "all-reduce" and world_size > 1:
+        return card.latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)
+    return ring_seconds(kind, nbytes, world_size, card.latency_s / 2, card.link)
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,24 @@ class Sent:
 
 
 def sent(job: Job, card: Card) -> Sent:
-    """What is sent in a step, by `ring_seconds`, the time of bytes and the overhead of calls apart.
+    """What is sent in a step, by `collective_seconds`, the time of bytes and the overhead of calls apart.
 
     Data parallelism all-reduces all gradients; FSDP gathers weights forward and backward and reduce-scatters gradients,
     in the type of computation.
     """
     n, w = num_parameters(job.shape), job.world_size
-    alpha, beta = _alpha_beta(card)
     gather_share = (w - 1) / w
     if job.is_sharded:
         nbytes, calls = job.number_bytes * n, 3 * (job.shape.num_layers + 2)
-        one = ring_seconds("all-gather", nbytes, w, 0, beta)
+        one = ring_seconds("all-gather", nbytes, w, 0, card.link)
         volume, working = 3 * gather_share * nbytes, f"3 x {job.number_bytes} N ({w} - 1) / {w}"
         last = one / (job.shape.num_layers + 2)
-        return Sent(3 * one, calls * (w - 1) * alpha, last, calls, volume, volume, working)
+        overhead = calls * collective_seconds("all-gather", 0, w, card)
+        return Sent(3 * one, overhead, last, calls, volume, volume, working)
     size = 4 if job.grad_dtype == "same" else NUMBER_BYTES[job.grad_dtype]
     nbytes, calls = size * n, num_calls(job)
-    seconds = ring_seconds("all-reduce", nbytes, w, 0, beta)
-    overhead = calls * ring_seconds("all-reduce", 0, w, alpha, beta)
+    seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)
+    overhead = calls * collective_seconds("all-reduce", 0, w, card)
     volume = 2 * gather_share * nbytes
     return Sent(seconds, overhead, seconds / calls, calls, volume, volume, f"2 x {size} N ({w} - 1) / {w}")
 
@@ -129,10 +130,9 @@ def bucket_overhead(nbytes: float, bandwidth: float, overhead_s: float, bucket_b
 def all_reduce_cost(card: Card, world_size: int) -> tuple[float, float]:
     """Overhead o in s and bandwidth w in bytes/s of an all-reduce over so many of a card, by what two reach.
 
-    A ring of more sends more, in more steps: (w - 1) times the overhead, and 2 (w - 1) / w bytes a byte.
+    As `collective_seconds` has it: a ring of more sends 2 (w - 1) / w bytes a byte, and a call costs what it costs two.
     """
-    others = world_size - 1
-    return card.latency_s * others, card.link * world_size / (2 * others)
+    return card.latency_s, card.link * world_size / (2 * (world_size - 1))
 
 
 def overhead_sections(
