@@ -37,7 +37,8 @@ class _Ended(KeyboardInterrupt):
 
 
 def _end(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # the next one is not to disturb what is put in order now
+    for each in (signal.SIGTERM, signal.SIGHUP):  # the next one is not to disturb what is put in order now
+        signal.signal(each, signal.SIG_IGN)
     raise _Ended(number)
 
 

@@ -136,7 +136,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
     """Clocks in MHz, temperature in degrees Celsius, power in W, and what slows a GPU down now; empty if unknown.
 
     What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is none. Other processes
-    that use the GPU are counted, since they take its time; a system that does not tell has none.
+    that use the GPU are counted, where the system tells, since they take its time.
     """
     if device.type != "cuda":
         return {}
@@ -157,7 +157,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
                     for name, reason in _SLOWED_BY.items()
                     if active & getattr(pynvml, f"nvmlClocksEventReason{name}")
                 ],
-                "other_processes": _other_processes(pynvml, handle),
+                **_other_processes(pynvml, handle),
             }
         finally:
             pynvml.nvmlShutdown()
@@ -166,13 +166,13 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
         return {}
 
 
-def _other_processes(pynvml: Any, handle: Any) -> int:
+def _other_processes(pynvml: Any, handle: Any) -> dict[str, int]:
     """How many processes compute on a GPU besides this one, which does too and may be known there by another number."""
     try:
-        return max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)
+        return {"other_processes": max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)}
     except Exception as error:  # whatever it is, the rest of the state is known
         logger.debug("no processes of the GPU: %s", error)
-        return 0
+        return {}
 
 
 def _version(package: str) -> str | None:

@@ -33,7 +33,7 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "activation_checkpointing": (str, "none, block, first_K, every_K or groups_K (default: none)."),
     "compile": (bool, "torch.compile, block by block."),
     "cuda_graph": (bool, "The step recorded as a CUDA graph."),
-    "strategy": (str, "How GPUs share the work (default: none, or bucketed for several)."),
+    "strategy": (str, "How GPUs share the work (default: none, or for several overlap in groups of 100)."),
     "world_size": (int, "GPUs (default: 1)."),
     "shard_optimizer": (bool, "Each GPU keeps the optimizer's state of its part."),
     "bucket_size_mb": (
@@ -85,7 +85,7 @@ def _job(options: Any) -> Job:
     """The job of some options. Raises ValueError naming the option that is wrong."""
     given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
     if "strategy" not in given and given.get("world_size", 1) > 1:
-        given["strategy"] = "bucketed"
+        given = {"strategy": "overlap", "bucket_size_mb": 100.0} | given  # auto's of `cs336 train`
     model = {name: value for name in _MODEL if (value := getattr(options, name)) is not None}
     own = set(model) & {"d_model", "d_ff", "num_layers", "num_heads"}
     size = options.size or (None if own else "small")

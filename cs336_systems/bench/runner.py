@@ -78,14 +78,20 @@ def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> G
                 for config in [config for config in kept if is_of(row, config)]:
                     so_far = kept.pop(config)
                     if row.status != "ok":
-                        append_row(path, so_far)
+                        _append_unless_known(path, so_far, config)
                 yield row
             # After a failure the others begin anew: until they have come as far, there is more in the row of before.
             elif of not in kept or row.config["rounds"] >= kept[of].config["rounds"]:
                 kept[of] = row
     finally:
-        for row in kept.values():
-            append_row(path, row)
+        for config, row in kept.items():
+            _append_unless_known(path, row, config)
+
+
+def _append_unless_known(path: Path, row: Row, config: Any) -> None:
+    """Append a row of fewer rounds, but not behind one of all rounds, in the place of which it would be shown."""
+    if not any(is_of(known, config) and known.status == "ok" for known in (read_rows(path) if path.exists() else [])):
+        append_row(path, row)
 
 
 def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:

@@ -87,10 +87,13 @@ class Watchdog:
 
     STUCK_S = 600.0
     """How much longer than the limit Python may stand still after a transfer: as long as a call on a slow disk."""
+    _PATIENCE = 3
+    """Turns of the thread with the clock in which the one that asks has not had one: then it hangs."""
 
     def __init__(self, timeout_s: float, device: torch.device) -> None:
         self._timeout_s, self._device, self._stopped = timeout_s, device, threading.Event()
         self._pause_s = min(1.0, timeout_s / 4)
+        self._turns = 0  # of the thread that asks
         self._under_way: deque[Watched] = deque()
         for work, name in ((self._ask, "watchdog asking"), (self._watch, "watchdog")):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -107,19 +110,33 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
                 while self._under_way and self._under_way[0].done():
                     self._under_way.popleft()
+            self._turns += 1
 
     def _watch(self) -> None:
+        late: Watched | None = None
+        armed = False
         while not self._stopped.wait(self._pause_s):
-            try:
-                oldest = self._under_way[0]
-            except IndexError:
+            oldest = self._oldest()
+            if oldest is None and armed:
                 faulthandler.cancel_dump_traceback_later()
-                continue
-            faulthandler.dump_traceback_later(self._timeout_s + self.STUCK_S, exit=True, file=2)
-            # What was done in time is gone after another turn of the thread that asks.
-            if time.monotonic() - oldest.started > self._timeout_s + 2 * self._pause_s:
+            elif oldest is not None:
+                faulthandler.dump_traceback_later(self._timeout_s + self.STUCK_S, exit=True, file=2)
+            armed = oldest is not None
+            if oldest is None or time.monotonic() - oldest.started <= self._timeout_s:
+                late = None
+            elif oldest is not late:
+                # Where all stood still, a suspended machine say, it may be done: the other thread is to ask first.
+                late, turns, waited = oldest, self._turns, 0
+            elif self._turns > turns + 1 or (waited := waited + 1) > self._PATIENCE:
                 self._end(oldest.what)
-        faulthandler.cancel_dump_traceback_later()
+        if armed:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _oldest(self) -> Watched | None:
+        try:
+            return self._under_way[0]
+        except IndexError:
+            return None
 
     def _end(self, what: str) -> None:
         message = f"{_place(what)} was not done after {self._timeout_s:g} s: another rank is gone or hangs"

@@ -37,7 +37,7 @@ def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) ->
     """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: alpha o / 2, beta w.
 
     An all-reduce costs o over more as well: NCCL does not send small tensors round a ring, and of 1 MB four H200 take
-    no longer than two (results/h200/all-reduce.jsonl). Gathers and scatters of four do take longer, as a ring's.
+    no longer than two (results/h200/all-reduce.jsonl). Gathers and scatters of four do take longer.
     """
     if kind == "all-reduce" and world_size > 1:
         return card.latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)

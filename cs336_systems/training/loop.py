@@ -317,10 +317,10 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def close(self) -> None:
-        """Stop the background thread, and forget what was recorded."""
-        self.loader.close()
+        """Forget what was recorded, and stop the background thread. There are no steps afterwards."""
         if self._recorded is not None:
             self._recorded.close()
+        self.loader.close()
 
     def memory_bytes(self) -> int:
         """Peak memory: of the GPU's allocator, or of the process on a CPU."""

@@ -175,6 +175,21 @@ def test_what_hangs_when_it_is_asked_is_told(told: list[str]) -> None:
     Stuck.end.set()
 
 
+def test_what_is_done_while_all_stood_still_is_not_told(told: list[str]) -> None:
+    class Done:
+        what, started = "replay", time.monotonic() - 1000  # long ago for the clock
+
+        def done(self) -> bool:
+            return True
+
+    assert comm._watchdog is not None
+    for _ in range(10):
+        comm._watchdog.watch(Done())
+        ctypes.PyDLL(None).usleep(100_000)  # which lets no thread run
+    time.sleep(3 * LIMIT_S)  # as below
+    assert told == []
+
+
 def stand_still() -> None:
     """Have a transfer under way, and then keep all threads from running Python."""
     failure.Watchdog.STUCK_S = 0.1

@@ -236,6 +236,13 @@ def describe() -> dict[str, Any]:
     return {name: (first, len(named[name])) for name, (_, first) in strategy.shards().items()}
 
 
+def test_shards_of_a_unit_lie_on_one_memory() -> None:
+    units = FSDP(build("transformer"))._units
+    assert max(len(unit.weights) for unit in units) > 1
+    for unit in units:
+        assert len({weight.shard.untyped_storage().data_ptr() for weight in unit.weights}) == 1
+
+
 def test_shards_lie_as_torch_chunk_and_dtensor_have_them() -> None:
     places = run_ranks(describe, 4)
     assert "first.bias" not in places[0]

@@ -282,7 +282,7 @@ def test_the_state_of_a_gpu_is_that_of_the_one_with_its_uuid(monkeypatch: pytest
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", not_told)
-    assert hardware.gpu_state(torch.device("cuda", 1)) == state | {"other_processes": 0}
+    assert hardware.gpu_state(torch.device("cuda", 1)) == {k: v for k, v in state.items() if k != "other_processes"}
 
 
 def test_a_gpu_that_does_not_tell_its_state_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_a_real_gpu_tells_its_state() -> None:
     assert 200 < state["sm_mhz"] < 5000
     assert 10 < state["temperature_c"] < 120
     assert isinstance(state["slowed_by"], list)
-    assert state["other_processes"] >= 0
+    assert isinstance(state["other_processes"], int)
 
 
 def test_with_index_numbers_only_a_gpu_that_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

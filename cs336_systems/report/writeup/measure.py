@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...console import say
+from ...console import ended_in_order, say
 from ...hardware import gpu_count
 from .problem import Problem
 from .problems import PROBLEMS
@@ -42,7 +42,9 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
             more = ["--out", str(half)]
         words = [*shlex.split(command), *more]
         say(f"cs336 {shlex.join(words)}")
-        if subprocess.run([sys.executable, "-m", "cs336_systems", *words], check=False).returncode != 0:
+        with ended_in_order():  # with what it has started
+            code = subprocess.run([sys.executable, "-m", "cs336_systems", *words], check=False).returncode
+        if code != 0:
             failed.append(f"cs336 {command}")
         elif half.exists():
             half.rename(done)
