@@ -339,3 +339,17 @@ def test_what_holds_no_streams_is_named(content: str, tmp_path: Path) -> None:
         streams_table([step])
     with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
         streams_table([tmp_path / "missing.json"])
+
+
+def test_a_row_of_fewer_rounds_does_not_stand_behind_one_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naive, flat = configs = quick("naive", "flat", rounds=3)
+    path = tmp_path / "rows.jsonl"
+    append_row(path, of_rounds(naive, 3))
+    monkeypatch.setattr(
+        runner, "Worker", lambda *_: Measuring(of_rounds(naive, 1), of_rounds(flat, 1), KeyboardInterrupt())
+    )
+    with pytest.raises(KeyboardInterrupt):
+        list(runner.run_case(CASE, configs, path))
+    assert [(row.variant, row.config["rounds"]) for row in read_rows(path)] == [("naive", 3), ("flat", 1)]
