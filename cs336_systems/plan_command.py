@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import make_parser, parse
+from .config import ParallelConfig
 from .fields import require
 from .model_config import ModelConfig
 from .planner.cards import CARDS, Card, fit_transfer, get_card
@@ -84,8 +85,9 @@ def _card(options: Any) -> Card:
 def _job(options: Any) -> Job:
     """The job of some options. Raises ValueError naming the option that is wrong."""
     given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
-    if "strategy" not in given and given.get("world_size", 1) > 1:
-        given = {"strategy": "overlap", "bucket_size_mb": 100.0} | given  # auto's of `cs336 train`
+    if "strategy" not in given and (world_size := given.get("world_size", 1)) > 1:
+        auto = ParallelConfig()
+        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
     model = {name: value for name in _MODEL if (value := getattr(options, name)) is not None}
     own = set(model) & {"d_model", "d_ff", "num_layers", "num_heads"}
     size = options.size or (None if own else "small")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..hardware import gpu_state, use_device
+from ..hardware import gpu_state, use_device, with_index
 from .case import Row
 from .sweep import as_json
 
@@ -52,7 +52,7 @@ def attempt(
 
 def current_gpu_state() -> dict[str, Any]:
     """`gpu_state` of the current GPU; {} where this process has not begun to use one."""
-    return gpu_state(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_initialized() else {}
+    return gpu_state(with_index(torch.device("cuda"))) if torch.cuda.is_initialized() else {}
 
 
 def with_gpu_states(row: Row, before: dict[str, Any], after: dict[str, Any]) -> Row:

@@ -80,8 +80,7 @@ class Weight:
         self.padded = torch.Size((world_size * self.piece[0], *self.shape[1:]))
         self.first_row = min(comm.rank() * self.piece[0], rows)
         parameter.grad = None
-        mine = parameter.data[self.first_row : self.first_row + self.piece[0]]
-        parameter.data = mine.clone(memory_format=torch.contiguous_format)
+        parameter.data = parameter.data[self.first_row : self.first_row + self.piece[0]]  # its unit copies them
 
     def lay(self, room: Tensor) -> None:
         """Let the whole weight be on this tensor."""
@@ -104,17 +103,17 @@ class Unit:
         self.name, self.weights = name, weights
         self._waiting = f"wait for gather of {name}"
         device = weights[0].shard.device
+        self._shards: list[Tensor] = [w.shard for w in weights]
+        # On one memory: of each tensor of its own the GPU's allocator may keep up to 1 MB beyond its end.
+        together = Memory([shard.shape for shard in self._shards], self._shards[0].dtype, device)
+        for shard, place in zip(self._shards, together.tensors, strict=True):
+            shard.data = place.copy_(shard.data)
         self.whole = Memory([w.padded for w in weights], dtype, device)
         for weight, room in zip(weights, self.whole.tensors, strict=True):
             weight.lay(room)
         self.whole.give_back()
         self._places = [(parameters, key, w.full, w.shard) for w in weights for parameters, key in w.owners]
         self._registered = False  # whether modules have the whole weights
-        self._shards: list[Tensor] = [w.shard for w in weights]
-        # On one memory: of each tensor of its own the GPU's allocator may keep up to 1 MB beyond its end.
-        together = Memory([shard.shape for shard in self._shards], self._shards[0].dtype, device)
-        for shard, place in zip(self._shards, together.tensors, strict=True):
-            shard.data = place.copy_(shard.data)
         self._pieces = Parcel(self._shards, [w.piece for w in weights], dtype)
         self._present = False  # whole, or under way
         self._gather: comm.Transfer | None = None
