@@ -11,6 +11,8 @@ Legend, beyond that of `flash_triton_kernels.py`
     PING_PONG      the warpgroups start their products in turn, so that one has its products while the others have their
                    exponentials
     step           tiles of keys since the program's start; tile `step` is in stage step % STAGES
+    turn           a step in which a product of this step stands beside the scores of the next: all but a tile's last
+    done           tiles of queries since the program's start
     round          step // STAGES: how often its stage was used before. A barrier alternates between two phases: its
                    n-th completion is waited for with phase n & 1, counted from 0, and the other phase does not wait the
                    first time
@@ -60,9 +62,8 @@ def _load(desc, b, h, row, buffers, ready, stage):
     """Has the copy engine fill a stage with the rows from `row`: zero beyond the tensor."""
     bar = ready.index(stage)
     mbarrier.expect(bar, desc.block_type.nbytes)
-    buffer = buffers.index(stage)
-    tile = buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, tile)
+    buffer = buffers.index(stage).reshape(desc.block_type.shape)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, buffer)
 
 
 @gluon.jit
@@ -83,11 +84,11 @@ def _producer(work, BN: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
     BM: gl.constexpr = _ROWS * GROUPS
     num_blocks = gl.cdiv(N_q, BM)
     step = 0
-    turn = 0
+    done = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         b, h, m0, count = _place(tile, num_blocks, num_tiles, H, HEADS_TOGETHER, N_k, BM, BN, CAUSAL)
         for group in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(group), (turn & 1) ^ 1)
+            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
             _load(q_desc, b, h, m0 + group * _ROWS, q_buffers, q_ready, group)
         _load_next(k_desc, b, h, (count - 1) * BN, k_buffers, k_ready, k_empty, step, STAGES)
         for j in range(count - 2, -1, -1):
@@ -96,7 +97,7 @@ def _producer(work, BN: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
             step += 1
         _load_next(v_desc, b, h, 0, v_buffers, v_ready, v_empty, step, STAGES)
         step += 1
-        turn += 1
+        done += 1
 
 
 @gluon.jit
@@ -136,34 +137,35 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, S: gl.constexpr, CAUSAL: gl.co
 
 @gluon.jit
 def _walk(
-    q, p, acc, total, m, k_buffers, v_buffers, barriers, step, lo, hi, first_row, sc, N_k,
+    q, p, acc, total, m, k_buffers, v_buffers, barriers, step, turn, done, lo, hi, first_row, sc, N_k,
     BN: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """The tiles of keys below hi, down to lo. p are the probabilities of the tile before, whose product is not started."""
-    _, _, k_ready, k_empty, v_ready, v_empty, turns = barriers
+    q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     dtype: gl.constexpr = p.dtype
     for j in range(hi - 1, lo - 1, -1):
         if PING_PONG:
-            mbarrier.wait(turns.index(GROUP), (step & 1) ^ (GROUP == 0))
+            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (GROUP == 0))
         scores = _start_scores(q, k_buffers, k_ready, step + 1, S, BN, STAGES)
         output = _start_output(p, acc, v_buffers, v_ready, step, STAGES)
         if PING_PONG:
             mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
         s = warpgroup_mma_wait(1, [scores])
-        mbarrier.arrive(k_empty.index((step + 1) % STAGES))
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * BN, sc, N_k, S, CAUSAL, MASKED)
         p_next = gl.convert_layout(p_next.to(dtype), P)
-        # These values have come. The assembler moves nothing across the loop of a wait, and without it waits for the
-        # product before it begins with the exponentials.
-        mbarrier.wait(v_ready.index(step % STAGES), step // STAGES & 1)
+        # q has long come: this holds nothing up. But the assembler moves nothing across a wait for a barrier, and without
+        # it would wait for the product before it takes the exponentials.
+        mbarrier.wait(q_ready.index(GROUP), done & 1)
         acc, p = warpgroup_mma_wait(0, [output, p_next])
+        mbarrier.arrive(k_empty.index((step + 1) % STAGES))
         mbarrier.arrive(v_empty.index(step % STAGES))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
         step += 1
-    return p, acc, total, m, step
+        turn += 1
+    return p, acc, total, m, step, turn
 
 
 @gluon.jit
@@ -187,13 +189,14 @@ def _consumer(
     q = q_buffers.index(GROUP)
     step = 0
     turn = 0
+    done = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         b, h, m0, count = _place(tile, num_blocks, num_tiles, H, HEADS_TOGETHER, N_k, BM, BN, CAUSAL)
         first_row = m0 + GROUP * _ROWS
         full = count - 1  # tiles of keys that need no mask; the last one is always masked
         if CAUSAL:
-            full = gl.minimum(m0 // BN, full)
-        mbarrier.wait(q_ready.index(GROUP), turn & 1)
+            full = gl.minimum(first_row // BN, full)
+        mbarrier.wait(q_ready.index(GROUP), done & 1)
         scores = _start_scores(q, k_buffers, k_ready, step, S, BN, STAGES)
         s = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_empty.index(step % STAGES))
@@ -202,12 +205,12 @@ def _consumer(
         m = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         p, alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * BN, sc, N_k, S, CAUSAL, True)
         p = gl.convert_layout(p.to(dtype), P)
-        p, acc, total, m, step = _walk(
-            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, full, count - 1, first_row, sc, N_k,
+        p, acc, total, m, step, turn = _walk(
+            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, turn, done, full, count - 1, first_row, sc, N_k,
             BN, GROUP, GROUPS, STAGES, CAUSAL, True, PING_PONG,
         )  # fmt: skip
-        p, acc, total, m, step = _walk(
-            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, 0, full, first_row, sc, N_k,
+        p, acc, total, m, step, turn = _walk(
+            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, turn, done, 0, full, first_row, sc, N_k,
             BN, GROUP, GROUPS, STAGES, CAUSAL, False, PING_PONG,
         )  # fmt: skip
         output = _start_output(p, acc, v_buffers, v_ready, step, STAGES)
@@ -220,12 +223,11 @@ def _consumer(
         o = acc / gl.convert_layout(total, gl.SliceLayout(1, O))[:, None]
         q.store(o.to(dtype))
         fence_async_shared()
-        o_tile = q._reinterpret(dtype, o_desc.block_type.shape, o_desc.layout)
-        tma.async_copy_shared_to_global(o_desc, [b, h, first_row, 0], o_tile)
+        tma.async_copy_shared_to_global(o_desc, [b, h, first_row, 0], q.reshape(o_desc.block_type.shape))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(GROUP))
         step += 1
-        turn += 1
+        done += 1
 
 
 @gluon.jit
