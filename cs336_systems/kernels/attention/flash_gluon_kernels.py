@@ -32,6 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Triton 3.6 has the second name of each, 3.9 the first.
+_copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
 ROWS = 64
 """Queries of a warpgroup: what one matrix instruction takes."""
 _ROWS = gl.constexpr(ROWS)
@@ -63,7 +67,7 @@ def _load(desc, b, h, row, buffers, ready, stage):
     bar = ready.index(stage)
     mbarrier.expect(bar, desc.block_type.nbytes)
     buffer = buffers.index(stage).reshape(desc.block_type.shape)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], bar, buffer)
+    _copy_in(desc, [b, h, row, 0], bar, buffer)
 
 
 @gluon.jit
@@ -145,10 +149,11 @@ def _walk(
     q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    FIRST: gl.constexpr = 1 if GROUP == 0 else 0  # which does not wait for its first turn
     dtype: gl.constexpr = p.dtype
     for j in range(hi - 1, lo - 1, -1):
         if PING_PONG:
-            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (GROUP == 0))
+            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ FIRST)
         scores = _start_scores(q, k_buffers, k_ready, step + 1, S, BN, STAGES)
         output = _start_output(p, acc, v_buffers, v_ready, step, STAGES)
         if PING_PONG:
@@ -223,7 +228,7 @@ def _consumer(
         o = acc / gl.convert_layout(total, gl.SliceLayout(1, O))[:, None]
         q.store(o.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [b, h, first_row, 0], q.reshape(o_desc.block_type.shape))
+        _copy_out(o_desc, [b, h, first_row, 0], q.reshape(o_desc.block_type.shape))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(GROUP))
         step += 1
