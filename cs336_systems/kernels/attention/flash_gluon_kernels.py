@@ -1,9 +1,9 @@
 """The forward pass of `flash_triton` for Hopper in Gluon, as FlashAttention-3 has it (Shah et al. 2024, Algorithm 1).
 
 Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself says what runs
-beside what: one warp loads the tiles of keys and values, and each group of four warps (a warpgroup) walks along them with
-64 queries of its own. A warpgroup starts the product of the next keys, then that of the present values, and takes the
-exponentials of the next scores while the second product runs.
+beside what: one warp loads the tiles of keys and values, and each group of four warps (a warpgroup) walks along them
+with 64 queries of its own. A warpgroup starts the product of the next keys, then that of the present values, and takes
+the exponentials of the next scores while the second product runs.
 
 Legend, beyond that of `flash_triton_kernels.py`
     GROUPS         warpgroups of 64 queries: a program's tile has 64 * GROUPS queries
@@ -11,7 +11,6 @@ Legend, beyond that of `flash_triton_kernels.py`
     PING_PONG      the warpgroups start their products in turn, so that one has its products while the others have their
                    exponentials
     step           tiles of keys since the program's start; tile `step` is in stage step % STAGES
-    turn           a step in which a product of this step stands beside the scores of the next: all but a tile's last
     done           tiles of queries since the program's start
     round          step // STAGES: how often its stage was used before. A barrier alternates between two phases: its
                    n-th completion is waited for with phase n & 1, counted from 0, and the other phase does not wait the
@@ -45,7 +44,9 @@ _LENGTHS = ["H", "N_q", "N_k", "HEADS_TOGETHER", "num_tiles"]
 
 
 @gluon.jit
-def _place(tile, num_blocks, num_tiles, H, HEADS_TOGETHER, N_k, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr):
+def _place(
+    tile, num_blocks, num_tiles, H, HEADS_TOGETHER, N_k, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr
+):
     """The b, h and first query of a tile, and how many tiles of keys it sees.
 
     Heads come in groups whose keys and values fit the L2 cache together, and in a group the longest tiles come first.
@@ -88,8 +89,8 @@ def _producer(work, BN: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
     BM: gl.constexpr = _ROWS * GROUPS
     num_blocks = gl.cdiv(N_q, BM)
     step = 0
-    done = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        done = tile // gl.num_programs(0)
         b, h, m0, count = _place(tile, num_blocks, num_tiles, H, HEADS_TOGETHER, N_k, BM, BN, CAUSAL)
         for group in gl.static_range(GROUPS):
             mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
@@ -101,7 +102,6 @@ def _producer(work, BN: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr
             step += 1
         _load_next(v_desc, b, h, 0, v_buffers, v_ready, v_empty, step, STAGES)
         step += 1
-        done += 1
 
 
 @gluon.jit
@@ -141,11 +141,11 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, S: gl.constexpr, CAUSAL: gl.co
 
 @gluon.jit
 def _walk(
-    q, p, acc, total, m, k_buffers, v_buffers, barriers, step, turn, done, lo, hi, first_row, sc, N_k,
+    q, p, acc, total, m, k_buffers, v_buffers, barriers, step, done, lo, hi, first_row, sc, N_k,
     BN: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys below hi, down to lo. p are the probabilities of the tile before, whose product is not started."""
+    """The tiles of keys below hi, down to lo. p has the probabilities of the tile before, not yet multiplied with v."""
     q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -153,7 +153,7 @@ def _walk(
     dtype: gl.constexpr = p.dtype
     for j in range(hi - 1, lo - 1, -1):
         if PING_PONG:
-            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ FIRST)
+            mbarrier.wait(turns.index(GROUP), ((step - done) & 1) ^ FIRST)  # the last step of a tile has no turn
         scores = _start_scores(q, k_buffers, k_ready, step + 1, S, BN, STAGES)
         output = _start_output(p, acc, v_buffers, v_ready, step, STAGES)
         if PING_PONG:
@@ -161,16 +161,15 @@ def _walk(
         s = warpgroup_mma_wait(1, [scores])
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * BN, sc, N_k, S, CAUSAL, MASKED)
         p_next = gl.convert_layout(p_next.to(dtype), P)
-        # q has long come: this holds nothing up. But the assembler moves nothing across a wait for a barrier, and without
-        # it would wait for the product before it takes the exponentials.
+        # q has long come: this holds nothing up. But the assembler moves nothing across a wait for a barrier, and
+        # without it would wait for the product before it takes the exponentials.
         mbarrier.wait(q_ready.index(GROUP), done & 1)
         acc, p = warpgroup_mma_wait(0, [output, p_next])
         mbarrier.arrive(k_empty.index((step + 1) % STAGES))
         mbarrier.arrive(v_empty.index(step % STAGES))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
         step += 1
-        turn += 1
-    return p, acc, total, m, step, turn
+    return p, acc, total, m, step
 
 
 @gluon.jit
@@ -186,16 +185,15 @@ def _consumer(
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = barriers
     BM: gl.constexpr = _ROWS * GROUPS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     dtype: gl.constexpr = o_desc.dtype
     sc = scale * _LOG2_E
     num_blocks = gl.cdiv(N_q, BM)
     q = q_buffers.index(GROUP)
     step = 0
-    turn = 0
-    done = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        done = tile // gl.num_programs(0)
         b, h, m0, count = _place(tile, num_blocks, num_tiles, H, HEADS_TOGETHER, N_k, BM, BN, CAUSAL)
         first_row = m0 + GROUP * _ROWS
         full = count - 1  # tiles of keys that need no mask; the last one is always masked
@@ -205,17 +203,17 @@ def _consumer(
         scores = _start_scores(q, k_buffers, k_ready, step, S, BN, STAGES)
         s = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_empty.index(step % STAGES))
-        acc = gl.zeros([_ROWS, D], gl.float32, O)
+        acc = gl.zeros([_ROWS, D], gl.float32, OUT)
         total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, S))
         m = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        p, alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * BN, sc, N_k, S, CAUSAL, True)
+        p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * BN, sc, N_k, S, CAUSAL, True)
         p = gl.convert_layout(p.to(dtype), P)
-        p, acc, total, m, step, turn = _walk(
-            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, turn, done, full, count - 1, first_row, sc, N_k,
+        p, acc, total, m, step = _walk(
+            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, done, full, count - 1, first_row, sc, N_k,
             BN, GROUP, GROUPS, STAGES, CAUSAL, True, PING_PONG,
         )  # fmt: skip
-        p, acc, total, m, step, turn = _walk(
-            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, turn, done, 0, full, first_row, sc, N_k,
+        p, acc, total, m, step = _walk(
+            q, p, acc, total, m, k_buffers, v_buffers, barriers, step, done, 0, full, first_row, sc, N_k,
             BN, GROUP, GROUPS, STAGES, CAUSAL, False, PING_PONG,
         )  # fmt: skip
         output = _start_output(p, acc, v_buffers, v_ready, step, STAGES)
@@ -225,14 +223,13 @@ def _consumer(
         L_rows = L + (b * H + h).to(gl.int64) * N_q + rows
         gl.store(L_rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
         # o goes out through the place of q. The copy engine leaves out what is beyond the tensor.
-        o = acc / gl.convert_layout(total, gl.SliceLayout(1, O))[:, None]
+        o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
         q.store(o.to(dtype))
         fence_async_shared()
         _copy_out(o_desc, [b, h, first_row, 0], q.reshape(o_desc.block_type.shape))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(GROUP))
         step += 1
-        done += 1
 
 
 @gluon.jit
