@@ -1,4 +1,7 @@
-"""Compiles the kernels of `flash_triton` for GPUs that need not be there; run by `test_triton_compiles.py`."""
+"""Compiles the kernels of `flash_triton`, and the one in Gluon, for GPUs that need not be there.
+
+Run by `test_triton_compiles.py`.
+"""
 
 import sys
 from typing import Any
@@ -7,7 +10,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
+from cs336_systems.kernels.attention import flash_gluon_kernels
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.flash_triton import Tile, tile_key, tile_table
 
@@ -44,6 +50,36 @@ def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, tma: bool, tile:
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
+def gluon_source(d: int) -> ASTSource:
+    kernel = flash_gluon_kernels.forward_kernel
+    rows = {"q_desc": flash_gluon_kernels.ROWS, "k_desc": 128, "v_desc": 128, "o_desc": flash_gluon_kernels.ROWS}
+    values = dict(BN=128, D=d, GROUPS=2, STAGES=2, CAUSAL=True, PING_PONG=True)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in rows:
+            signature[name] = f"tensordesc<bf16[1, 1, {rows[name]}, {d}],{layout!r}>"
+        elif name in values:
+            signature[name], constants[i,] = "constexpr", values[name]
+        else:
+            signature[name] = {"L": "*fp32", "scale": "fp32"}.get(name, "i32")
+    return GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
+
+
+def compile_gluon() -> None:
+    for d in (64, 128):
+        compiled = triton.compile(
+            gluon_source(d), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168}
+        )
+        assert "setmaxnreg.dec" in compiled.asm["ptx"]
+        # In two walks of two warpgroups: when the scores have come, all exponentials are taken before it is waited for
+        # the product that goes on meanwhile. A thread has 128 / 2 of them and one for each of its two rows.
+        beside = [after.split("DEPBAR.LE gsb0, 0x0")[0] for after in compiled.asm["sass"].split("DEPBAR.LE gsb0, 0x1")]
+        assert [part.count("MUFU.EX2") for part in beside[1:]] == [66] * 4, d
+        print("gluon", d, "compiled")
+
+
 def main(everything: bool) -> None:
     for phase in ("forward", "dq", "dkv", "backward"):
         kernel = getattr(kernels, f"{phase}_kernel")
@@ -62,6 +98,8 @@ def main(everything: bool) -> None:
             assert product in compiled.asm["ptx"], (phase, capability, dtype)
             assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == tma, (phase, capability, dtype)
             print(phase, capability, d, dtype, "compiled")
+    if everything:
+        compile_gluon()
 
 
 if __name__ == "__main__":
