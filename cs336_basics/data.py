@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,9 @@ class TokenFileInfo:
     sha256: str
     tokenizer_sha256: str
     source: str
+
+
+_COUNTS = ("count", "vocab_size")
 
 
 def sha256_of_file(path: str | os.PathLike[str]) -> str:
@@ -115,9 +118,24 @@ def read_info(path: str | os.PathLike[str]) -> TokenFileInfo:
     if not sidecar.is_file():
         raise FileNotFoundError(f"token file {path} has no sidecar {sidecar}")
     try:
-        return TokenFileInfo(**json.loads(sidecar.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"token sidecar {sidecar} cannot be read: {error}") from error
+        content = json.loads(sidecar.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"token sidecar {sidecar} is not JSON: {error}") from error
+    names = [field.name for field in fields(TokenFileInfo)]
+    accepted = f"it must be an object with {', '.join(names)}"
+    if not isinstance(content, dict):
+        raise ValueError(f"token sidecar {sidecar} is no JSON object: {accepted}")
+    for name in names:
+        if name not in content:
+            raise ValueError(f"token sidecar {sidecar} has no {name}: {accepted}")
+    for name, value in content.items():
+        if name not in names:
+            raise ValueError(f"token sidecar {sidecar} has {name!r}: {accepted} only")
+        if name not in _COUNTS and not isinstance(value, str):
+            raise ValueError(f"token sidecar {sidecar}: {name} is {value!r}: it must be text")
+        if name in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(f"token sidecar {sidecar}: {name} is {value!r}: it must be an integer of at least 0")
+    return TokenFileInfo(**content)
 
 
 def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 1) -> npt.NDArray[np.unsignedinteger]:

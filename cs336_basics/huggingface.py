@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -23,6 +24,15 @@ from .tokenizer import END_OF_TEXT, Tokenizer
 
 _NORM_EPS = 1e-5  # of cs336_basics.model.RMSNorm
 
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+"""Our name -> that of Llama's config.json."""
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -92,16 +102,25 @@ def export_hf(
         )
 
 
+def check_export_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a folder with a model that `export_hf` has not written, which it would replace.
+
+    It is known by its config.json: those of others have other fields.
+    """
+    try:
+        found = json.loads(Path(folder, "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    fields = _llama_config(ModelShape(**dict.fromkeys(_SIZES, 1), rope_theta=1.0), None).keys()
+    if Path(folder, "model.safetensors").exists() and not (isinstance(found, dict) and found.keys() == fields):
+        raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
+
+
 def _llama_config(shape: ModelShape, end_of_text_id: int | None) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.context_length,
-        "hidden_size": shape.d_model,
-        "intermediate_size": shape.d_ff,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
+        **{theirs: getattr(shape, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": shape.num_heads,
         "head_dim": shape.d_model // shape.num_heads,
         "hidden_act": "silu",
@@ -143,48 +162,55 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
 
 
 def _read_config(path: Path) -> ModelShape:
+    """The shape in a config.json. Raises FileNotFoundError or ValueError naming it and the field of another kind."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a folder with config.json and model.safetensors is needed")
     try:
-        config = json.loads(path.read_text())
-        heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling") or {}
-        shape = ModelShape(
-            vocab_size=config["vocab_size"],
-            context_length=config["max_position_embeddings"],
-            d_model=config["hidden_size"],
-            d_ff=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        )
-        # Each with the value that LlamaConfig takes where the field is absent.
-        required = {
-            "model_type": ("llama", config.get("model_type")),
-            "num_key_value_heads": (heads, config.get("num_key_value_heads") or heads),
-            "head_dim": (shape.d_model // heads, config.get("head_dim") or shape.d_model // heads),
-            "hidden_act": ("silu", config.get("hidden_act", "silu")),
-            "rms_norm_eps": (_NORM_EPS, config.get("rms_norm_eps", 1e-6)),
-            "partial_rotary_factor": (
-                1.0,
-                rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
-            ),
-            "attention_bias": (False, config.get("attention_bias", False)),
-            "mlp_bias": (False, config.get("mlp_bias", False)),
-            "tie_word_embeddings": (False, config.get("tie_word_embeddings", False)),
-            "rope type": ("default", scaling.get("rope_type", scaling.get("type", rope.get("rope_type", "default")))),
-        }
-    except (ValueError, KeyError, AttributeError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} cannot be read as a Llama configuration: {type(error).__name__} {error}") from error
-    for name, value in asdict(shape).items():
-        kinds = (int, float) if name == "rope_theta" else (int,)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < float("inf"):
-            raise ValueError(f"{path}: {name} is {value!r}: it must be a positive number")
-    for name, (accepted, found) in required.items():
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object: it must be the configuration of a Llama model")
+    for name in ("model_type", *_SIZES.values()):
+        if name not in config:
+            raise ValueError(f"{path} has no {name}: it must be the configuration of a Llama model")
+        value = config[name]
+        if name != "model_type" and not (_is_positive(value) and isinstance(value, int)):
+            raise ValueError(f"{path}: {name} is {value!r}: it must be a positive integer")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ValueError(f"{path}: {name} is {config[name]!r}: it must be an object or null")
+    rope = config.get("rope_parameters") or {}
+    theta: Any = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not _is_positive(theta):
+        raise ValueError(f"{path}: rope_theta is {theta!r}: it must be a positive number")
+    shape = ModelShape(**{ours: config[theirs] for ours, theirs in _SIZES.items()}, rope_theta=float(theta))
+    for name, (accepted, found) in _what_is_fixed(config, shape).items():
         if found != accepted:
             raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")
     return shape
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 63
+
+
+def _what_is_fixed(config: dict[str, Any], shape: ModelShape) -> dict[str, tuple[Any, Any]]:
+    """What this model has no choice of: the only value, and that of config.json, or LlamaConfig's where it has none."""
+    rope, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    heads, head_dim = shape.num_heads, shape.d_model // shape.num_heads
+    return {
+        "model_type": ("llama", config["model_type"]),
+        "num_key_value_heads": (heads, config.get("num_key_value_heads") or heads),
+        "head_dim": (head_dim, config.get("head_dim") or head_dim),
+        "hidden_act": ("silu", config.get("hidden_act", "silu")),
+        "rms_norm_eps": (_NORM_EPS, config.get("rms_norm_eps", 1e-6)),
+        "partial_rotary_factor": (1.0, rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))),
+        "attention_bias": (False, config.get("attention_bias", False)),
+        "mlp_bias": (False, config.get("mlp_bias", False)),
+        "tie_word_embeddings": (False, config.get("tie_word_embeddings", False)),
+        "rope type": ("default", scaling.get("rope_type", scaling.get("type", rope.get("rope_type", "default")))),
+    }
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import add_folder, make_parser, parse
-from .console import say
+from .console import ended_in_order, say
 
 if TYPE_CHECKING:  # the rest, and with it PyTorch, when something is measured: --help is to be quick
     from .bench.case import Row
@@ -66,7 +66,7 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
     from .bench.sweep import describe_among
 
     describe, rows = describe_among(configs), []
-    with _Progress() as progress:
+    with ended_in_order(), _Progress() as progress:
         settings: dict[str, Any] = {"resume": options.resume, "timeout_s": options.timeout_s, "progress": progress}
         try:
             for row in run_case(case, configs, path, isolated=False if options.quick else None, **settings):

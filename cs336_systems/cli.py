@@ -80,7 +80,10 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
 
 def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """The arguments with --config in front, so that fields of the command line win wherever they stand."""
+    """The arguments with --config in front, so that fields of the command line win wherever they stand.
+
+    With a file's text instead of its name: a pipe can be read once.
+    """
     files, others = [], []
     while arguments:
         word = arguments.pop(0)
@@ -90,9 +93,7 @@ def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[st
             files.append(word.removeprefix("--config="))
         else:
             others.append(word)
-    for file in files:
-        _check_config_file(Path(file), parser)
-    return [word for file in files for word in ("--config", file)] + others
+    return [word for file in files for word in ("--config", _config_text(Path(file), parser))] + others
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -103,12 +104,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_config_file(path: Path, parser: ArgumentParser) -> None:
-    """Raise ValueError or FileNotFoundError naming the file, and the field, for one that is no configuration."""
+def _config_text(path: Path, parser: ArgumentParser) -> str:
+    """What a file holds. Raises ValueError or FileNotFoundError naming it, and the field, where it cannot be used."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=_once)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -120,6 +122,7 @@ def _check_config_file(path: Path, parser: ArgumentParser) -> None:
         for field in fields:
             if field not in field_names(parser):
                 raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
+    return text
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:
@@ -190,9 +193,24 @@ def _export(arguments: Sequence[str]) -> int:
         "--format", choices=["hf"], default="hf", help="hf: what LlamaForCausalLM.from_pretrained loads."
     )
     parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
+    parser.add_argument(
+        "--overwrite",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="Also replace a model in --out that is no earlier export.",
+    )
     options = parse(parser, arguments)
+    from cs336_basics.huggingface import check_export_folder
+
     from .training.load import export_run
 
+    if options.out is not None and not options.overwrite:
+        try:
+            check_export_folder(options.out)
+        except ValueError as error:
+            raise ValueError(f"{error}, or --overwrite true") from error
     checkpoint, out = export_run(options.run, options.out)
     print(f"{checkpoint} -> {out}")
     return 0
@@ -256,24 +274,23 @@ def make_report(arguments: Sequence[str]) -> str:
         failed = measure_missing(Path(options.results)) if options.measure else []
         lines = [*write_writeup(Path(options.results), out), *(f"not measured, see above: {each}" for each in failed)]
         return "\n".join(map(str, lines))
-    from .bench.case import read_rows
-    from .report.documents import update_document
+    from .report.documents import update_documents
     from .report.headline import headline, write_pictures
     from .report.streams import plot_streams, streams_table
     from .report.tables import plot_runs, runs_table, summary_block
-    from .report.views import rows_table, write_views
+    from .report.views import rows_table, show_files, write_views
 
     paths = [Path(path) for path in options.paths]
     if options.what == "update":
-        changed = {path: update_document(path, make_report) for path in paths}
-        return "\n".join(f"{path}: {'made again' if new else 'up to date'}" for path, new in changed.items())
+        return "\n".join(update_documents(paths, make_report))
     if options.plot and options.what not in ("runs", "streams"):
         raise ValueError(f"plot is {options.plot!r}: it must be left out with {options.what}")
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
-    if options.what in ("rows", "tables"):
-        rows = [row for path in paths for row in read_rows(path)]
-        return rows_table(rows) if options.what == "rows" else "\n".join(map(str, write_views(rows, out)))
+    if options.what == "rows":
+        return show_files(paths, rows_table)
+    if options.what == "tables":
+        return "\n".join(map(str, show_files(paths, lambda rows: write_views(rows, out))))
     if options.what == "headline":
         table = headline(paths)
         return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table

@@ -357,8 +357,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        is_path = self.run_dir is None or (self.run_dir.strip() != "" and "\0" not in self.run_dir)
-        require(is_path, "run_dir", self.run_dir, "the path of a folder, or left out")
+        paths = {"run_dir": "the path of a folder, or left out", "resume": "none, auto or a checkpoint"}
+        for name, accepted in paths.items():
+            path = getattr(self, name)
+            require(path is None or (path.strip() != "" and "\0" not in path), name, path, accepted)
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
         room = self.model.shape.context_length - 1
@@ -393,12 +395,12 @@ class RunConfig:
                 f"auto, cpu or cuda: each of {world_size} processes takes a GPU of its own",
             )
         if train.cuda_graph:
-            sharded_or_others = ("fsdp", "torch_fsdp", "torch_ddp")
+            peers = ("torch_fsdp", "torch_ddp")
             require(
-                parallel.strategy not in sharded_or_others,
+                parallel.strategy not in peers,
                 "parallel.strategy",
                 parallel.strategy,
-                f"none of {', '.join(sharded_or_others)} with train.cuda_graph",
+                f"none of {', '.join(peers)} with train.cuda_graph",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 import contextlib
 import logging
 import os
+import signal
+import threading
+from collections.abc import Iterator
 
 READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 
@@ -23,6 +26,39 @@ def say(line: str) -> None:
 
     with contextlib.suppress(*READER_GONE):
         rich.get_console().print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal that ends this process, as an interrupt; SystemExit would be lost in `say`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+def _end(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # the next one is not to disturb what is put in order now
+    raise _Ended(number)
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM and a hang-up end what is done here as an interrupt does, so that its processes and folders go with it.
+
+    By default they end this process at once. Afterwards it exits, with the code that a shell would have seen.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                before[number] = signal.signal(number, _end)
+    try:
+        yield
+    except _Ended as ended:
+        raise SystemExit(ended.exit_code) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _ConsoleHandler(logging.Handler):

@@ -60,6 +60,13 @@ def use_device(name: str) -> torch.device:
     return device
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number, where it is a GPU: without one it is the current one, and each thread has its own."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def use_device_in_thread(device: torch.device) -> None:
     """Make the device that the process uses this new thread's too, which begins on GPU 0.
 

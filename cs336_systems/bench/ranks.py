@@ -21,7 +21,7 @@ from ..parallel import comm
 from ..training.launch import one_of_several, run_processes, use_device_of_rank
 from .case import Row, append_row, read_rows
 from .outcome import current_gpu_state, failed, with_gpu_states
-from .sweep import as_json, is_of
+from .sweep import as_json, is_of, is_of_fewer_rounds
 from .worker import SCRATCH
 
 OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]
@@ -34,7 +34,8 @@ _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
     """The `measure` of the case of this module: one launch of processes measures its configurations.
 
-    Where one of them ends it, that is a row too, and the others are measured in another launch.
+    Where one of them ends it, that is a row too, and the others are measured in another launch. Before the last round
+    there are rows of the rounds so far (`is_of_fewer_rounds`).
     """
 
     def measure(configs: Sequence[Any]) -> Iterator[Row]:
@@ -46,7 +47,8 @@ def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
                 (folder / _CONFIGS).write_text(json.dumps([asdict(config) for config in asked]))
                 try:
                     for row in _launch(module, asked[0].devices, folder):
-                        left.remove(next(config for config in left if is_of(row, config)))
+                        if not any(is_of_fewer_rounds(row, config) for config in left):
+                            left.remove(next(config for config in left if is_of(row, config)))
                         yield row
                     return
                 except Exception as error:  # whatever the first rank to fail has raised

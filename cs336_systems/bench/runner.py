@@ -1,14 +1,15 @@
 """Measures the configurations of a case, one group after another, and keeps every row as it comes."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from ..hardware import gpu_count, gpu_name
 from .case import Row, append_row, read_rows
 from .outcome import failed
-from .sweep import Case, as_json, describe_among, groups, is_of
+from .sweep import Case, as_json, describe_among, groups, is_of, is_of_fewer_rounds
 from .worker import Worker, WorkerEndedError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def run_case(
     resume: leave out what the file has rows of this machine's GPUs of, but for those that are errors. timeout_s: for
     each configuration. isolated: whether each group has a process of its own (default: as the case says). progress:
     called with the number of configurations done, that of all, and the one at work, as `describe_among` all of them.
+    Where what takes turns ends before its last round, rows of the rounds that were over are appended, and not yielded.
     """
     known = read_rows(path) if path.exists() else []  # also where none counts: a damaged file is refused beforehand
     known = known if resume else []
@@ -45,11 +47,12 @@ def run_case(
             _tell(case, missing, configs, len(configs) - _count(missing, waiting))
             try:
                 progress(len(configs) - _count(missing, waiting), len(configs), describe(missing[0]))
-                for row in workplace.worker().measure(missing, timeout_s):
-                    append_row(path, row)
-                    missing = [config for config in missing if not is_of(row, config)]
-                    progress(len(configs) - _count(missing, waiting), len(configs), describe(row.config))
-                    yield row
+                with closing(_of_all_rounds(workplace.worker().measure(missing, timeout_s), missing, path)) as rows:
+                    for row in rows:
+                        append_row(path, row)
+                        missing = [config for config in missing if not is_of(row, config)]
+                        progress(len(configs) - _count(missing, waiting), len(configs), describe(row.config))
+                        yield row
             except WorkerEndedError as error:
                 workplace.leave()
                 if len(missing) > 1:  # one of them has ended it: each by itself
@@ -60,6 +63,29 @@ def run_case(
                     yield row
             workplace.tidy()
             progress(len(configs) - _count(waiting), len(configs), "")
+
+
+def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> Generator[Row]:
+    """The rows but for those of fewer rounds, which are kept and written where those of all rounds do not come.
+
+    Whatever the reason: an interrupt, a failure, the end of the process that measures.
+    """
+    kept: dict[Any, Row] = {}
+    try:
+        for row in rows:
+            of = next((config for config in configs if is_of_fewer_rounds(row, config)), None)
+            if of is None:
+                for config in [config for config in kept if is_of(row, config)]:
+                    so_far = kept.pop(config)
+                    if row.status != "ok":
+                        append_row(path, so_far)
+                yield row
+            # After a failure the others begin anew: until they have come as far, there is more in the row of before.
+            elif of not in kept or row.config["rounds"] >= kept[of].config["rounds"]:
+                kept[of] = row
+    finally:
+        for row in kept.values():
+            append_row(path, row)
 
 
 def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:

@@ -144,6 +144,14 @@ def is_of(row: Row, config: Any) -> bool:
     return all(row.config.get(name) == value for name, value in as_json(config).items())
 
 
+def is_of_fewer_rounds(row: Row, config: Any) -> bool:
+    """Whether a row is of this configuration but for its rounds, of which there were fewer when it was made."""
+    asked, had = getattr(config, "rounds", 1), row.config.get("rounds")
+    if not isinstance(had, int) or had >= asked:
+        return False
+    return is_of(dataclasses.replace(row, config={**row.config, "rounds": asked}), config)
+
+
 def as_json(config: Any) -> dict[str, Any]:
     """A configuration, or the fields of one, as a row that was read has it."""
     fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)

@@ -1,10 +1,10 @@
 """Training steps of several strategies on all ranks together, timed; where the host is not steady, they take turns."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
     torch.manual_seed(run.train.seed)
     with device:
-        model = TransformerLM(**asdict(shape), attention=get_attention(run.model.attention))
+        model = TransformerLM(**dataclasses.asdict(shape), attention=get_attention(run.model.attention))
     return Trainer(run, model, tokens, device)
 
 
@@ -66,14 +66,15 @@ def measure_in_turns(
     at_work: Callable[[Any], None],
     look: Look | None = None,
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """Each configuration, once its last round is over, with its metrics: those of the slowest rank, the same on all.
+    """Each configuration after each of its rounds, with the metrics so far: those of the slowest rank, the same on all.
 
-    look: called in its last round; what it returns on the first rank is among the metrics.
+    Before its last round it is the configuration of so many rounds. look: called in the last round; what it returns on
+    the first rank is among the metrics.
     """
     is_first = comm.rank() == 0  # asked here: alone, each is its own first
     everything: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
-    for round_ in range(configs[0].rounds):
-        is_last = round_ == configs[0].rounds - 1
+    for round_ in range(1, configs[0].rounds + 1):
+        is_last = round_ == configs[0].rounds
         for config in configs:
             at_work(config)
             looking = functools.partial(look, config, is_first) if look is not None and is_last else None
@@ -81,9 +82,12 @@ def measure_in_turns(
                 found, seen = _measure(config, device, looking)
             everything[config].append(found)
             free_memory()  # what the variant before has held, compiled code's references too
-            if is_last:
-                ranks = comm.gather_objects((merged(everything[config]), seen), "what was measured")
-                yield config, slowest([metrics for metrics, _ in ranks]) | ranks[0][1]
+            ranks = comm.gather_objects((merged(everything[config]), seen), "what was measured")
+            so_far: Any = config
+            yield (
+                config if is_last else dataclasses.replace(so_far, rounds=round_),
+                slowest([metrics for metrics, _ in ranks]) | ranks[0][1],
+            )
 
 
 def _measure(

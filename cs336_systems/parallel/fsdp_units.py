@@ -110,6 +110,10 @@ class Unit:
         self._places = [(parameters, key, w.full, w.shard) for w in weights for parameters, key in w.owners]
         self._registered = False  # whether modules have the whole weights
         self._shards: list[Tensor] = [w.shard for w in weights]
+        # On one memory: of each tensor of its own the GPU's allocator may keep up to 1 MB beyond its end.
+        together = Memory([shard.shape for shard in self._shards], self._shards[0].dtype, device)
+        for shard, place in zip(self._shards, together.tensors, strict=True):
+            shard.data = place.copy_(shard.data)
         self._pieces = Parcel(self._shards, [w.piece for w in weights], dtype)
         self._present = False  # whole, or under way
         self._gather: comm.Transfer | None = None

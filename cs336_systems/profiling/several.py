@@ -13,6 +13,7 @@ from ..bench.outcome import failed
 from ..bench.sweep import Case
 from ..bench.worker import Worker, WorkerEndedError
 from ..bench.workload import Workload
+from ..console import ended_in_order
 
 SEVERAL = ("size", "context_length", "mode", "precision")
 """Fields of a workload that the commands take several values of."""
@@ -39,7 +40,7 @@ def profile_each(profiles: Iterable[Profile]) -> Iterator[tuple[Profile, Row]]:
     """Each profile with its row, as they are done."""
     for profile in profiles:
         profile.folder.mkdir(parents=True, exist_ok=True)
-        with Worker(__name__) as worker:
+        with ended_in_order(), Worker(__name__) as worker:
             try:
                 (row,) = list(worker.measure([profile]))
             except WorkerEndedError as error:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from ..bench.case import Row
 from .view import Column, Plot, View, grouped
 
-_SETTING = ("size", "devices", "context_length", "batch_size", "precision", "compile")
+_SETTING = ("size", "devices", "context_length", "batch_size", "precision", "compile", "cuda_graph")
+_LINES = ("size", "compile", "cuda_graph")
 _ADDED = Column("added (ms)", "added_ms", ".2f")
 _PREDICTED = Column("predicted (ms)", "predicted.added_ms", ".2f")
 
@@ -45,6 +46,6 @@ VIEW = View(
         Column("buckets", "buckets", "d"),
         Column("peak (GiB)", "peak_memory_bytes", ".3g", 2**30),
     ),
-    plots=(Plot(name="added", y=_ADDED, x="bucket_size_mb", lines=("size", "compile"), log="x", beside=_PREDICTED),),
+    plots=(Plot(name="added", y=_ADDED, x="bucket_size_mb", lines=_LINES, log="x", beside=_PREDICTED),),
     derive=with_added,
 )

@@ -43,6 +43,23 @@ def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
     return _BLOCK.sub(fill, text)
 
 
+def update_documents(paths: Sequence[Path], make: Callable[[Sequence[str]], str]) -> list[str]:
+    """Fill the blocks of several files; a line for each, what has become of it.
+
+    All are tried. Raises ValueError with the line of each where one could not be filled.
+    """
+    lines: dict[Path, str] = {}
+    failed = False
+    for path in paths:
+        try:
+            lines[path] = f"{path}: {'made again' if update_document(path, make) else 'up to date'}"
+        except (ValueError, OSError) as error:
+            failed, lines[path] = True, str(error)
+    if failed:
+        raise ValueError("; ".join(lines.values()))
+    return list(lines.values())
+
+
 def update_document(path: Path, make: Callable[[Sequence[str]], str]) -> bool:
     """Fill the blocks of a file in place; returns whether that changed it."""
     if not path.is_file():

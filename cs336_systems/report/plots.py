@@ -78,15 +78,14 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
     """The picture of rows, a panel for each value of the fields in `plot.panels`."""
     from matplotlib.figure import Figure
 
+    if plot.kind == "bar" and not plot.panels and len({_x(plot, row) for row in rows}) == 1:
+        return _one_group(plot, rows, keys)
     panels = _parts(rows, [name for name in plot.panels if differ(rows, name)]) or [[]]
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(8, 4.5) if len(panels) == 1 else (9, 1.2 + 3.2 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    elsewhere = (plot.x, *plot.panels, *plot.files)
-    # Also fields that the plot does not name: rows that differ in them are other lines.
-    fields = dict.fromkeys((*plot.lines, *keys, MACHINE))
-    differing = [name for name in fields if name not in elsewhere and differ(rows, name)]
+    differing = _differing(plot, rows, keys)
     colors: dict[str, str] = {}
     for axes, part in zip(grid, panels, strict=False):
         _fill(axes, plot, part, differing, colors, _in_order(x for row in rows if (x := _x(plot, row)) is not None))
@@ -107,6 +106,38 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
         figure.legend([*known.values()], [*known], frameon=False, fontsize=8, loc="outside lower center", ncols=columns)
     if rows and keys:
         put_title(figure, common_facts(rows, keys)[0].replace("_", " "))
+    return figure
+
+
+def _differing(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """Fields that make the lines: also those that the plot does not name, where rows differ in them."""
+    elsewhere = (plot.x, *plot.panels, *plot.files)
+    return [
+        name for name in dict.fromkeys((*plot.lines, *keys, MACHINE)) if name not in elsewhere and differ(rows, name)
+    ]
+
+
+def _one_group(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
+    """Bars that would all stand in one place: lying, named, the shortest on top, each with its number at the end."""
+    from matplotlib.figure import Figure
+
+    lines = _lines(plot, rows, plot.y, _differing(plot, rows, keys))
+    values = {name: next(iter(points.values())) for name, points in lines.items()}
+    names = sorted(values, key=lambda name: values[name])
+    figure = Figure(figsize=(8, 1.4 + 0.4 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        bar = axes.barh(place, values[name], 0.7, color=KERNEL_COLORS.get(name) or f"C{list(values).index(name)}")
+        axes.bar_label(bar, [format(values[name], plot.y.form)], padding=4, fontsize=9)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)  # room for the numbers
+    axes.set_xlabel(plot.y.name)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if keys:
+        put_title(figure, common_facts(rows, list(dict.fromkeys((*keys, plot.x))))[0].replace("_", " "))
     return figure
 
 

@@ -42,6 +42,7 @@ class Plot:
     """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others.
 
     A row without that field is a level line of its own: what it measures does not depend on it.
+    Bars that are all of one x lie one below the other.
     """
 
     name: str

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from ..bench.case import Row
+from ..bench.case import Row, read_rows
 from . import attention_sweep, bucket_size, lm_matrix, memory_parts, memory_timelines, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
@@ -14,6 +15,8 @@ from .plots import redraw
 from .profile_tables import kernels_table
 from .saved_tensors import tensors_table
 from .view import Column, Plot, View, csv_text, latest, table
+
+Shown = TypeVar("Shown")
 
 _TIMES = tuple(Column(f"{phase} (ms)", f"{phase}_ms.p50") for phase in ("forward", "backward", "optimizer"))
 _STEP = Column("step (ms)", "step_ms.p50")
@@ -227,6 +230,32 @@ def naming_the_case(case: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise ValueError(f"a row of case {case!r} is not as its table or plot needs it: {error!r}") from error
+
+
+def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
+    """What is made of the rows of some files.
+
+    Raises ValueError for rows that cannot be shown, naming file and line of the first that cannot be shown by itself,
+    or the files where each can.
+    """
+    files = [(path, read_rows(path)) for path in paths]
+    try:
+        return show([row for _, rows in files for row in rows])
+    except ValueError as error:
+        for path, rows in files:
+            for line, row in enumerate(rows, 1):
+                if why := _complaint(row):
+                    raise ValueError(f"{path}, line {line}: {why}") from error
+        raise ValueError(f"{', '.join(map(str, paths))}: {error}") from error
+
+
+def _complaint(row: Row) -> str | None:
+    """Why a row cannot be shown by itself; None where it can."""
+    try:
+        rows_table([row])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _case_table(rows: Sequence[Row]) -> str:

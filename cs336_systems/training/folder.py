@@ -25,10 +25,13 @@ def check_run_dir(run_dir: Path, own: set[Path]) -> None:
     it ended. A model or a package has a config.json too, but no architecture of ours in it. Checkpoints without a
     config.json are a run that was copied in part.
     """
+    checkpoints = run_dir / CHECKPOINTS
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ValueError(f"run_dir {run_dir} holds a file {CHECKPOINTS}, where a run has a folder: give another")
     if _is_run_config(run_dir / CONFIG):
         return
     written = [CONFIG]
-    if not find_checkpoints(run_dir / CHECKPOINTS):
+    if not find_checkpoints(checkpoints):
         written += [TOKENIZER, METRICS_FILE, RESULT, SAMPLE, LOSS_CURVE]
     for path in (run_dir / name for name in written):
         if path.exists() and path not in own:

@@ -41,6 +41,12 @@ class RecordedStep:
             self._graph.replay()
         return self._output
 
+    def close(self) -> None:
+        """Forget the recording. While there is one of transfers, NCCL does not end: the process would wait for ever."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
     def _record(self, inputs: Tensor, targets: Tensor) -> None:
         self._inputs, self._targets = inputs.clone(), targets.clone()
         torch.cuda.empty_cache()  # the recording has its own memory; give it what the first calls used

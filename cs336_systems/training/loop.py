@@ -30,7 +30,7 @@ from cs336_basics.optimizer import get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import RunConfig
-from ..hardware import device_peak_flops, use_device_in_thread
+from ..hardware import device_peak_flops, use_device_in_thread, with_index
 from ..parallel import comm, failure
 from .build import AUTOCAST_DTYPES, build_optimizer, prepare_model, wrap_model
 from .graph import RecordedStep
@@ -136,12 +136,11 @@ class Trainer:
 
     With several processes each has a Trainer of the same configuration, and all call its methods together. A batch is
     shared by them; its sequences are the same as with one. All losses are means over the tokens of all, in nats.
-
-    device: with the GPU's number where that is not 0, since the batches come from a thread of its own.
     """
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
-        self.config, self.model, self.device = config, model, device
+        self.config, self.model = config, model
+        self.device = device = with_index(device)  # for the loader's thread, which begins on GPU 0
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
@@ -159,9 +158,7 @@ class Trainer:
         self._loss = torch.compile(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
         """Whether any rank has asked, by `train_step`'s argument, to stop."""
-        self._compute_gradients: Callable[[Tensor, Tensor], Tensor] = self._gradients
-        if config.train.cuda_graph:
-            self._compute_gradients = RecordedStep(self._gradients, self.optimizer.zero_grad)
+        self._recorded = RecordedStep(self._gradients, self.optimizer.zero_grad) if config.train.cuda_graph else None
         self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
@@ -200,7 +197,7 @@ class Trainer:
         inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
         data_wait = time.perf_counter() - waiting
 
-        loss_and_norm = self._compute_gradients(inputs, targets)
+        loss_and_norm = (self._recorded or self._gradients)(inputs, targets)
         if comm.world_size() > 1:
             loss_and_norm = self._over_ranks(loss_and_norm, stop)
         # The one place a step waits for the device: whether to update has to be known before the update.
@@ -320,8 +317,10 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def close(self) -> None:
-        """Stop the background thread."""
+        """Stop the background thread, and forget what was recorded."""
         self.loader.close()
+        if self._recorded is not None:
+            self._recorded.close()
 
     def memory_bytes(self) -> int:
         """Peak memory: of the GPU's allocator, or of the process on a CPU."""

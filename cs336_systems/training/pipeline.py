@@ -230,7 +230,7 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
             )
         return None
     path = Path(config.resume)
-    if taken and path.resolve().parent != checkpoints.resolve():
+    if taken and path.is_dir() and path.resolve().parent != checkpoints.resolve():
         raise ValueError(f"run_dir {run_dir} holds another run than resume, {path}: give another run_dir")
     return path, verify_checkpoint(path)
 

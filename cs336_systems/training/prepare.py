@@ -87,6 +87,9 @@ def prepare_data(config: RunConfig) -> PreparedData:
     tokenizer_path, train_path, valid_path = (
         Path(str(p)) for p in (data.tokenizer, data.train_tokens, data.valid_tokens)
     )
+    for name, path in (("tokenizer", tokenizer_path), ("train_tokens", train_path), ("valid_tokens", valid_path)):
+        if path.is_dir():
+            raise ValueError(f"data.{name} {path} is a folder: it must be a file, or a name that is free")
     if config.skip_data:
         for name, path in (("train_tokens", train_path), ("valid_tokens", valid_path)):
             if not path.is_file():

@@ -1,9 +1,11 @@
 """Token files, batches, the resumable sampler, and the unigram and bigram baselines."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -252,14 +254,42 @@ def test_a_missing_sidecar_is_named(tmp_path):
         read_info(tmp_path / "t.npy")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"count": 3, "other": 1}', b"\xff"])
-def test_a_sidecar_that_cannot_be_read_is_named(tmp_path, content):
-    path = tmp_path / "t.npy"
-    write_tokens(path, [[1, 2, 3]], 10, source="")
-    sidecar_path(path).write_bytes(content)
-    for read in (read_info, lambda p: load_tokens(p, 10)):
-        with pytest.raises(ValueError, match=r"token sidecar .*t\.json cannot be read"):
+def refused_sidecar(path):
+    """What both readers say of the sidecar of a token file."""
+    told = []
+    for read in (read_info, lambda path: load_tokens(path, 10)):
+        with pytest.raises(ValueError, match=f"^token sidecar {re.escape(str(sidecar_path(path)))}") as caught:
             read(path)
+        told.append(str(caught.value).removeprefix(f"token sidecar {sidecar_path(path)}"))
+    assert told[0] == told[1]
+    return told[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000], ids=["empty", "cut", "binary", "nested"])
+def test_a_sidecar_that_is_not_json_is_named(tmp_path, content):
+    write_tokens(tmp_path / "t.npy", [[1, 2, 3]], 10, source="")
+    (tmp_path / "t.json").write_bytes(content)
+    assert refused_sidecar(tmp_path / "t.npy").startswith(" is not JSON: ")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda info: [], " is no JSON object: it must be an object with {names}"),
+        (lambda info: {}, " has no count: it must be an object with {names}"),
+        (lambda info: {**info, "other": 1}, " has 'other': it must be an object with {names} only"),
+        (lambda info: {**info, "vocab_size": "10"}, ": vocab_size is '10': it must be an integer of at least 0"),
+        (lambda info: {**info, "vocab_size": -1}, ": vocab_size is -1: it must be an integer of at least 0"),
+        (lambda info: {**info, "vocab_size": None}, ": vocab_size is None: it must be an integer of at least 0"),
+        (lambda info: {**info, "count": True}, ": count is True: it must be an integer of at least 0"),
+        (lambda info: {**info, "source": 3}, ": source is 3: it must be text"),
+    ],
+)
+def test_a_sidecar_of_something_else_names_the_field_and_what_is_accepted(tmp_path, change, said):
+    info = write_tokens(tmp_path / "t.npy", [[1, 2, 3]], 10, source="")
+    (tmp_path / "t.json").write_text(json.dumps(change(dataclasses.asdict(info))))
+    names = "count, vocab_size, sha256, tokenizer_sha256, source"
+    assert refused_sidecar(tmp_path / "t.npy") == said.format(names=names)
 
 
 # Batches

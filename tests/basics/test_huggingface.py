@@ -122,13 +122,16 @@ def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
         ("rope_scaling", {"rope_type": "linear", "factor": 2}, "rope type is 'linear'"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope type is 'linear'"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5"),
-        ("max_position_embeddings", 16.5, "context_length is 16.5"),
-        ("num_hidden_layers", "3", "num_layers is '3'"),
+        ("max_position_embeddings", 16.5, "max_position_embeddings is 16.5: it must be a positive integer"),
+        ("num_hidden_layers", "3", "num_hidden_layers is '3': it must be a positive integer"),
         ("intermediate_size", 96, r"w1.weight has shape \(160, 64\)"),
         ("num_hidden_layers", 4, "has no weight model.layers.3"),
         ("num_hidden_layers", 2, "has a weight model.layers.2"),
-        ("hidden_size", None, "cannot be read as a Llama configuration"),
-        ("num_attention_heads", 0, "cannot be read as a Llama configuration"),
+        ("hidden_size", None, "hidden_size is None: it must be a positive integer"),
+        ("num_attention_heads", 0, "num_attention_heads is 0: it must be a positive integer"),
+        ("num_attention_heads", True, "num_attention_heads is True: it must be a positive integer"),
+        ("rope_parameters", {"rope_theta": "x"}, "rope_theta is 'x': it must be a positive number"),
+        ("rope_parameters", 3, "rope_parameters is 3: it must be an object or null"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_by_name(tmp_path: Path, field: str, value: object, message: str) -> None:
@@ -136,6 +139,23 @@ def test_what_cannot_be_imported_is_refused_by_name(tmp_path: Path, field: str, 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
     with pytest.raises(ValueError, match=message):
+        import_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", " has no model_type: it must be the configuration of a Llama model"),
+        ('{"model_type": "llama"}', " has no vocab_size: it must be the configuration of a Llama model"),
+        ("[]", " is no JSON object: it must be the configuration of a Llama model"),
+        ("{", " is not JSON: "),
+        ("[" * 100_000, " is not JSON: "),
+    ],
+    ids=["empty", "llama", "list", "cut", "nested"],
+)
+def test_a_configuration_of_nothing_names_the_file_and_the_field(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'config.json'}{message}"):
         import_hf(tmp_path)
 
 

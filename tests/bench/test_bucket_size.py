@@ -1,15 +1,16 @@
 """The case `bucket-size`: the planner's optimum as a size, what buckets add, and the prediction beside it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cs336_systems.accounting import num_parameters
 from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.cases import bucket_size, ddp
 from cs336_systems.bench.cases.bucket_size import CASE, BucketBench
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.planner.cards import CARDS
@@ -47,6 +48,18 @@ def test_the_optimum_is_that_of_the_rows(tmp_path: Path) -> None:
     predicted = small.predicted()["predicted"]
     assert predicted["added_ms"] == pytest.approx(1e3 * (nbytes / count / 1e9 + count * 1e-4))
     assert predicted["best_mb"] == pytest.approx(size / MIB)
+
+
+def test_the_steps_may_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ddp, bucket_size):
+        monkeypatch.setattr(module, "select_device", torch.device)
+    monkeypatch.setattr(ddp, "check_devices", lambda *_: None)
+    rows = all_reduces(tmp_path, 1e-4, 1e9, backend="nccl")
+    alone, best = quick("alone+graph", "bucketed:best+graph", rows=rows, device="cuda")
+    assert alone.is_alone
+    assert alone.run_config().train.cuda_graph
+    assert best.run_config().train.cuda_graph
+    assert best.bucket_size_mb == pytest.approx(best.predicted()["predicted"]["best_mb"], abs=1e-3)
 
 
 def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +118,10 @@ def test_the_plot_draws_the_prediction_beside_what_was_measured() -> None:
 @pytest.mark.usefixtures("ranks_forked")
 def test_sizes_take_turns_and_say_what_ran(tmp_path: Path) -> None:
     configs = configurations(CASE, {"rows": (all_reduces(tmp_path, 1e-4, 1e9),)}, quick=True)
-    rows: Sequence[Row] = list(CASE.measure(configs))
+    *first, _, _, _ = rows = list(CASE.measure(configs))
+    assert [(row.variant, row.config["rounds"], len(row.metrics["steps_ms"])) for row in first] == [
+        ("alone", 1, 2), ("bucketed:0.01", 1, 2), ("bucketed:0.1", 1, 2)]  # fmt: skip
+    rows = rows[3:]
     assert [(row.variant, row.error) for row in rows] == [
         ("alone", None), ("bucketed:0.01", None), ("bucketed:0.1", None)]  # fmt: skip
     alone, small, large = rows

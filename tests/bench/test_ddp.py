@@ -1,6 +1,8 @@
 """The case `ddp`: what is measured is what was asked for, and what is drawn from a step's streams is right."""
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench import ranks
+from cs336_systems.bench import ranks, runner, turns
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import ddp, get_case
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
-from cs336_systems.bench.sweep import as_json, configurations
+from cs336_systems.bench.sweep import as_json, configurations, is_of, is_of_fewer_rounds
 from cs336_systems.bench.turns import slowest
 from cs336_systems.cli import main, make_report
 from cs336_systems.report.streams import plot_streams, streams_table
@@ -24,6 +26,12 @@ def quick(*variants: str, **fields: Any) -> list[DDPBench]:
     return configurations(CASE, {"variant": variants, **given}, quick=True)
 
 
+def split(rows: Iterable[Row], count: int) -> tuple[list[Row], list[Row]]:
+    """The first rows, so many, and the others."""
+    found = list(rows)
+    return found[:count], found[count:]
+
+
 @pytest.mark.parametrize("name", ["ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting"])
 def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
     case = get_case(name)
@@ -33,8 +41,9 @@ def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
 
 def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None:
     variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1")
-    rows = list(measure(quick(*variants, rounds=2, traces=str(tmp_path))))
-    assert [row.variant for row in rows] == list(variants)
+    first, rows = split(measure(quick(*variants, rounds=2, traces=str(tmp_path))), len(variants))
+    assert [row.variant for row in first] == [row.variant for row in rows] == list(variants)
+    assert [(row.config["rounds"], len(row.metrics["steps_ms"]), row.error) for row in first] == [(1, 2, None)] * 3
     assert [row.error for row in rows] == [None, None, None]
     alone, bucketed, zero1 = (row.config["run"] for row in rows)
     assert alone["parallel"]["devices"] == 1
@@ -68,6 +77,113 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
     assert [(row.variant, row.status) for row in rows] == [(ALONE, "ok"), ("overlap", "oom"), ("flat", "ok")]
     assert launches == [[ALONE, "overlap", "flat"], ["flat"]]
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
+
+
+def test_after_each_round_there_is_a_row_of_the_rounds_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_round(config: DDPBench, device: torch.device, look: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        times = [float(len(measured) + 1)]
+        measured.append(config.variant)
+        return {
+            "steps_ms": times,
+            "peak_memory_bytes": 1,
+            "held_before_bytes": 0,
+            "first_loss": 1.0,
+            "startup_s": 1.0,
+        }, {}
+
+    measured: list[str] = []
+    monkeypatch.setattr(turns, "_measure", measure_round)
+    monkeypatch.setattr(turns, "free_memory", lambda: None)
+    configs = quick("naive", "flat", rounds=3)
+    rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
+    assert measured == [row.variant for row in rows] == ["naive", "flat"] * 3
+    assert [row.config["rounds"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert [row.metrics["steps_ms"] for row in rows[::2]] == [[1.0], [1.0, 3.0], [1.0, 3.0, 5.0]]
+    naive, flat = configs
+    for row in rows[:4:2]:
+        assert is_of_fewer_rounds(row, naive)
+        assert not is_of_fewer_rounds(row, flat)
+        assert not is_of(row, naive)  # what --resume goes by
+    assert is_of(rows[4], naive)
+    assert not is_of_fewer_rounds(rows[4], naive)
+
+
+def of_rounds(config: DDPBench, rounds: int, status: Any = "ok") -> Row:
+    return Row(case="ddp", variant=config.variant, config=as_json(config) | {"rounds": rounds}, status=status)
+
+
+class Measuring:
+    """In the place of the process that measures: gives rows, or raises what stands among them."""
+
+    def __init__(self, *events: Row | BaseException) -> None:
+        self.events, self.is_sound, self.ended = events, True, False
+
+    def measure(self, configs: Any, timeout_s: float | None) -> Iterator[Row]:
+        for event in self.events:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+    def close(self) -> None:
+        self.ended = True
+
+    kill = close
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt(), SystemExit(143), OSError("no space")], ids=type)
+def test_what_ends_before_the_last_round_leaves_rows_of_those_that_were_over(
+    reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = quick(ALONE, "naive", "flat", rounds=3)
+    events = [of_rounds(config, rounds) for rounds in (1, 2) for config in configs]
+    process = Measuring(*events[:5], reason)
+    monkeypatch.setattr(runner, "Worker", lambda *_: process)
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(type(reason)):
+        list(runner.run_case(CASE, configs, path))
+    assert process.ended
+    assert [(row.variant, row.config["rounds"]) for row in read_rows(path)] == [(ALONE, 2), ("naive", 2), ("flat", 1)]
+    process = Measuring(*events, *(of_rounds(config, 3) for config in configs))
+    assert [row.config["rounds"] for row in runner.run_case(CASE, configs, path, resume=True)] == [3, 3, 3]
+    assert [row.config["rounds"] for row in read_rows(path)] == [2, 2, 1, 3, 3, 3]  # none of those on the way
+    assert list(runner.run_case(CASE, configs, path, resume=True)) == []
+
+
+def test_what_fails_in_a_later_round_leaves_those_before_and_the_others_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naive, flat = configs = quick("naive", "flat", rounds=3)
+    rows = [
+        of_rounds(naive, 1),
+        of_rounds(flat, 1),
+        of_rounds(naive, 2),
+        of_rounds(flat, 3, "oom"),
+        of_rounds(naive, 1),
+    ]
+    path = tmp_path / "rows.jsonl"
+
+    def left(*more: Row | BaseException) -> list[tuple[str, int, str]]:
+        path.unlink(missing_ok=True)
+        monkeypatch.setattr(runner, "Worker", lambda *_: Measuring(*rows, *more))
+        with suppress(KeyboardInterrupt):
+            list(runner.run_case(CASE, configs, path))
+        return [(row.variant, row.config["rounds"], row.status) for row in read_rows(path)]
+
+    assert left(of_rounds(naive, 3)) == [("flat", 1, "ok"), ("flat", 3, "oom"), ("naive", 3, "ok")]
+    assert left(KeyboardInterrupt()) == [("flat", 1, "ok"), ("flat", 3, "oom"), ("naive", 2, "ok")]
+
+
+def test_rows_of_fewer_rounds_come_through_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(program: list[str], devices: int, folder: Path) -> None:
+        configs = [DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())]
+        for rounds in (1, 2):
+            for config in configs:
+                append_row(folder / "rows.jsonl", of_rounds(config, rounds))
+
+    monkeypatch.setattr(ranks, "run_processes", launch)
+    rows = measure(quick("naive", "flat", rounds=2))
+    assert [(row.variant, row.config["rounds"]) for row in rows] == [
+        ("naive", 1), ("flat", 1), ("naive", 2), ("flat", 2)]  # fmt: skip
 
 
 def test_ranks_that_fail_when_all_is_measured_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
+from cs336_systems.cli import main
 
 from . import accidents_together
 from .accidents import CASE, Accident, measure
@@ -307,6 +310,32 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(sweep.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_sweep_leaves_no_folder_and_its_code(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scratch, handler = tmp_path / "scratch", signal.getsignal(number)
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    process = SimpleNamespace(start=lambda: None, join=lambda *_: None, is_alive=lambda: False, kill=lambda: None)
+    monkeypatch.setattr(worker._CONTEXT, "Process", lambda **_: process)
+    monkeypatch.setattr(worker.forkserver, "ensure_running", lambda: None)
+
+    def measure(*_: Any) -> Iterator[Row]:
+        assert len(list(scratch.iterdir())) == 1
+        os.kill(os.getpid(), number)
+        raise AssertionError("it goes on")
+        yield
+
+    monkeypatch.setattr(worker.Worker, "measure", measure)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "model", "--quick", "--out", str(tmp_path)])
+    assert ended.value.code == 128 + number
+    assert list(scratch.iterdir()) == []
+    assert "--resume goes on" in capsys.readouterr().out
+    assert signal.getsignal(number) is handler
 
 
 def members(group: int) -> list[int]:

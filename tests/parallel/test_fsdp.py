@@ -16,6 +16,7 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import clip_gradient
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.parallel.fsdp_units import Memory
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
 from tests.parallel.test_ddp import assert_close, assert_ranks_equal
@@ -215,14 +216,17 @@ def describe() -> dict[str, Any]:
     mine = [p for group in optimizer.param_groups for p in group["params"]]
     assert [id(p) for p in mine] == [id(p) for p in module.parameters()]
     mesh = init_device_mesh("cpu", (comm.world_size(),))
+    memory: dict[int, int] = {}  # of the shards, by address: what is there, and what is theirs
+    rows_bytes: dict[int, int] = {}
     for name, (shape, first) in strategy.shards().items():
         local = dict(module.named_parameters(remove_duplicate=False))[name].detach()
-        assert isinstance(local.untyped_storage().nbytes(), int)
-        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+        memory[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        rows_bytes[local.data_ptr()] = -(-local.nbytes // Memory.ALIGNMENT) * Memory.ALIGNMENT
         assert torch.equal(local, whole[name][first : first + len(local)])
         stride = whole[name].stride()
         tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride, run_check=False)
         assert torch.equal(tensor.full_tensor(), whole[name])
+    assert sum(memory.values()) == sum(rows_bytes.values())
     found = strategy.gather_full_params()
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():

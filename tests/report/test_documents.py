@@ -13,7 +13,7 @@ import pytest
 
 from cs336_systems.bench import case
 from cs336_systems.bench.case import Row, append_row, read_rows
-from cs336_systems.report.documents import fill_blocks, update_document
+from cs336_systems.report.documents import fill_blocks, update_document, update_documents
 from cs336_systems.report.tables import markdown_table, runs_table, summary_block
 from cs336_systems.report.views import rows_table
 
@@ -49,6 +49,20 @@ def test_update_says_whether_it_changed_the_file(tmp_path: Path) -> None:
     assert not update_document(path, lambda arguments: "x")
     with pytest.raises(FileNotFoundError, match=r"b\.md does not exist"):
         update_document(tmp_path / "b.md", lambda arguments: "x")
+
+
+def test_a_document_that_cannot_be_filled_does_not_hide_what_became_of_the_others(tmp_path: Path) -> None:
+    a, b, c, gone = (tmp_path / name for name in ("a.md", "b.md", "c.md", "gone.md"))
+    for path, text in ((a, TEXT), (b, TEXT.replace("<!-- end -->", "")), (c, "no blocks")):
+        path.write_text(text)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        update_documents([a, b, gone, c], lambda arguments: "x")
+    told = str(caught.value).split("; ")
+    assert (told[0], told[3]) == (f"{a}: made again", f"{c}: up to date")
+    assert told[1].startswith(f"document {b}: the block of `cs336 report runs ")
+    assert told[2] == f"document {gone} does not exist"
+    assert not update_document(a, lambda arguments: "x")
+    assert update_documents([a, c], lambda arguments: "y") == [f"{a}: made again", f"{c}: up to date"]
 
 
 @pytest.mark.parametrize("command", ["update a.md", "writeup --measure", "rows --help", "runs --measure", ""])

@@ -2,16 +2,18 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.case import Row, append_row
+from cs336_systems.cli import make_report
 from cs336_systems.report.plots import figure_of
 from cs336_systems.report.view import Column, Plot, csv_text, latest
-from cs336_systems.report.views import VIEWS, rows_table, write_views
+from cs336_systems.report.views import VIEWS, rows_table, show_files, write_views
 
 KEYS = VIEWS["model"].keys
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}
@@ -64,6 +66,25 @@ def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines
     plot = Plot(name="p", y=Column("y", "step_ms.p50"), x="context_length", lines=("size",))
     rows = [*ROWS[:2], *(replace(r, config={**r.config, "batch_size": 8}) for r in ROWS[:2])]
     assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
+
+
+def test_bars_of_one_x_lie_by_length_with_their_names_and_numbers() -> None:
+    def made(attention: str, ms: float, checkpointing: str = "first_6") -> Row:
+        config = {"attention": attention, "activation_checkpointing": checkpointing, "size": "8B"}
+        return Row(case="leaderboard-2026", variant="v", config=config, metrics={"step_ms": {"p50": ms}}, env=ENV)
+
+    view = VIEWS["leaderboard-2026"]
+    (plot,), rows = view.plots, [made("flash_triton", 5093.126), made("sdpa", 4821.4), made("sdpa_cudnn", 4900)]
+    figure = figure_of(plot, rows, view.keys)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["sdpa", "sdpa_cudnn", "flash_triton"]
+    assert [bar.get_width() for bar in axes.patches] == [4821.4, 4900, 5093.126]
+    assert [text.get_text() for text in axes.texts] == ["4821.40", "4900.00", "5093.13"]
+    assert axes.get_xlabel() == "step (ms)"
+    assert axes.yaxis_inverted()
+    assert "activation checkpointing first 6" in figure.texts[0].get_text()
+    (axes,) = figure_of(plot, [*rows, made("sdpa", 1.0, "none")], view.keys).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["first_6", "none"]  # groups as ever
 
 
 def test_a_line_of_one_point_beside_longer_ones_is_seen() -> None:
@@ -144,3 +165,34 @@ def test_a_row_that_is_not_as_its_table_needs_it_is_a_line(case: str, row: dict[
     rows = [Row(case=case, variant="v", env={}, **{"config": {}, **row})]
     with pytest.raises(ValueError, match=f"row of case '{case}'"):
         print(write_views(rows, tmp_path))
+
+
+def test_a_file_with_a_damaged_row_is_named_with_its_line(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    append_row(good, row("small", 128, 10.0))
+    for each in (row("small", 256, 20.0), replace(row("xl", 128, 1.0), metrics={"step_ms": {"p50": "x"}})):
+        append_row(bad, each)
+    with pytest.raises(ValueError, match=f"^{bad}, line 2: a row of case 'model', .* has metrics.step_ms.p50 'x'"):
+        make_report(["rows", str(good), str(bad)])
+    with pytest.raises(ValueError, match=f"^{bad}, line 2: a row of case 'model'"):
+        make_report(["tables", str(good), str(bad), "--out", str(tmp_path / "tables")])
+
+
+def test_a_damaged_row_is_named_too_where_only_its_comparison_with_another_fails(tmp_path: Path) -> None:
+    config = {"devices": 2, "size": "xl", "context_length": 8, "batch_size": 1, "precision": "bf16"}
+    metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}
+    for variant, measured in (("alone", metrics), ("naive", {})):
+        append_row(tmp_path / "a.jsonl", Row(case="ddp", variant=variant, config=config, metrics=measured, env=ENV))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: a row of case 'ddp', variant 'naive' has no metrics\."):
+        make_report(["rows", str(tmp_path / "a.jsonl")])
+
+
+def test_files_are_named_where_no_row_alone_is_what_is_wrong(tmp_path: Path) -> None:
+    def refuse(rows: Sequence[Row]) -> str:
+        raise ValueError("they do not go together")
+
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        append_row(file, ROWS[0])
+    with pytest.raises(ValueError, match=f"^{files[0]}, {files[1]}: they do not go together$"):
+        show_files(files, refuse)

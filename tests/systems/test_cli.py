@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -143,6 +144,14 @@ def test_the_later_of_two_files_and_of_two_options_counts(write_config: WriteCon
 def test_skip_data_works_alone_and_with_a_value(given: list[str], expected: bool) -> None:
     config, _ = parse_run_config([*given, *TINY])
     assert config.skip_data is expected
+
+
+def test_the_file_may_be_a_pipe_which_can_be_read_once() -> None:
+    end, other = os.pipe()
+    os.write(other, json.dumps({"model": MODEL, "train": {"max_steps": 7}}).encode())
+    os.close(other)
+    with open(end, "rb"):
+        assert parse_run_config(["--config", f"/dev/fd/{end}"])[0].train.max_steps == 7
 
 
 def test_skip_data_on_the_command_line_goes_before_the_file(write_config: WriteConfig) -> None:

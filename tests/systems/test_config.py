@@ -219,9 +219,12 @@ def test_resume_auto_needs_a_run_dir() -> None:
 
 
 @pytest.mark.parametrize("path", ["", " ", "a\0b"])
-def test_a_run_dir_that_is_no_path_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=r"^run_dir is .*: it must be the path of a folder, or left out$"):
-        RunConfig(model=ModelConfig(**TINY), run_dir=path)
+@pytest.mark.parametrize(
+    "name, accepted", [("run_dir", "the path of a folder, or left out"), ("resume", "none, auto or a checkpoint")]
+)
+def test_what_is_no_path_is_refused(name: str, accepted: str, path: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is .*: it must be {accepted}$"):
+        RunConfig(model=ModelConfig(**TINY), **{name: path})
 
 
 # Values at the edge that are allowed, and defaults

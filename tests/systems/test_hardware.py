@@ -19,6 +19,7 @@ from cs336_systems.hardware import (
     memory_bytes,
     peak_flops,
     select_device,
+    with_index,
 )
 
 
@@ -293,3 +294,9 @@ def test_a_real_gpu_tells_its_state() -> None:
     assert 200 < state["sm_mhz"] < 5000
     assert 10 < state["temperature_c"] < 120
     assert isinstance(state["slowed_by"], list)
+
+
+def test_with_index_numbers_only_a_gpu_that_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    given = ("cpu", "cuda", "cuda:0", "cuda:1")
+    assert [str(with_index(torch.device(name))) for name in given] == ["cpu", "cuda:3", "cuda:0", "cuda:1"]

@@ -606,6 +606,15 @@ def test_skip_data_names_the_file_that_is_missing(folder: Path, missing: str) ->
         prepare_data(text_config(skip_data=True))
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "train_tokens", "valid_tokens"])
+def test_a_folder_where_a_file_of_the_data_goes_is_refused(folder: Path, name: str) -> None:
+    Path("there").mkdir()
+    with pytest.raises(ValueError, match=rf"^data\.{name} there is a folder: it must be a file, or a name"):
+        prepare_data(text_config(**{name: "there"}))
+    assert not Path("d").exists()
+    assert not list(Path("there").iterdir())
+
+
 def test_skip_data_refuses_tokens_that_another_tokenizer_made(folder: Path) -> None:
     # The sidecar knows its tokenizer: with another the text that is sampled would be nonsense.
     prepare_data(text_config())

@@ -87,8 +87,7 @@ def tiny_trainer(
     model = TransformerLM(
         shape.vocab_size, shape.context_length, shape.d_model, shape.num_layers, shape.num_heads, shape.d_ff
     ).to(device)
-    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    trainer = Trainer(config, model, random_tokens() if tokens is None else tokens, where)
+    trainer = Trainer(config, model, random_tokens() if tokens is None else tokens, torch.device(device))
     try:
         yield trainer
     finally:

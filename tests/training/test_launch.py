@@ -347,7 +347,7 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (dict(parallel=dict(devices=2, strategy="none")), "parallel.strategy is 'none'"),
         (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is True"),
         (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),
-        (dict(parallel=dict(devices=2, strategy="fsdp"), train=dict(cuda_graph=True)), "parallel.strategy is .fsdp."),
+        (dict(parallel=dict(devices=2, strategy="torch_fsdp"), train=dict(cuda_graph=True)), "is .torch_fsdp."),
         (dict(parallel=dict(strategy="bogus")), "parallel.strategy is 'bogus': it must be one of auto, none"),
     ],
     ids=str,

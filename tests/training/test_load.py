@@ -186,6 +186,31 @@ def test_an_export_does_not_write_over_a_run_a_checkpoint_or_other_files(
     assert (tmp_path / "mine" / "config.json").read_text() == "{}"
 
 
+def test_an_export_replaces_an_earlier_one_but_no_other_model_unless_it_is_told_to(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "hf"
+    for _ in range(2):
+        assert run_command("export", trained, "--out", out) == 0
+    ours = (out / "model.safetensors").read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    for theirs in (json.dumps({**config, "use_cache": True}), "[]", "{", None):
+        (out / "model.safetensors").write_bytes(b"somebody's")
+        (out / "config.json").unlink()
+        if theirs is not None:
+            (out / "config.json").write_text(theirs)
+        assert run_command("export", trained, "--out", out) == 2
+        error = capsys.readouterr().err
+        assert (
+            error == f"cs336: {out} holds a model that is no earlier export of ours: give another folder, "
+            "or --overwrite true\n"
+        )
+        assert (out / "model.safetensors").read_bytes() == b"somebody's"
+        assert run_command("export", trained, "--out", out, "--overwrite", "true") == 0
+        assert (out / "model.safetensors").read_bytes() == ours
+    assert run_command("export", trained, "--out", trained, "--overwrite", "true") == 2  # a run all the same
+
+
 def test_an_exported_checkpoint_is_still_one(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     checkpoint = load_model(tmp_path / "run").checkpoint

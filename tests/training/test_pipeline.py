@@ -920,6 +920,17 @@ def test_a_checkpoint_of_one_run_is_not_gone_on_from_in_the_folder_of_another(
     config = copy_of(finished, tmp_path)
     with pytest.raises(ValueError, match="holds another run than resume"):
         train(resumed(config, checkpoint_path(finished, 5)))
+    with pytest.raises(ValueError, match=r"checkpoint .*/nowhere does not exist"):  # which is no other run
+        train(resumed(config, tmp_path / "nowhere"))
+
+
+def test_a_file_where_the_checkpoints_go_is_found_before_training(tmp_path: Path, finished: RunConfig) -> None:
+    config = make_config(tmp_path)
+    run_dir(config).mkdir()
+    (run_dir(config) / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match=r"run_dir .* holds a file checkpoints, where a run has a folder"):
+        train(config)
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_mistake_leaves_no_empty_run_folder(tmp_path: Path) -> None:

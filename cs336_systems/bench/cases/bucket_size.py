@@ -40,7 +40,7 @@ class BucketBench(DDPBench):
         _BEST,
         quick=(ALONE, "bucketed:0.01", "bucketed:0.1"),
     )
-    """alone, bucketed:BUCKET_MB, or bucketed:best, which becomes the planner's optimum."""
+    """alone, bucketed:BUCKET_MB, or bucketed:best, which becomes the planner's optimum; then, where wanted, +graph."""
     compile: bool = swept(False, sweep=(False, True))
     """Blocks compiled."""
     rounds: int = swept(3, quick=2)
@@ -50,7 +50,7 @@ class BucketBench(DDPBench):
     of so many processes, else what is known of the card)."""
 
     def __post_init__(self) -> None:
-        if self.variant == _BEST:
+        if self.variant.partition("+")[0] == _BEST:
             cost = self.transfer_cost()
             without = f"without rows of {self.devices} processes' all-reduces (cs336 bench all-reduce) and a known card"
             require(cost is not None, "variant", self.variant, f"bucketed:BUCKET_MB {without}")
@@ -58,11 +58,10 @@ class BucketBench(DDPBench):
             overhead_s, bandwidth = cost
             # A bucket of no bytes, where calls cost nothing, is one of a gradient each.
             size = max(best_bucket_bytes(self._gradient_bytes(), bandwidth, overhead_s) / MIB, 1e-3)
-            object.__setattr__(self, "variant", f"bucketed:{size:.3f}")
+            object.__setattr__(self, "variant", self.variant.replace(_BEST, f"bucketed:{size:.3f}"))
         super().__post_init__()
-        kind = self.variant.partition(":")[0]
-        require(kind in (ALONE, "bucketed"), "variant", self.variant, "alone, bucketed:BUCKET_MB or bucketed:best")
-        require(kind == ALONE or ":" in self.variant, "variant", self.variant, "alone or one with a size")
+        is_one = self.is_alone or self.variant.startswith("bucketed:")
+        require(is_one, "variant", self.variant, "alone, bucketed:BUCKET_MB or bucketed:best")
 
     @property
     def bucket_size_mb(self) -> float | None:
@@ -109,7 +108,8 @@ def measure_on_rank(
     """Measure every size, in turns, together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _count_buckets):
         assert isinstance(config, BucketBench)
-        ran = what_ran(config) | {"bucket_size_mb": config.bucket_size_mb}
+        recorded = config.run_config().train.cuda_graph
+        ran = what_ran(config) | {"bucket_size_mb": config.bucket_size_mb, "cuda_graph": recorded}
         yield measured("bucket-size", name_of(config), as_json(config), ran, metrics | config.predicted())
 
 

@@ -51,7 +51,8 @@ def measure_on_rank(
 ) -> Iterator[Row]:
     """Measure each variant, and trace one step of it, together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _trace):
-        yield measured("overlap-trace", name_of(config), as_json(config), what_ran(config), metrics)
+        if config.rounds == configs[0].rounds:  # before its last round it has no trace
+            yield measured("overlap-trace", name_of(config), as_json(config), what_ran(config), metrics)
 
 
 def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, Any]:

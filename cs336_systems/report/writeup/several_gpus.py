@@ -144,6 +144,7 @@ def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
 def buckets(e: Evidence) -> str | None:
     """The best measured bucket, in the case ddp or in bucket-size where that was measured."""
     rows = [row for row in with_added(e.all("bucket-size")) if row.status == "ok" and "added_ms" in row.metrics]
+    rows = [row for row in rows if row.config.get("cuda_graph")] or rows  # others time the host
     if rows := one_setting(rows, *_SETTING, "compile"):
         best = min(rows, key=lambda row: row.metrics["added_ms"])
         predicted = best.metrics.get("predicted", {}).get("best_mb")
@@ -169,7 +170,8 @@ def buckets(e: Evidence) -> str | None:
 
 
 def _how(row: Row) -> str:
-    return "Compiled" if row.config["compile"] else "Eager"
+    recorded = ", the step recorded as a CUDA graph" if row.config.get("cuda_graph") else ""
+    return f"{'Compiled' if row.config['compile'] else 'Eager'}{recorded}"
 
 
 def _sizes(rows: Sequence[Row]) -> str:
