@@ -4,6 +4,7 @@ Where a transfer fails, whoever waits for it raises; where it never ends, a thre
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -77,15 +78,22 @@ class named:
 
 
 class Watchdog:
-    """A thread that ends this process where a transfer is not done in time: it may hang where nothing can be raised.
+    """Threads that end this process where a transfer is not done in time: it may hang where nothing can be raised.
 
-    On a GPU the main thread waits inside the driver, for kernels that wait for another rank.
+    On a GPU the main thread waits inside the driver, for kernels that wait for another rank. To ask whether they are
+    done may hang there too, so one thread asks and another one looks at the clock. Where a call that hangs keeps all
+    of Python from running, a timer that needs none of it ends the process and prints where each thread is.
     """
+
+    STUCK_S = 600.0
+    """How much longer than the limit Python may stand still after a transfer: as long as a call on a slow disk."""
 
     def __init__(self, timeout_s: float, device: torch.device) -> None:
         self._timeout_s, self._device, self._stopped = timeout_s, device, threading.Event()
+        self._pause_s = min(1.0, timeout_s / 4)
         self._under_way: deque[Watched] = deque()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        for work, name in ((self._ask, "watchdog asking"), (self._watch, "watchdog")):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def watch(self, transfer: Watched) -> None:
         self._under_way.append(transfer)
@@ -93,14 +101,25 @@ class Watchdog:
     def stop(self) -> None:
         self._stopped.set()
 
-    def _watch(self) -> None:
+    def _ask(self) -> None:
         use_device_in_thread(self._device)
-        while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
+        while not self._stopped.wait(self._pause_s):
             with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
                 while self._under_way and self._under_way[0].done():
                     self._under_way.popleft()
-            if self._under_way and time.monotonic() - self._under_way[0].started > self._timeout_s:
-                self._end(self._under_way[0].what)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._pause_s):
+            try:
+                oldest = self._under_way[0]
+            except IndexError:
+                faulthandler.cancel_dump_traceback_later()
+                continue
+            faulthandler.dump_traceback_later(self._timeout_s + self.STUCK_S, exit=True, file=2)
+            # What was done in time is gone after another turn of the thread that asks.
+            if time.monotonic() - oldest.started > self._timeout_s + 2 * self._pause_s:
+                self._end(oldest.what)
+        faulthandler.cancel_dump_traceback_later()
 
     def _end(self, what: str) -> None:
         message = f"{_place(what)} was not done after {self._timeout_s:g} s: another rank is gone or hangs"

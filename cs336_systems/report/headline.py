@@ -22,7 +22,7 @@ _PRECISION = "bf16"  # what models are trained in
 _KERNEL = "flash_triton"  # of this project's the one that is made for speed
 _SHORTEST = 2048  # of shorter ones the picture would show the host's launches
 _TRAINERS = ("cs336", "cs336_graph")
-_STRATEGIES = ("bucketed:100", "bucketed:100+graph", "fsdp")  # the default, and sharded
+_STRATEGIES = ("bucketed:100", "bucketed:100+graph", "overlap:100", "fsdp", "fsdp+graph")  # the default is the first
 _PEERS = ("hf_llama", "torch_ddp", "torch_fsdp")
 _OF_A_SIZE = ("size", "context_length", "batch_size", "precision", "compile")
 _OF_A_STEP = ("size", "devices", "context_length", "batch_size", "precision", "compile", "nccl_max_ctas")
@@ -133,9 +133,9 @@ def _parallel(rows: Sequence[Row]) -> Iterator[Comparison]:
         c = group[0].config
         what = f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}"
         times = {row.config["variant"]: row.metrics["step_ms"]["p50"] for row in group}
-        for ours in ("bucketed:100", "bucketed:100+graph"):  # the default strategy
-            yield from _pair(what, times, ours, "torch_ddp", "PyTorch's DDP")
-        yield from _pair(what, times, "fsdp", "torch_fsdp", "PyTorch's FSDP2")
+        for ours in _STRATEGIES:
+            peer = ("torch_fsdp", "PyTorch's FSDP2") if ours.startswith("fsdp") else ("torch_ddp", "PyTorch's DDP")
+            yield from _pair(what, times, ours, *peer)
 
 
 _CASES = {"leaderboard-2025": _leaderboard, "flash": _lengths, "train-step": _training, "ddp": _parallel}

@@ -147,7 +147,7 @@ def table(rows: Sequence[Row], view: View) -> str:
         lines.append([*([show(value_of(row, name), name) for name in differing] or [row.variant]), *cells])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
-    main = f"{facts}:\n\n{markdown_table(header, lines, left=len(names))}"
+    main = "\n\n".join([*([f"{facts}:"] if facts else []), markdown_table(header, lines, left=len(names))])
     reasons = dict.fromkeys(f"- failed: {row.error}" for row in rows if row.status == "error")
     main = "\n\n".join([main, *_notes(rows, view.note), *(["\n".join(reasons)] if reasons else [])])
     return "\n\n".join([main, *(view.details(row) for row in rows if view.details and row.status == "ok")])

@@ -1,5 +1,9 @@
 """What is wrong is said, and said once, however the ranks that find it come to it; and what hangs is noticed."""
 
+import ctypes
+import multiprocessing
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -156,6 +160,36 @@ def test_what_is_queued_and_never_done_is_told(told: list[str]) -> None:
 def test_what_hangs_while_it_is_queued_is_told(told: list[str]) -> None:
     with comm.watched("replay"):
         assert wait_for(told) == MESSAGE
+
+
+def test_what_hangs_when_it_is_asked_is_told(told: list[str]) -> None:
+    class Stuck:
+        what, started, end = "replay", time.monotonic(), threading.Event()
+
+        def done(self) -> bool:
+            return self.end.wait()
+
+    assert comm._watchdog is not None
+    comm._watchdog.watch(Stuck())
+    assert wait_for(told) == MESSAGE
+    Stuck.end.set()
+
+
+def stand_still() -> None:
+    """Have a transfer under way, and then keep all threads from running Python."""
+    failure.Watchdog.STUCK_S = 0.1
+    watchdog = failure.Watchdog(2.0, torch.device("cpu"))
+    watchdog.watch(comm._Queued("replay"))
+    time.sleep(1.2)  # the watchdog has had its turn
+    ctypes.PyDLL(None).sleep(60)
+
+
+def test_where_python_stands_still_the_process_ends_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    process = multiprocessing.get_context("fork").Process(target=stand_still)
+    process.start()
+    process.join(timeout=20)
+    assert process.exitcode == 1
+    assert re.search(r"Timeout .*in stand_still", capfd.readouterr().err, re.DOTALL)
 
 
 def test_what_is_done_is_forgotten(told: list[str]) -> None:

@@ -7,11 +7,12 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -390,20 +391,35 @@ def start_train(config: RunConfig, code: str = _MAIN, **popen: Any) -> subproces
 
 @contextmanager
 def running_train(config: RunConfig, code: str = _MAIN, **popen: Any) -> Iterator[subprocess.Popen]:
-    """As `start_train`; the process is gone afterwards, whatever happens."""
+    """As `start_train`; the process and all it has started are gone afterwards, whatever happens."""
     process = start_train(config, code, **popen)
     try:
         yield process
     finally:
         if process.poll() is None:
-            process.kill()
+            for pid in [*_started_by(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=30)
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes below this one."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # gone
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [child for child, parent in parents.items() if parent == pid]
+    return found + [below for child in found for below in _started_by(child)]
 
 
 def run_train(config: RunConfig, code: str = _MAIN, timeout: float = 120, **popen: Any) -> subprocess.CompletedProcess:
     """`cs336 train` in a process of its own, to its end."""
     with running_train(config, code, **popen) as process:
-        out, err = process.communicate(timeout=timeout)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"not done after {timeout} s: {error.output!r}, {error.stderr!r}")
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

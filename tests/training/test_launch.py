@@ -200,8 +200,8 @@ def test_when_a_rank_hangs_before_its_recorded_step_the_other_names_it(tmp_path:
     train = dict(device="cuda", cuda_graph=True)
     config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0), train=train)
     program = tmp_path / "program.py"
-    program.write_text(LAUNCHED)
-    failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=150)
+    program.write_text("from cs336_systems.parallel.failure import Watchdog; Watchdog.STUCK_S = 20\n" + LAUNCHED)
+    failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=120)
     assert failed.returncode == 1
     assert "rank 0: replay of the recorded step at step 7 was not done after 4 s: another rank is" in failed.stderr
 

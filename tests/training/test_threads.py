@@ -35,7 +35,7 @@ def test_the_watchdog(used: dict[str, int]) -> None:
     watchdog.stop()
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=10)
-    assert used == {"watchdog": 3}
+    assert used == {"watchdog asking": 3}
 
 
 def test_the_loader(used: dict[str, int]) -> None:

@@ -56,7 +56,7 @@ class Leaderboard2026Bench:
     attention: str = swept("sdpa", sweep=("sdpa", "sdpa_cudnn", "flash_triton"))
     """Attention kernel by its registered name."""
     activation_checkpointing: str = swept(
-        "first_6", sweep=("none", "first_2", "first_4", "first_6", "first_12", "block"), quick="first_1"
+        "first_2", sweep=("none", "first_2", "first_4", "first_6", "first_12", "block"), quick="first_1"
     )
     """none; block; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
     compile: bool = swept(True, sweep=(True, False), quick=False)
