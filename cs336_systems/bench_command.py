@@ -71,13 +71,20 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
         try:
             for row in run_case(case, configs, path, isolated=False if options.quick else None, **settings):
                 rows.append(row)
-                slowed = ", ".join(row.env.get("gpu_after", {}).get("slowed_by", []))
-                what = f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}"
-                say(what.strip() + (f"; the GPU was slowed by {slowed}" if slowed else ""))
+                say(f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}".strip() + _disturbed(row))
         except KeyboardInterrupt:
             say(f"stopped; the rows so far are in {path}, and --resume goes on from there")
             raise
     return rows
+
+
+def _disturbed(row: "Row") -> str:
+    """What a row says of its GPU that makes its times doubtful, to stand behind what became of it."""
+    before, after = (row.env.get(name, {}) for name in ("gpu_before", "gpu_after"))
+    slowed = ", ".join(after.get("slowed_by", []))
+    others = max(state.get("other_processes", 0) for state in (before, after))
+    text = f"; the GPU was slowed by {slowed}" if slowed else ""
+    return text + (f"; other processes on the GPU, which take its time: {others}" if others else "")
 
 
 def _parser(case: "Case", is_quick: bool) -> Any:

@@ -232,12 +232,12 @@ class ParallelConfig:
         "torch_ddp",
         "torch_fsdp",
     ] = "auto"
-    """How they share the work; auto: none for one process, bucketed for several."""
+    """How they share the work; auto: none for one process, overlap in groups of 100 for several."""
     devices: int = 1
     """Processes to start on this machine, one a GPU. Under torchrun it is torchrun that starts them."""
     bucket_size_mb: float | None = None
-    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, PyTorch's 25 for torch_ddp; overlap:
-    each by itself, as individual always)."""
+    """Gradients that travel together, in 2^20 bytes (default: 100 for auto and bucketed, PyTorch's 25 for torch_ddp;
+    overlap: each by itself, as individual always)."""
     shard_optimizer: bool = False
     """Each process keeps the optimizer's state of its own part of the parameters only (ZeRO stage 1)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
@@ -272,8 +272,12 @@ class ParallelConfig:
     def strategy_for(self, world_size: int) -> str:
         """The strategy of a run of so many processes, auto resolved."""
         if self.strategy == "auto":
-            return "none" if world_size == 1 else "bucketed"
+            return "none" if world_size == 1 else "overlap"
         return self.strategy
+
+    def group_size_mb(self) -> float | None:
+        """`bucket_size_mb` with auto's; None for the strategy's own."""
+        return 100.0 if self.strategy == "auto" and self.bucket_size_mb is None else self.bucket_size_mb
 
 
 @dataclass(frozen=True, kw_only=True)

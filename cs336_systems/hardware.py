@@ -135,7 +135,8 @@ def environment() -> dict[str, Any]:
 def gpu_state(device: torch.device) -> dict[str, Any]:
     """Clocks in MHz, temperature in degrees Celsius, power in W, and what slows a GPU down now; empty if unknown.
 
-    What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is none.
+    What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is none. Other processes
+    that use the GPU are counted, since they take its time; a system that does not tell has none.
     """
     if device.type != "cuda":
         return {}
@@ -156,12 +157,22 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
                     for name, reason in _SLOWED_BY.items()
                     if active & getattr(pynvml, f"nvmlClocksEventReason{name}")
                 ],
+                "other_processes": _other_processes(pynvml, handle),
             }
         finally:
             pynvml.nvmlShutdown()
     except Exception as error:  # NVML is not there, or does not tell: a measurement goes without
         logger.debug("no state of the GPU: %s", error)
         return {}
+
+
+def _other_processes(pynvml: Any, handle: Any) -> int:
+    """How many processes compute on a GPU besides this one, which does too and may be known there by another number."""
+    try:
+        return max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)
+    except pynvml.NVMLError as error:
+        logger.debug("no processes of the GPU: %s", error)
+        return 0
 
 
 def _version(package: str) -> str | None:

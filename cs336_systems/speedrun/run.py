@@ -97,8 +97,7 @@ class Speedrun:
         require(self.devices >= 1, "devices", self.devices, "at least 1")
         check_devices(first.train.device, self.devices)
         if self.devices > 1:
-            groups = {"parallel.strategy": "overlap", "parallel.bucket_size_mb": 100}
-            self.fields |= {"parallel.devices": self.devices, **groups}
+            self.fields["parallel.devices"] = self.devices
         # flash_triton is asked too, because it is faster than PyTorch's choice on some cards and at some lengths.
         self.kernels: tuple[str, ...] = ("auto", "flash_triton") if self.device.type == "cuda" else ("auto",)
         if "model.attention" in given:

@@ -109,7 +109,7 @@ def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
     """The model in the strategy that the configuration asks for, on this many processes."""
     wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
     options = Options(
-        bucket_size_mb=config.parallel.bucket_size_mb,
+        bucket_size_mb=config.parallel.group_size_mb(),
         grad_dtype={"fp32": torch.float32, **AUTOCAST_DTYPES}.get(config.parallel.grad_dtype),
         compute_dtype=AUTOCAST_DTYPES.get(config.train.precision),
     )

@@ -22,6 +22,7 @@ from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
+from cs336_systems.bench_command import _disturbed
 from cs336_systems.cli import main
 
 from . import accidents_together
@@ -346,3 +347,14 @@ def members(group: int) -> list[int]:
             if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
                 found.append(int(process.name))
     return found
+
+
+def test_what_makes_times_doubtful_is_said() -> None:
+    def said(before: dict[str, Any], after: dict[str, Any]) -> str:
+        return _disturbed(Row(case="c", variant="v", config={}, env={"gpu_before": before, "gpu_after": after}))
+
+    quiet = {"slowed_by": [], "other_processes": 0}
+    assert said(quiet, quiet) == said({}, {}) == ""
+    assert said(quiet, quiet | {"slowed_by": ["heat", "power cap"]}) == "; the GPU was slowed by heat, power cap"
+    others = "; other processes on the GPU, which take its time: 2"
+    assert said(quiet | {"other_processes": 2}, quiet) == said(quiet, quiet | {"other_processes": 2}) == others

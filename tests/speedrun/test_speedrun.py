@@ -143,7 +143,7 @@ def test_several_processes_and_their_command(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = prepare(tmp_path, "--devices", "2")
-    assert (config["parallel"]["devices"], config["parallel"]["strategy"]) == (2, "overlap")
+    assert (config["parallel"]["devices"], config["parallel"]["strategy"]) == (2, "auto")
     assert config["train"]["batch_size"] == 2 * machine.trials[-1].sequences
     assert "torchrun --nproc-per-node 2 -m cs336_systems train --config" in capsys.readouterr().out
 

@@ -377,3 +377,10 @@ def test_the_resolved_form_holds_nothing_that_json_does_not() -> None:
 def test_fields_are_named_without_their_group_and_values_as_they_are(message: str, ours: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(ours)}$"), without_groups({"model.attention": "kernel"}):
         raise ValueError(message)
+
+
+def test_auto_is_gradients_in_groups_as_they_come() -> None:
+    auto, overlap = ParallelConfig(), ParallelConfig(strategy="overlap")
+    assert [auto.strategy_for(n) for n in (1, 2)] == ["none", "overlap"]
+    assert (auto.group_size_mb(), overlap.group_size_mb()) == (100.0, None)  # overlap alone is each by itself
+    assert ParallelConfig(bucket_size_mb=25.0).group_size_mb() == 25.0

@@ -259,6 +259,7 @@ def test_the_state_of_a_gpu_is_that_of_the_one_with_its_uuid(monkeypatch: pytest
         | pynvml.nvmlClocksEventReasonGpuIdle,
         "nvmlDeviceGetTemperature": 61,
         "nvmlDeviceGetPowerUsage": 650_500,
+        "nvmlDeviceGetComputeRunningProcesses": ["this one", "another"],
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
@@ -274,7 +275,14 @@ def test_the_state_of_a_gpu_is_that_of_the_one_with_its_uuid(monkeypatch: pytest
         "temperature_c": 61,
         "power_w": 650.5,
         "slowed_by": ["power cap", "heat (hardware)"],
+        "other_processes": 1,
     }
+
+    def not_told(handle: object) -> list[Any]:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", not_told)
+    assert hardware.gpu_state(torch.device("cuda", 1)) == state | {"other_processes": 0}
 
 
 def test_a_gpu_that_does_not_tell_its_state_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +302,7 @@ def test_a_real_gpu_tells_its_state() -> None:
     assert 200 < state["sm_mhz"] < 5000
     assert 10 < state["temperature_c"] < 120
     assert isinstance(state["slowed_by"], list)
+    assert state["other_processes"] >= 0
 
 
 def test_with_index_numbers_only_a_gpu_that_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
