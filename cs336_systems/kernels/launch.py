@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRET = bool(triton.knobs.runtime.interpret)
@@ -21,7 +22,8 @@ class Launch:
 
     `blocks` has, for each tensor, the block in which the copy engine is to move it, or None for a pointer. What a call
     is given has to agree with the first call in shapes, strides, dtypes, device and 16-byte alignment; the caller keeps
-    one Launch for each.
+    one Launch for each. A kernel in Gluon also has the `layout` of its blocks in shared memory, and the most registers
+    of a thread.
     """
 
     def __init__(
@@ -32,32 +34,42 @@ class Launch:
         constants: Sequence[Any],
         num_warps: int,
         num_stages: int,
+        layout: Any = None,
+        max_registers: int | None = None,
     ) -> None:
-        self._kernel = kernel[(num_programs,)]
+        self._kernel = kernel
         self._grid = (num_programs, 1, 1)
         self._blocks = blocks if any(block is not None for block in blocks) else None
         self._constants = constants
-        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._layout = layout
+        self.options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
         self._compiled: Any = None
         self._device = -1
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
-        arguments: Sequence[Any] = tensors
-        if self._blocks is not None:
-            arguments = [x if block is None else _descriptor(x, block) for x, block in zip(tensors, self._blocks)]  # noqa: B905
+        arguments = self.arguments(*tensors)
         if self._compiled is not None:
             stream = triton.runtime.driver.active.get_current_stream(self._device)
-            self._compiled(*arguments, *self._constants, stream=stream)
+            self._compiled(*arguments, stream=stream)
             return
-        compiled = self._kernel(*arguments, *self._constants, **self._options)
+        compiled = self._kernel[self._grid](*arguments, **self.options)
         if not INTERPRET:
             self._compiled, self._device = compiled[self._grid], torch.cuda.current_device()
 
+    def arguments(self, *tensors: Tensor) -> list[Any]:
+        """All that the kernel is given for these tensors."""
+        if self._blocks is None:
+            return [*tensors, *self._constants]
+        given = (x if block is None else _descriptor(x, block, self._layout) for x, block in zip(tensors, self._blocks))  # noqa: B905
+        return [*given, *self._constants]
 
-def _descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
+
+def _descriptor(x: Tensor, block: Sequence[int], layout: Any) -> TensorDescriptor | GluonDescriptor:
     # The stride of an axis of length 1 is never used but has to be valid.
     strides = [step if size > 1 else 16 for step, size in zip(x.stride(), x.shape, strict=True)]
+    if layout is not None:
+        return GluonDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block), layout)
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block))
 
 

@@ -1,4 +1,7 @@
-"""Compiles the kernels of `flash_triton` for GPUs that need not be there; run by `test_triton_compiles.py`."""
+"""Compiles the kernels of `flash_triton`, and the one in Gluon, for GPUs that need not be there.
+
+Run by `test_triton_compiles.py`.
+"""
 
 import sys
 from typing import Any
@@ -8,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cs336_systems.kernels.attention import flash_gluon_kernels, flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.flash_triton import Tile, tile_key, tile_table
 
@@ -44,6 +48,37 @@ def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, tma: bool, tile:
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
+class Hopper:
+    """As much of a driver as a launch needs that is only compiled."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_gluon() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    flash_triton._heads_together = lambda walked: 8  # asks the device
+    for d, dtype, is_causal in ((128, torch.bfloat16, True), (80, torch.float16, False)):
+        q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, 3, 333, d, dtype=dtype)
+        launch = flash_triton.gluon_forward_launch(q, k, k, q, is_causal)
+        arguments = launch.arguments(q, k, k, q, torch.zeros(2, 3, 100))
+        compiled = flash_gluon_kernels.forward_kernel.warmup(*arguments, grid=(6,), **launch.options)
+        assert "setmaxnreg.dec" in compiled.asm["ptx"]
+        # In every walk: when the scores have come, all exponentials are taken before the product that goes on meanwhile
+        # is waited for. A thread has 128 / 2 of them, and one for each of two rows. (Triton 3.6 shows the first 64 KB.)
+        after_the_scores = compiled.asm["sass"].split("DEPBAR.LE gsb0, 0x1")[1:]
+        beside = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in after_the_scores if "DEPBAR.LE gsb0, 0x0" in part]
+        assert len(beside) >= 2, (d, dtype)
+        assert {part.count("MUFU.EX2") for part in beside} == {66}, (d, dtype)
+        print("gluon", d, dtype, "compiled")
+
+
 def main(everything: bool) -> None:
     for phase in ("forward", "dq", "dkv", "backward"):
         kernel = getattr(kernels, f"{phase}_kernel")
@@ -62,6 +97,8 @@ def main(everything: bool) -> None:
             assert product in compiled.asm["ptx"], (phase, capability, dtype)
             assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == tma, (phase, capability, dtype)
             print(phase, capability, d, dtype, "compiled")
+    if everything:
+        compile_gluon()
 
 
 if __name__ == "__main__":

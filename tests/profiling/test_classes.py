@@ -113,10 +113,11 @@ def test_every_class_has_names_in_this_test() -> None:
 
 def test_kernels_of_this_projects_attention_are_all_known() -> None:
     place = Path(next(iter(attention.__path__)))
-    launched = re.findall(r"@triton\.jit\(do_not_.*\)\ndef (\w+)", (place / "flash_triton_kernels.py").read_text())
+    sources = "".join((place / f"flash_{language}_kernels.py").read_text() for language in ("triton", "gluon"))
+    launched = re.findall(r"@(?:triton|gluon)\.jit\(do_not_.*\)\ndef (\w+)", sources)
     for source in sorted((place / "csrc").glob("*.cu")):
         launched += re.findall(r"__global__.*\n\s+(\w+)\(", source.read_text())
-    assert len(launched) == 8
+    assert len(launched) == 9
     assert {kernel_class(name) for name in launched} == {"attention"}
 
 

@@ -6,6 +6,8 @@ queries for dK and dV. That costs two matrix products more than a single walk th
 the same bits every time.
 
 The kernels and the legend of their names are in `flash_triton_kernels.py`; here is what is launched, with what tiles.
+On Hopper the forward pass of long sequences at head sizes from 65 to 128, in 16 bits, is that of
+`flash_gluon_kernels.py`, which computes the same with the exponentials beside the matrix products.
 
 What it does not do: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give gradients
 that are no numbers where the length is not a multiple of a tile.
@@ -24,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
+from . import flash_gluon_kernels as gluon
 from .contract import as_4d, check_qkv
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
@@ -98,6 +101,23 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool, 
     return Launch(forward_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
 
 
+def gluon_forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool) -> Launch:
+    """`forward_launch` with the kernel in Gluon, where `_use_gluon` says so."""
+    num_programs = triton.cdiv(q.shape[2], gluon.GROUPS * gluon.ROWS) * q.shape[0] * q.shape[1]
+    blocks = [*_blocks(q, [gluon.ROWS, gluon.BN, gluon.BN, gluon.ROWS], True), None]
+    constants = [*_scalars(q, k, k), is_causal]
+    return Launch(
+        gluon.forward_kernel,
+        num_programs,
+        blocks,
+        constants,
+        gluon.NUM_WARPS,
+        num_stages=1,  # the kernel has its own
+        layout=gluon.LAYOUT,
+        max_registers=gluon.MAX_REGISTERS,
+    )
+
+
 def dq_launch(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor | None, is_causal: bool, tile: Tile, tma: bool
 ) -> Launch:
@@ -155,10 +175,9 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
     q, k = operands[:2]
     d = q.shape[-1]
     exact = torch.get_float32_matmul_precision() == "highest"
-    scalars = [1 / math.sqrt(d), q.shape[1], q.shape[2], k.shape[2], _heads_together(walked)]
     return [
         *(x.stride() for x in operands),
-        *scalars,
+        *_scalars(q, k, walked),
         tile.BM,
         tile.BN,
         d,
@@ -167,6 +186,10 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
         tma,
         "ieee" if exact else "tf32",
     ]
+
+
+def _scalars(q: Tensor, k: Tensor, walked: Tensor) -> list[float]:
+    return [1 / math.sqrt(q.shape[-1]), q.shape[1], q.shape[2], k.shape[2], _heads_together(walked)]
 
 
 def _heads_together(walked: Tensor) -> int:
@@ -192,6 +215,13 @@ def _use_tma(q: Tensor, k: Tensor, *others: Tensor) -> bool:
     if not INTERPRET and (q.dtype == torch.float32 or not has_copy_engine(q.device)):
         return False
     return can_use_descriptors(q, k, *others)
+
+
+def _use_gluon(q: Tensor, tma: bool) -> bool:
+    """Whether the forward pass is the one in Gluon: for Hopper's matrix instructions, which no later card has."""
+    if INTERPRET or not tma or padded_head_size(q.shape[-1]) != gluon.D_PAD:
+        return False
+    return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def _num_scores(q: Tensor, k: Tensor) -> int:
@@ -234,6 +264,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
         raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: flash_triton needs compute capability 8.0")
 
 
+def _forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool) -> Launch:
+    tma = _use_tma(q, k, v, o)
+    if _use_gluon(q, tma):
+        return gluon_forward_launch(q, k, v, o, is_causal)
+    return forward_launch(q, k, v, o, is_causal, _tile("forward", q, tma), tma)
+
+
 def _backward_launches(
     q: Tensor,
     k: Tensor,
@@ -268,8 +305,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     q4, k4, v4, o4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o)
     with _device_guard(q):
         if launches is None:
-            tma = _use_tma(q4, k4, v4, o4)
-            launches = _remember(key, forward_launch(q4, k4, v4, o4, is_causal, _tile("forward", q, tma), tma))
+            launches = _remember(key, _forward_launch(q4, k4, v4, o4, is_causal))
         launches[0](q4, k4, v4, o4, logsumexp)
     return o, logsumexp
 

@@ -1,0 +1,262 @@
+"""Runs the project's Gluon kernels on the CPU: warps as threads, tensors as tensors. Triton has no interpreter for it.
+
+What it shows is what is computed, and whether barriers let anybody read what is not there or overwrite what is still
+read: shared memory is NaN until it is filled, and from the moment a copy into it starts; copies take a random time; a
+product reads its operands when it is waited for, not when it is started. Layouts it knows nothing of.
+"""
+
+import importlib.util
+import math
+import queue
+import random
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+_PACKAGE = "triton.experimental.gluon"
+_changed = threading.Condition()
+_warps = threading.local()  # .products: those of this thread that have been started
+_program = [0, 0]  # its number, and that of all
+
+
+class Descriptor:
+    """A tensor whose blocks the copy engine moves: zero beyond the tensor, where nothing is written."""
+
+    def __init__(self, x: Tensor, block: Sequence[int]) -> None:
+        self.x, self.dtype = x, x.dtype
+        self.block_type = types.SimpleNamespace(shape=list(block), nbytes=math.prod(block) * x.element_size())
+
+    def inside(self, start: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where a block lies in the tensor, and which part of the block that is."""
+        sizes = [
+            max(0, min(int(i) + size, n) - int(i))
+            for i, size, n in zip(start, self.block_type.shape, self.x.shape, strict=True)
+        ]
+        there = tuple(slice(int(i), int(i) + size) for i, size in zip(start, sizes, strict=True))
+        return there, tuple(slice(0, size) for size in sizes)
+
+
+class Pointer:
+    def __init__(self, x: Tensor, offset: Any = 0) -> None:
+        self.x, self.offset = x, offset
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.x, self.offset + offset)
+
+
+class _Shared:
+    """A piece of shared memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.dtype, self.shape = x, x.dtype, tuple(x.shape)
+
+    def index(self, i: Any) -> "_Shared":
+        return _Shared(self.x[int(i)])
+
+    def reshape(self, shape: Sequence[int]) -> "_Shared":
+        return _Shared(self.x.view(*shape))
+
+    def permute(self, order: Sequence[int]) -> "_Shared":
+        return _Shared(self.x.permute(*order))
+
+    def store(self, value: Tensor) -> None:
+        assert (value.dtype, value.shape) == (self.dtype, self.x.shape)
+        self.x.copy_(value)
+
+
+class _Barrier:
+    phase, arrivals, left, bytes = 0, 0, 0, 0
+
+    def change(self, arrived: int, size: int) -> None:
+        with _changed:
+            self.left -= arrived
+            self.bytes += size
+            assert min(self.left, self.bytes) >= 0
+            if self.left == self.bytes == 0:
+                self.phase, self.left = 1 - self.phase, self.arrivals
+                _changed.notify_all()
+
+    def set(self, count: int) -> None:
+        self.arrivals = self.left = count
+
+    def wait(self, phase: Any) -> None:
+        with _changed:
+            assert _changed.wait_for(lambda: self.phase != int(phase), timeout=20), "nobody arrives any more"
+
+
+class _Barriers(list[_Barrier]):
+    def index(self, i: Any) -> _Barrier:  # type: ignore[override]
+        return self[int(i)]
+
+
+class _Product:
+    def __init__(self, a: Any, b: _Shared, accumulator: Tensor) -> None:
+        self.a, self.b, self.accumulator = a, b, accumulator
+        self.result: Tensor | None = None
+
+    def compute(self) -> None:
+        a = self.a.x if isinstance(self.a, _Shared) else self.a
+        assert a.dtype == self.b.dtype
+        self.result = self.accumulator + a.float() @ self.b.x.float()
+
+
+def _start(a: Any, b: _Shared, accumulator: Tensor, use_acc: bool = True, is_async: bool = False) -> _Product:
+    product = _Product(a, b, accumulator if use_acc else torch.zeros_like(accumulator))
+    _warps.products.append(product)
+    return product
+
+
+def _wait(outstanding: int, values: list[Any]) -> Any:
+    while len(_warps.products) > outstanding:
+        _warps.products.pop(0).compute()
+    found = [x.result if isinstance(x, _Product) else x for x in values]
+    assert all(x is not None for x in found), "used before it was waited for"
+    return found[0] if len(found) == 1 else found
+
+
+class _CopyEngine:
+    def __init__(self) -> None:
+        self.copies: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def load(self, descriptor: Descriptor, start: Sequence[Any], barrier: _Barrier, buffer: _Shared) -> None:
+        assert buffer.shape == tuple(descriptor.block_type.shape)
+        buffer.x.fill_(math.nan)
+        self.copies.put((descriptor, start, barrier, buffer))
+
+    def run(self) -> None:
+        while True:
+            descriptor, start, barrier, buffer = self.copies.get()
+            time.sleep(random.choice([0, 0, 0, 0.001]))
+            there, here = descriptor.inside(start)
+            buffer.x.zero_()
+            buffer.x[here] = descriptor.x[there]
+            barrier.change(0, -descriptor.block_type.nbytes)
+
+    @staticmethod
+    def store(descriptor: Descriptor, start: Sequence[Any], buffer: _Shared) -> None:
+        there, here = descriptor.inside(start)
+        descriptor.x[there] = buffer.x[here]
+
+
+def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
+    errors: list[BaseException] = []
+
+    def run(function: Callable[..., None], arguments: Any) -> None:
+        _warps.products = []
+        try:
+            function(*arguments)
+            assert not _warps.products, "products were not waited for"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+    pointer.x.view(-1)[pointer.offset[mask]] = value[mask]
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int64:
+        return _Barriers(_Barrier() for _ in range(shape[0]))
+    return _Shared(torch.full(shape, math.nan, dtype=dtype))
+
+
+def _jit(function: Any = None, **_: Any) -> Any:
+    return function or (lambda function: function)
+
+
+class _Layout:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.value = self
+
+
+def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    return torch.where(condition, torch.as_tensor(a, dtype=torch.float32), torch.as_tensor(b, dtype=torch.float32))
+
+
+def _language() -> types.ModuleType:
+    gl = types.ModuleType(f"{_PACKAGE}.language")
+    layouts = ("NVMMASharedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
+    scalars = torch.as_tensor
+    gl.__dict__.update(
+        dict.fromkeys(layouts, _Layout),
+        constexpr=lambda value: value,
+        float32=torch.float32,
+        int64=torch.int64,
+        cdiv=lambda a, b: (scalars(a) + b - 1) // b,
+        minimum=lambda a, b: torch.minimum(scalars(a), scalars(b)),
+        maximum=lambda a, b: torch.maximum(scalars(a), scalars(b)),
+        where=_where,
+        exp2=torch.exp2,
+        log2=torch.log2,
+        sum=lambda x, axis: x.sum(axis),
+        max=lambda x, axis: x.amax(axis),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        arange=lambda start, end, layout: torch.arange(start, end),
+        convert_layout=lambda x, layout: x,
+        static_range=range,
+        program_id=lambda axis: scalars(_program[0]),
+        num_programs=lambda axis: scalars(_program[1]),
+        store=_store,
+        allocate_shared_memory=_allocate,
+        warp_specialize=_specialize,
+    )
+    return gl
+
+
+def _hopper() -> types.ModuleType:
+    hopper, engine = types.ModuleType(f"{_PACKAGE}.language.nvidia.hopper"), _CopyEngine()
+    hopper.__dict__.update(
+        fence_async_shared=lambda: None,
+        mbarrier=types.SimpleNamespace(
+            MBarrierLayout=_Layout,
+            init=_Barrier.set,
+            wait=_Barrier.wait,
+            expect=lambda barrier, size: barrier.change(1, size),
+            arrive=lambda barrier: barrier.change(1, 0),
+        ),
+        tma=types.SimpleNamespace(async_load=engine.load, async_store=engine.store, store_wait=lambda left: None),
+        warpgroup_mma=_start,
+        warpgroup_mma_wait=_wait,
+    )
+    return hopper
+
+
+def interpreted(kernels: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module of kernels again, for this interpreter."""
+    gl, gluon = _language(), types.ModuleType(_PACKAGE)
+    gluon.__dict__.update(jit=_jit, language=gl)
+    experimental = types.ModuleType("triton.experimental")
+    experimental.__dict__.update(gluon=gluon)
+    for module in (experimental, gluon, gl, types.ModuleType(f"{_PACKAGE}.language.nvidia"), _hopper()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec = importlib.util.spec_from_file_location("interpreted", Path(str(kernels.__file__)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(kernel: Callable[..., None], num_programs: int, *arguments: Any) -> None:
+    """All programs, one after the other in any order."""
+    _program[1] = num_programs
+    for _program[0] in random.sample(range(num_programs), num_programs):
+        kernel(*arguments)
