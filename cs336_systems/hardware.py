@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .peaks import peak_flops
 
@@ -75,6 +76,21 @@ def use_device_in_thread(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Its values in main memory, when the device has computed them; other threads may ask the device meanwhile.
+
+    Not so during a plain copy: it holds CUDA's lock until what is queued before it is done, and where that waits for
+    another rank, the thread that would find out how long waits too.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    copy = tensor.to("cpu", non_blocking=True)  # to pinned memory
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+    copied.synchronize()
+    return copy
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -90,7 +90,7 @@ class _Chunked(torch.autograd.Function):
             del logits
             loss += summed
             if dx is not None:
-                dx[here] = (gradient @ w).mul_(scale)
+                dx[here] = _product(gradient, w, wide).mul_(scale)  # rounded to the type of x once
             if dw is not None:
                 _add_product(dw, gradient.T, rows)
         if dw is not None:  # held while all activations are in memory: in the type that it is asked for in
@@ -105,6 +105,11 @@ class _Chunked(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         scaled = (None if gradient is None else gradient.mul_(gradients[0]) for gradient in found)  # nobody else's
         return (*scaled, *[None] * 6)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b, in this wider type where a GPU can give it."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else a @ b
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

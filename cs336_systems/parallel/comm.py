@@ -154,7 +154,7 @@ class Transfer:
                 work.wait()
         if self._apply is not None:
             self._apply()
-        # The watchdog keeps this for up to a second, many steps; works and `apply` hold tensors. An event for each,
+        # The watchdog keeps this for up to two seconds, many steps; works and `apply` hold tensors. An event for each,
         # though they end in order: what hangs is to be told by its name.
         if self._watched and self.works and torch.cuda.is_initialized():
             self._passed = torch.cuda.Event()
@@ -162,7 +162,7 @@ class Transfer:
         self.works, self._apply = (), None
 
     def done(self) -> bool:
-        return all(work.is_completed() for work in self.works) and (self._passed is None or self._passed.query())
+        return all(work.is_completed() for work in self.works) and (self._passed is None or _passed(self._passed))
 
 
 class _Queued:
@@ -174,7 +174,13 @@ class _Queued:
         self.given_up = False
 
     def done(self) -> bool:
-        return self.given_up or (self.passed is not None and self.passed.query())
+        return self.given_up or (self.passed is not None and _passed(self.passed))
+
+
+def _passed(event: torch.cuda.Event) -> bool:
+    """True, once it has. Not `event.query()`: while another thread has CUDA's lock, that waits and no Python runs."""
+    event.synchronize()
+    return True
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_basics.nn_utils import gradient_norms
 
+from ..hardware import to_host
 from . import comm
 from .fsdp_units import EMBEDDINGS, Unit, divide
 from .strategy import Strategy, weak_hook
@@ -243,7 +244,7 @@ class FSDP(Strategy):
         gradients = [p.grad for p in replicated if p.grad is not None]
         comm.start_mean([*gradients, used], "mean of the replicated gradients", self.grad_dtype).wait()
         if missing:
-            by_anybody = used.tolist()
+            by_anybody = to_host(used).tolist()
             for i in missing:
                 if not by_anybody[i]:
                     self._trainable[i].grad = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cs336_basics.nn_utils import clip_gradient
 
+from ..hardware import to_host
 from . import comm
 
 
@@ -153,7 +154,7 @@ class UsedParameters:
     def settle(self) -> None:
         """After the flags' way: take back the gradients that nobody has."""
         if self._missing:
-            used = self._flags.tolist()
+            used = to_host(self._flags).tolist()
             for i in self._missing:
                 if not used[i]:
                     self._parameters[i].grad = None

@@ -151,15 +151,18 @@ def check_launch(config: RunConfig) -> None:
 def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     """The exception of the process that failed first, with what is known of those that a signal ended.
 
-    That another rank is gone is no cause but what follows from one, so it comes last.
+    That another rank is gone is no cause but what follows from one, so it comes after; and last come those that SIGTERM
+    ended, with which the launcher ends those that are left.
     """
-    ended = [f"rank {rank} was ended by {f.signal_name()}" for rank, f in failures.items() if f.exitcode < 0]
+    by_signal = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
+    ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items() if name != "SIGTERM"]
+    left = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items() if name == "SIGTERM"]
     reports = [json.loads(file.read_text())["message"] for file in sorted(folder.rglob("error.json"))]
     reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
     if not reports:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
-        return failure.CollectiveError("; ".join(ended))
-    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join([*ended, reports[0]["message"]]))
+        return failure.CollectiveError("; ".join([*ended, *left]))
+    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join([*ended, reports[0]["message"], *left]))
 
 
 @contextlib.contextmanager

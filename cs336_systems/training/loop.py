@@ -30,7 +30,7 @@ from cs336_basics.optimizer import get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import RunConfig
-from ..hardware import device_peak_flops, use_device_in_thread, with_index
+from ..hardware import device_peak_flops, to_host, use_device_in_thread, with_index
 from ..parallel import comm, failure
 from .build import AUTOCAST_DTYPES, build_optimizer, prepare_model, wrap_model
 from .graph import RecordedStep
@@ -201,7 +201,7 @@ class Trainer:
         if comm.world_size() > 1:
             loss_and_norm = self._over_ranks(loss_and_norm, stop)
         # The one place a step waits for the device: whether to update has to be known before the update.
-        loss_value, norm_value, *others_stop = loss_and_norm.tolist()
+        loss_value, norm_value, *others_stop = to_host(loss_and_norm).tolist()
         self.stopping = any(others_stop) if others_stop else stop()
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
@@ -298,7 +298,7 @@ class Trainer:
                 loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0
         comm.mean([total], "all-reduce of the validation loss")
-        return total.item() * world_size
+        return to_host(total).item() * world_size
 
     @property
     def micro_batch(self) -> int:

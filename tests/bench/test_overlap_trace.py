@@ -122,7 +122,9 @@ def test_what_cannot_be_traced_is_refused_beforehand(fields: dict[str, Any], mes
 
 @pytest.mark.multigpu
 def test_on_gpus_what_overlaps_is_overlapped(tmp_path: Path) -> None:
-    given = {"size": ("small",), "context_length": (256,), "device": ("cuda",), "traces": (str(tmp_path),)}
+    # float32, so that a backward pass takes longer to compute than to launch: what waits for the host overlaps nothing.
+    computes_long = {"precision": ("fp32",), "batch_size": (8,), "context_length": (1024,)}
+    given = {"size": ("small",), **computes_long, "device": ("cuda",), "traces": (str(tmp_path),)}
     naive, overlap = CASE.measure(configurations(CASE, given))
     assert (naive.error, overlap.error) == (None, None)
     assert naive.metrics["overlapped"] < 0.1 < overlap.metrics["overlapped"]

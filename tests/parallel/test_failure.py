@@ -121,8 +121,9 @@ class Event:
     def record(self) -> None:
         self.recorded = True
 
-    def query(self) -> bool:
-        return Event.passed or not self.recorded
+    def synchronize(self) -> None:
+        while self.recorded and not Event.passed:
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -138,6 +139,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(comm, "_watchdog", watchdog)
     yield messages
     watchdog.stop()
+    Event.passed = True  # for the thread that waits
 
 
 def wait_for(told: list[str]) -> str:

@@ -169,7 +169,7 @@ def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", t
 FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
     "raises": r"the dog ate my gradients",
     "is killed": r"rank 1 was ended by SIGKILL|rank 0: .* at step 7",
-    "hangs": r"rank 0: all-reduce .* at step 7 failed",
+    "hangs": r"^cs336: rank 0: all-reduce .* at step 7 failed",
 }
 
 
@@ -196,14 +196,20 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
 
 
 @pytest.mark.multigpu
-def test_when_a_rank_hangs_before_its_recorded_step_the_other_names_it(tmp_path: Path) -> None:
-    train = dict(device="cuda", cuda_graph=True)
+@pytest.mark.parametrize(
+    "cuda_graph, what",
+    [(False, "all-reduce of the gradient of lm_head.weight and 11 more"), (True, "replay of the recorded step")],
+)
+def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
+    cuda_graph: bool, what: str, tmp_path: Path
+) -> None:
+    train = dict(device="cuda", cuda_graph=cuda_graph)
     config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0), train=train)
     program = tmp_path / "program.py"
     program.write_text("from cs336_systems.parallel.failure import Watchdog; Watchdog.STUCK_S = 20\n" + LAUNCHED)
     failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=120)
     assert failed.returncode == 1
-    assert "rank 0: replay of the recorded step at step 7 was not done after 4 s: another rank is" in failed.stderr
+    assert f"cs336: rank 0: {what} at step 7 was not done after 4 s: another rank is" in failed.stderr
 
 
 def resumed(config: RunConfig) -> RunConfig:
