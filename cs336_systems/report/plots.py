@@ -186,15 +186,19 @@ def _fill(
     """Draw rows into axes, a line or a group of bars for each value of the differing fields."""
     lines = _lines(plot, rows, plot.y, differing)
     beside = {} if plot.beside is None else _lines(plot, rows, plot.beside, differing)
+    of_all = next(iter(beside.values())) if len(beside) > 1 and len({*map(str, beside.values())}) == 1 else None
     width = 0.8 / max(1, len(lines))
     for i, (name, points) in enumerate(lines.items()):
         color = colors.setdefault(name, KERNEL_COLORS.get(name) or f"C{len(colors)}")
         if plot.kind == "line":
             _draw_line(axes, points, xs, color=color, label=name, marker=KERNEL_MARKERS.get(name, "o"))
-            _draw_line(axes, beside.get(name, {}), xs, color=color, label=f"{name}, predicted", linestyle="--")
+            own = {} if of_all else beside.get(name, {})
+            _draw_line(axes, own, xs, color=color, label=f"{name}, predicted", linestyle="--")
         else:
             places = [xs.index(x) - 0.4 + width * (i + 0.5) for x in points]
             axes.bar(places, list(points.values()), width, color=color, label=name)
+    if of_all:  # the same for every line, and so hidden behind one another
+        _draw_line(axes, of_all, xs, color="0.4", label="predicted", linestyle="--")
     names = [show(x, plot.x) for x in xs]
     if plot.kind == "bar":
         axes.set_xticks(range(len(xs)), names)

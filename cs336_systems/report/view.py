@@ -164,6 +164,8 @@ def show(value: Any, name: str = "") -> str:
         return f"{value / 1e6:g} MB"  # of all the same unit, so that a column of them can be sorted
     if isinstance(value, list | tuple):
         return "x".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:g}"
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
 
 

@@ -105,7 +105,7 @@ def test_added_is_beside_the_same_setting_alone() -> None:
     assert [row.metrics.get("added_ms") for row in rows] == [None, 50, 10, None]
     assert rows[1].metrics["added"] == 0.5
     table = rows_table(made_up()[:3])
-    assert "| 1.0 | 150.00 | 150.00 | 150.00 | 50.00 | +50.0% | 40.00 | 40 |" in table
+    assert "| 1 | 150.00 | 150.00 | 150.00 | 50.00 | +50.0% | 40.00 | 40 |" in table
     assert measured_overheads(made_up()[:3]) == [("eager", MIB, pytest.approx(0.05)), ("eager", 100 * MIB, 0.01)]
 
 

@@ -89,6 +89,7 @@ PICTURES = {
     "one-gpu-shares.png": lambda path: plot_shares(read_rows(ROWS / "profile-kernels.jsonl"), path),
     "two-gpus-all-reduce-bandwidth.png": drawn("all-reduce", "bandwidth", "two-gpus"),
     "two-gpus-overlap.png": lambda path: plot_streams([ROWS / f"overlap-trace/xl-512-{s}.json" for s in TRACED], path),
+    "two-gpus-bucket-size-added.png": drawn("bucket-size", "added", "two-gpus"),
     "two-gpus-fsdp-accounting-parts.png": drawn_parts,
     "ddp-streams.png": lambda path: plot_streams([ROWS / f"ddp-streams/{step}.json" for step in STEPS], path),
 }

@@ -98,6 +98,15 @@ def test_a_line_of_one_point_beside_longer_ones_is_seen() -> None:
     assert {lines[name].get_marker() for name in ("xl", "xl, predicted")} <= {"o", "x"}
 
 
+def test_what_is_predicted_of_all_lines_alike_is_drawn_once() -> None:
+    rows = [replace(row(size, length, 2.0), metrics={"step_ms": {"p50": 2.0}, "mfu": length / 1000})
+            for size in ("small", "xl") for length in (128, 256)]  # fmt: skip
+    y = Column("y", "step_ms.p50")
+    plot = Plot(name="p", y=y, x="context_length", lines=("size",), beside=Column("predicted", "mfu"))
+    labels = [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines]
+    assert labels == ["small", "xl", "predicted"]
+
+
 def test_every_step_is_a_point_after_the_warm_up() -> None:
     rows = [
         replace(row("small", 128, 2.0), config={"size": "small", "warmup": 1}, metrics={"steps_ms": [5.0, 2.0, 2.5]})
