@@ -79,10 +79,10 @@ def use_device_in_thread(device: torch.device) -> None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Its values in main memory, when the device has computed them; other threads may ask the device meanwhile.
+    """Its values in main memory, when the device has computed them; other threads may use the device meanwhile.
 
-    Not so during a plain copy: it holds CUDA's lock until what is queued before it is done, and where that waits for
-    another rank, the thread that would find out how long waits too.
+    Not so during `tolist` or a copy to memory that is not pinned, which hold CUDA's lock until what is queued before
+    them is done: whatever another thread then launches, or lets go of, waits as long.
     """
     if not tensor.is_cuda:
         return tensor

@@ -27,6 +27,8 @@ from .meeting import meeting_place
 
 _alone = False
 _watchdog: Watchdog | None = None
+_spare_events: list[torch.cuda.Event] = []
+"""To be recorded again. None is let go of by the watchdog, which would wait for CUDA's lock."""
 
 
 def world_size() -> int:
@@ -125,6 +127,7 @@ def _stop_watching() -> None:
     if _watchdog is not None:
         _watchdog.stop()
     _watchdog = None
+    _spare_events.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,15 +157,15 @@ class Transfer:
                 work.wait()
         if self._apply is not None:
             self._apply()
-        # The watchdog keeps this for up to two seconds, many steps; works and `apply` hold tensors. An event for each,
+        # The watchdog keeps this for up to a second, many steps; works and `apply` hold tensors. An event for each,
         # though they end in order: what hangs is to be told by its name.
         if self._watched and self.works and torch.cuda.is_initialized():
-            self._passed = torch.cuda.Event()
-            self._passed.record()
+            self._passed = _event_now()
         self.works, self._apply = (), None
 
     def done(self) -> bool:
-        return all(work.is_completed() for work in self.works) and (self._passed is None or _passed(self._passed))
+        """Whether it is, for the watchdog, which asks no more once it is."""
+        return all(work.is_completed() for work in self.works) and (self._passed is None or _has_passed(self._passed))
 
 
 class _Queued:
@@ -174,12 +177,20 @@ class _Queued:
         self.given_up = False
 
     def done(self) -> bool:
-        return self.given_up or (self.passed is not None and _passed(self.passed))
+        """As that of a transfer."""
+        return self.given_up or (self.passed is not None and _has_passed(self.passed))
 
 
-def _passed(event: torch.cuda.Event) -> bool:
-    """True, once it has. Not `event.query()`: while another thread has CUDA's lock, that waits and no Python runs."""
-    event.synchronize()
+def _event_now() -> torch.cuda.Event:
+    event = _spare_events.pop() if _spare_events else torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _has_passed(event: torch.cuda.Event) -> bool:
+    if not event.query():
+        return False
+    _spare_events.append(event)
     return True
 
 
@@ -196,9 +207,7 @@ def watched(what: str) -> Iterator[None]:
     _watchdog.watch(queued)
     try:
         yield
-        passed = torch.cuda.Event()
-        passed.record()
-        queued.passed = passed  # not before it is recorded: until then it counts as passed
+        queued.passed = _event_now()  # not before it is recorded: until then it counts as passed
     except BaseException:
         queued.given_up = True  # what has failed is told by whoever catches it
         raise

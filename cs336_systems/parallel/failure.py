@@ -60,9 +60,7 @@ class Watched(Protocol):
     what: str
     started: float
 
-    def done(self) -> bool:
-        """Whether it is. May wait for that, as long as other threads run."""
-        ...
+    def done(self) -> bool: ...
 
 
 class named:
@@ -85,6 +83,7 @@ class Watchdog:
     On a GPU the main thread waits inside the driver, for kernels that wait for another rank. Who asks whether they are
     done may have to wait there too, so one thread asks and another one looks at the clock. Where a call that hangs
     keeps all of Python from running, a timer that needs none of it ends the process and prints where each thread is.
+    Neither lets go of an event (`comm._spare_events`): that takes CUDA's lock, which the main thread may have.
     """
 
     STUCK_S = 600.0
@@ -109,9 +108,8 @@ class Watchdog:
     def _ask(self) -> None:
         use_device_in_thread(self._device)
         while not self._stopped.wait(self._pause_s):
-            before = time.monotonic() - self._pause_s  # what is younger is hardly done, and would be waited for
             with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
-                while (oldest := self._oldest()) is not None and oldest.started < before and oldest.done():
+                while self._under_way and self._under_way[0].done():
                     self._under_way.popleft()
             self._turns += 1
 

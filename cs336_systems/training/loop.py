@@ -298,7 +298,7 @@ class Trainer:
                 loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0
         comm.mean([total], "all-reduce of the validation loss")
-        return to_host(total).item() * world_size
+        return total.item() * world_size
 
     @property
     def micro_batch(self) -> int:

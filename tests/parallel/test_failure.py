@@ -121,9 +121,8 @@ class Event:
     def record(self) -> None:
         self.recorded = True
 
-    def synchronize(self) -> None:
-        while self.recorded and not Event.passed:
-            time.sleep(0.01)
+    def query(self) -> bool:
+        return Event.passed or not self.recorded
 
 
 @pytest.fixture
@@ -135,11 +134,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(comm, "world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "passed", False)
+    monkeypatch.setattr(comm, "_spare_events", [])
     watchdog = failure.Watchdog(LIMIT_S, torch.device("cpu"))
     monkeypatch.setattr(comm, "_watchdog", watchdog)
     yield messages
     watchdog.stop()
-    Event.passed = True  # for the thread that waits
 
 
 def wait_for(told: list[str]) -> str:
@@ -215,10 +214,13 @@ def test_what_is_done_is_forgotten(told: list[str]) -> None:
     Event.passed = True
     time.sleep(3 * LIMIT_S)  # longer than the limit, which is what is tested
     assert told == []
+    (event,) = comm._spare_events  # not let go of
     Event.passed = False
     with comm.watched("the next one"):
         pass
     assert "the next one at step 7" in wait_for(told)
+    assert isinstance(oldest := comm._watchdog._under_way[0], comm._Queued)
+    assert oldest.passed is event
 
 
 def test_what_fails_while_it_is_queued_is_not_told_as_hanging(told: list[str]) -> None:
