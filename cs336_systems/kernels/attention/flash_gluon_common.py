@@ -76,8 +76,8 @@ def load_next(desc, b, h, row, buffers, ready, empty, step):
     """Has the copy engine fill the stage of a step, when it has been read."""
     STAGES: gl.constexpr = buffers.shape[0]
     stage = step % STAGES
-    bar = ready.index(stage)
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+    bar = ready.index(stage)
     mbarrier.expect(bar, desc.block_type.nbytes)
     load_tile(desc, b, h, row, buffers, stage, bar)
 
