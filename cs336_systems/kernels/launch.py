@@ -4,7 +4,7 @@ Triton's own launch looks at every argument, each time, to find the compiled ker
 longer than a short kernel runs. A `Launch` does it once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ class Launch:
 
     `blocks` has, for each tensor, the block in which the copy engine is to move it, or None for a pointer. What a call
     is given has to agree with the first call in shapes, strides, dtypes, device and 16-byte alignment; the caller keeps
-    one Launch for each. A kernel in Gluon also has the `layout` of its blocks in shared memory, and the most registers
-    of a thread.
+    one Launch for each. A kernel in Gluon also has the `layouts` of its blocks in shared memory, by their number of
+    axes, and the most registers of a thread. A block of one axis is cut from all of the tensor's elements in a row.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Launch:
         constants: Sequence[Any],
         num_warps: int,
         num_stages: int,
-        layout: Any = None,
+        layouts: Mapping[int, Any] | None = None,
         max_registers: int | None = None,
     ) -> None:
         self._kernel = kernel
         self._grid = (num_programs, 1, 1)
         self._blocks = blocks if any(block is not None for block in blocks) else None
         self._constants = constants
-        self._layout = layout
+        self._layouts = layouts
         self.options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
         self._compiled: Any = None
         self._device = -1
@@ -61,15 +61,20 @@ class Launch:
         """All that the kernel is given for these tensors."""
         if self._blocks is None:
             return [*tensors, *self._constants]
-        given = (x if block is None else _descriptor(x, block, self._layout) for x, block in zip(tensors, self._blocks))  # noqa: B905
+        pairs = zip(tensors, self._blocks)  # noqa: B905
+        given = (x if block is None else _descriptor(x, block, self._layouts) for x, block in pairs)
         return [*given, *self._constants]
 
 
-def _descriptor(x: Tensor, block: Sequence[int], layout: Any) -> TensorDescriptor | GluonDescriptor:
+def _descriptor(
+    x: Tensor, block: Sequence[int], layouts: Mapping[int, Any] | None
+) -> TensorDescriptor | GluonDescriptor:
+    if len(block) == 1:
+        x = x.view(-1)
     # The stride of an axis of length 1 is never used but has to be valid.
     strides = [step if size > 1 else 16 for step, size in zip(x.stride(), x.shape, strict=True)]
-    if layout is not None:
-        return GluonDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block), layout)
+    if layouts is not None:
+        return GluonDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block), layouts[len(block)])
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block))
 
 

@@ -1,9 +1,12 @@
-"""Compiles the kernels of `flash_triton`, and the one in Gluon, for GPUs that need not be there.
+"""Compiles the kernels of `flash_triton`, and those in Gluon, for GPUs that need not be there.
 
 Run by `test_triton_compiles.py`.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cs336_systems.kernels.attention import flash_gluon_kernels, flash_triton
+from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.flash_triton import Tile, tile_key, tile_table
 
@@ -61,22 +64,66 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
+EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
+SHARED_MEMORY = 227 * 1024
+"""Of a program on Hopper."""
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes of a thread's that did not fit into its registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[2])
+
+
+def exponentials(sass: str, products_left: int) -> list[int]:
+    """How many are taken between a wait that leaves so many products running and the next wait for a product.
+
+    Triton 3.6 shows the first 64 KB, where the last part may be cut off.
+    """
+    parts = sass.split(WAIT_FOR_PRODUCTS)[1:]
+    assert parts
+    return [part.count(EXPONENTIAL) for part in parts[:-1] if part.startswith(f"0x{products_left}")]
+
+
 def compile_gluon() -> None:
     triton.runtime.driver.set_active(Hopper())
     flash_triton._heads_together = lambda walked: 8  # asks the device
     for d, dtype, is_causal in ((128, torch.bfloat16, True), (80, torch.float16, False)):
         q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, 3, 333, d, dtype=dtype)
-        launch = flash_triton.gluon_forward_launch(q, k, k, q, is_causal)
-        arguments = launch.arguments(q, k, k, q, torch.zeros(2, 3, 100))
-        compiled = flash_gluon_kernels.forward_kernel.warmup(*arguments, grid=(6,), **launch.options)
-        assert "setmaxnreg.dec" in compiled.asm["ptx"]
-        # In every walk: when the scores have come, all exponentials are taken before the product that goes on meanwhile
-        # is waited for. A thread has 128 / 2 of them, and one for each of two rows. (Triton 3.6 shows the first 64 KB.)
-        after_the_scores = compiled.asm["sass"].split("DEPBAR.LE gsb0, 0x1")[1:]
-        beside = [part.split("DEPBAR.LE gsb0, 0x0")[0] for part in after_the_scores if "DEPBAR.LE gsb0, 0x0" in part]
-        assert len(beside) >= 2, (d, dtype)
-        assert {part.count("MUFU.EX2") for part in beside} == {66}, (d, dtype)
-        print("gluon", d, dtype, "compiled")
+        logsumexp, vectors = torch.zeros(2, 3, 100), flash_triton.new_vectors(q)
+        launches = {
+            "forward": (flash_triton.gluon_forward_launch(q, k, k, q, is_causal), (q, k, k, q, logsumexp)),
+            "dq": (
+                flash_triton.gluon_dq_launch(q, k, k, q, q, q, is_causal),
+                (q, k, k, q, q, q, logsumexp, vectors),
+            ),
+            "dkv": (flash_triton.gluon_dkv_launch(q, k, k, q, k, k, is_causal), (q, k, k, q, k, k, vectors)),
+        }
+        for phase, (launch, tensors) in launches.items():
+            compiled = launch._kernel.warmup(*launch.arguments(*tensors), grid=(6,), **launch.options)
+            case = phase, d, dtype
+            assert "setmaxnreg.dec" in compiled.asm["ptx"], case
+            assert compiled.metadata.shared <= SHARED_MEMORY, case
+            assert spilled(compiled.asm["cubin"]) <= 8, case  # of the head of the kernel, not of its loops
+            sass = compiled.asm["sass"]
+            # In every walk the exponentials are taken while another product runs: a thread has a 128th of the tile's.
+            if phase == "forward":  # all of the 64, and one for each of two rows
+                beside = [count for count in exponentials(sass, products_left=1) if count]
+                assert set(beside) == {66}, (case, beside)
+            elif phase == "dq":  # of 32 some may stand behind the wait for dP, beside the product that gives dQ
+                beside = exponentials(sass, products_left=2)
+                assert min(beside) >= 24, (case, beside)
+            else:
+                beside = [count for count in exponentials(sass, products_left=1) if count]
+                assert set(beside) == {32}, (case, beside)
+            assert len(beside) >= 2, case
+            print("gluon", *case, "compiled")
 
 
 def main(everything: bool) -> None:

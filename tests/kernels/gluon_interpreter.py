@@ -14,7 +14,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ class Descriptor:
     """A tensor whose blocks the copy engine moves: zero beyond the tensor, where nothing is written."""
 
     def __init__(self, x: Tensor, block: Sequence[int]) -> None:
-        self.x, self.dtype = x, x.dtype
+        self.x, self.dtype = x.detach(), x.dtype
         self.block_type = types.SimpleNamespace(shape=list(block), nbytes=math.prod(block) * x.element_size())
 
     def inside(self, start: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -59,6 +58,7 @@ class _Shared:
         self.x, self.dtype, self.shape = x, x.dtype, tuple(x.shape)
 
     def index(self, i: Any) -> "_Shared":
+        assert 0 <= int(i) < len(self.x)
         return _Shared(self.x[int(i)])
 
     def reshape(self, shape: Sequence[int]) -> "_Shared":
@@ -66,6 +66,9 @@ class _Shared:
 
     def permute(self, order: Sequence[int]) -> "_Shared":
         return _Shared(self.x.permute(*order))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.x.clone()
 
     def store(self, value: Tensor) -> None:
         assert (value.dtype, value.shape) == (self.dtype, self.x.shape)
@@ -94,6 +97,7 @@ class _Barrier:
 
 class _Barriers(list[_Barrier]):
     def index(self, i: Any) -> _Barrier:  # type: ignore[override]
+        assert 0 <= int(i) < len(self)
         return self[int(i)]
 
 
@@ -109,6 +113,7 @@ class _Product:
 
 
 def _start(a: Any, b: _Shared, accumulator: Tensor, use_acc: bool = True, is_async: bool = False) -> _Product:
+    assert isinstance(accumulator, Tensor), "added to before it was waited for"
     product = _Product(a, b, accumulator if use_acc else torch.zeros_like(accumulator))
     _warps.products.append(product)
     return product
@@ -167,8 +172,15 @@ def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> N
         raise errors[0]
 
 
-def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
-    pointer.x.view(-1)[pointer.offset[mask]] = value[mask]
+def _load(pointer: Pointer, mask: Tensor, other: float) -> Tensor:
+    found = torch.full(mask.shape, other, dtype=pointer.x.dtype)
+    found[mask] = pointer.x.view(-1)[pointer.offset[mask]]
+    return found
+
+
+def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
+    inside = slice(None) if mask is None else mask
+    pointer.x.view(-1)[pointer.offset[inside]] = value[inside]
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
@@ -214,6 +226,7 @@ def _language() -> types.ModuleType:
         static_range=range,
         program_id=lambda axis: scalars(_program[0]),
         num_programs=lambda axis: scalars(_program[1]),
+        load=_load,
         store=_store,
         allocate_shared_memory=_allocate,
         warp_specialize=_specialize,
@@ -239,20 +252,48 @@ def _hopper() -> types.ModuleType:
     return hopper
 
 
-def interpreted(kernels: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module of kernels again, for this interpreter."""
+def interpreted(*kernels: types.ModuleType) -> list[types.ModuleType]:
+    """Modules again, for this interpreter; each may import from those before it."""
     gl, gluon = _language(), types.ModuleType(_PACKAGE)
     gluon.__dict__.update(jit=_jit, language=gl)
     experimental = types.ModuleType("triton.experimental")
     experimental.__dict__.update(gluon=gluon)
-    for module in (experimental, gluon, gl, types.ModuleType(f"{_PACKAGE}.language.nvidia"), _hopper()):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    spec = importlib.util.spec_from_file_location("interpreted", Path(str(kernels.__file__)))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    again = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (experimental, gluon, gl, types.ModuleType(f"{_PACKAGE}.language.nvidia"), _hopper()):
+            patch.setitem(sys.modules, module.__name__, module)
+        for module in kernels:
+            spec = module.__spec__
+            assert spec is not None
+            assert spec.loader is not None
+            again.append(importlib.util.module_from_spec(spec))
+            patch.setitem(sys.modules, module.__name__, again[-1])
+            spec.loader.exec_module(again[-1])
+    return again
+
+
+class Launch:
+    """A `Launch` of the project's, of a kernel that has been made for this interpreter."""
+
+    def __init__(
+        self,
+        kernel: Callable[..., None],
+        num_programs: int,
+        blocks: Sequence[Sequence[int] | None],
+        constants: Sequence[Any],
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        self.kernel, self.num_programs, self.blocks = kernel, num_programs, blocks
+        scale, *lengths, is_causal = constants
+        self.constants = [scale, *map(torch.tensor, lengths), is_causal]
+
+    def __call__(self, *tensors: Tensor) -> None:
+        given = [
+            Pointer(x) if block is None else Descriptor(x.view(-1) if len(block) == 1 else x, block)
+            for x, block in zip(tensors, self.blocks, strict=True)
+        ]
+        run(self.kernel, self.num_programs, *given, *self.constants)
 
 
 def run(kernel: Callable[..., None], num_programs: int, *arguments: Any) -> None:

@@ -1,36 +1,111 @@
+"""The kernels in Gluon on the CPU, launched by `flash_triton` itself. On a GPU: `test_flash_triton.py`."""
+
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from cs336_systems.kernels.attention.reference import attention_with_logsumexp
-from tests.kernels.gluon_interpreter import Descriptor, Pointer, interpreted, run
+from tests.kernels import gluon_interpreter
+from tests.kernels.attention_cases import Case, check_case
 
-kernels = pytest.importorskip(
-    "cs336_systems.kernels.attention.flash_gluon_kernels", reason="Triton is only there on Linux"
-)
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+flash_triton = pytest.importorskip("cs336_systems.kernels.attention.flash_triton")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled where there is a GPU")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has all that descriptors can move go to the kernels in Gluon; the names of the kernels that were launched."""
+    names: list[str] = []
+    launch = flash_triton.Launch
+
+    def make(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        in_gluon = options.get("layouts") is not None
+        made = (gluon_interpreter.Launch if in_gluon else launch)(kernel, *arguments, **options)
+
+        def call(*tensors: torch.Tensor) -> None:
+            names.append(f"{kernel.__name__} in {'Gluon' if in_gluon else 'Triton'}")
+            made(*tensors)
+
+        return call
+
+    modules = flash_triton.gluon, flash_triton.gluon_forward, flash_triton.gluon_backward
+    _, forward, backward = gluon_interpreter.interpreted(*modules)
+    monkeypatch.setattr(flash_triton, "gluon_forward", forward)
+    monkeypatch.setattr(flash_triton, "gluon_backward", backward)
+    monkeypatch.setattr(flash_triton, "_use_gluon", lambda q, tma: tma)
+    monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 0)
+    monkeypatch.setattr(flash_triton, "ONE_LAUNCH_BELOW_SCORES", 0)
+    monkeypatch.setattr(flash_triton, "_LAUNCHES", {})
+    monkeypatch.setattr(flash_triton, "Launch", make)
+    return names
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "n_q, n_k, d", [(1, 1, 128), (65, 65, 80), (130, 300, 128), (300, 130, 96), (1, 257, 128), (520, 520, 128)]
+    "n_q, n_k, d",
+    [(1, 1, 128), (65, 65, 80), (130, 300, 128), (300, 130, 96), (1, 257, 128), (257, 1, 72), (520, 520, 128)],
 )
-def test_the_forward_kernel_interpreted(
-    n_q: int, n_k: int, d: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gluon = interpreted(kernels, monkeypatch)
-    generator = torch.Generator().manual_seed(n_q)
-    q, k, v = (torch.randn(1, 3, n, d, generator=generator).bfloat16() for n in (n_q, n_k, n_k))
-    if n_k == 300 and not is_causal:  # scores of minus infinity in all of the tiles that come first
-        q, k[..., 120:, :] = q.abs(), -math.inf
-    o, logsumexp = torch.full_like(q, math.nan), torch.full((1, 3, n_q), math.nan)
-    blocks = [Descriptor(x, [1, 1, rows, gluon.D_PAD]) for x, rows in ((q, 64), (k, gluon.BN), (v, gluon.BN), (o, 64))]
-    scalars = [1 / math.sqrt(d), *(torch.tensor(x) for x in (3, n_q, n_k, 2))]  # heads in groups of two
-    programs = 3 * -(-n_q // (gluon.GROUPS * gluon.ROWS))
-    run(gluon.forward_kernel, programs, *blocks, Pointer(logsumexp), *scalars, is_causal)
-    keys = slice(0, 120) if k.isinf().any() else slice(None)
-    expected, expected_logsumexp = attention_with_logsumexp(
-        q.double(), k[..., keys, :].double(), v[..., keys, :].double(), is_causal
+def test_both_passes_equal_the_truth(n_q: int, n_k: int, d: int, is_causal: bool, launched: list[str]) -> None:
+    case = Case(n_q, n_k, d, leading=(1, 3), is_causal=is_causal)  # the interpreter takes the heads in groups of two
+    check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
+    assert launched == ["forward_kernel in Gluon", "dq_kernel in Gluon", "dkv_kernel in Gluon"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(200, 200, 128, leading=(2, 2), is_causal=True, layout="heads_inside", expanded_dO=True),
+        Case(130, 70, 80, leading=(2, 2), layout="leading_swapped"),
+        Case(70, 130, 96, is_causal=True, layout="rows_apart"),
+        Case(130, 130, 128, is_causal=True, largest_score=1e4),  # masked scores whose exponentials are infinite
+        Case(130, 130, 128, leading=(2, 1, 2, 1), is_causal=True),
+    ],
+    ids=str,
+)
+def test_other_layouts_and_numbers_equal_the_truth(case: Case, launched: list[str]) -> None:
+    check_case(flash_triton.flash_triton, case, torch.float16, "cpu")
+    assert {"dq_kernel in Gluon", "dkv_kernel in Gluon"} < set(launched)
+
+
+@pytest.mark.parametrize(
+    "needs, expected",
+    [
+        ("q", ["dq_kernel in Gluon"]),
+        ("kv", ["dq_kernel in Triton", "dkv_kernel in Gluon"]),
+        ("v", ["dq_kernel in Triton", "dkv_kernel in Gluon"]),
+    ],
+)
+def test_gradients_that_nobody_needs_are_not_computed(needs: str, expected: list[str], launched: list[str]) -> None:
+    case = Case(130, 200, 128, leading=(1, 3), is_causal=True, needs=needs)
+    check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
+    assert launched == ["forward_kernel in Gluon", *expected]
+
+
+def test_the_vectors_are_those_of_triton(launched: list[str]) -> None:
+    """Either may have left them to `dkv_kernel`: all of them, also beyond the queries."""
+    q, k, v, do = (
+        x.detach()[None] for x in Case(200, 70, 128, leading=(3,), is_causal=True).inputs(torch.float16, "cpu")
     )
-    torch.testing.assert_close(o.double(), expected, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(logsumexp.double(), expected_logsumexp, rtol=1e-5, atol=1e-5)
+    o, logsumexp = flash_triton.flash_forward(q, k, v, True)
+    found, expected = (flash_triton.new_vectors(q).fill_(math.nan) for _ in range(2))
+    flash_triton.gluon_dq_launch(q, k, v, o, do, torch.empty_like(q), True)(
+        q, k, v, o, do, torch.empty_like(q), logsumexp, found
+    )
+    tile = flash_triton._tile("dq", q, True)
+    flash_triton.dq_launch(q, k, v, o, do, None, True, tile, True)(q, k, v, o, do, q, logsumexp, expected)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[:3, 200:], torch.full((3, 56), math.inf))
+
+
+@pytest.mark.usefixtures("launched")
+def test_keys_whose_scores_are_minus_infinity_weigh_nothing() -> None:
+    """Also where they are all that the last tiles have, which come first."""
+    q, k, v, _ = (x.detach() for x in Case(130, 300, 128, leading=(1, 3)).inputs(torch.bfloat16, "cpu"))
+    q[:], k[..., 120:, :] = q.abs(), -math.inf
+    o, logsumexp = flash_triton.flash_forward(q, k, v, False)
+    expected, expected_logsumexp = flash_triton.flash_forward(q, k[..., :120, :], v[..., :120, :], False)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(logsumexp, expected_logsumexp)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.kernels.attention import flash_torch, get_attention
+from cs336_systems.kernels.attention.function import Saved, new_gradients
 from tests.kernels.attention_cases import CASES, LARGE_CASES, QUICK_CASES, Case, FlashKernelTests, check_case
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -81,16 +82,51 @@ def test_every_way_equals_the_truth(case: Case, dtype: torch.dtype) -> None:
     check_case(flash_triton.flash_triton, case, dtype, "cuda")
 
 
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+
+
+def name_of(kernel: Any) -> str:
+    """The language and the phase of a kernel of `flash_triton`."""
+    modules = {
+        "gluon": (flash_triton.gluon_forward, flash_triton.gluon_backward),
+        "triton": (flash_triton,),
+    }
+    return next(
+        f"{language} {phase}"
+        for language, places in modules.items()
+        for phase in ("forward", "dq", "dkv", "backward")
+        for module in places
+        if getattr(module, f"{phase}_kernel", None) is kernel
+    )
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that launches are made of, by name, from here on."""
+    names: list[str] = []
+    launch = flash_triton.Launch
+
+    def make(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(name_of(kernel))
+        return launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(flash_triton, "Launch", make)
+    monkeypatch.setattr(flash_triton, "_LAUNCHES", {})
+    return names
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_sizes_of_training_equal_the_truth(d: int) -> None:
+def test_the_sizes_of_training_equal_the_truth(d: int, made: list[str]) -> None:
     """Long enough for descriptors by itself."""
     case = Case(4096, 4096, d, leading=(2, 8), is_causal=True, layout="heads_inside")
     assert flash_triton.TMA_FROM_SCORES <= 16 * 4096 * 4096
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
+    language = "gluon" if d == 128 and torch.cuda.get_device_capability() == HOPPER else "triton"
+    assert made == [f"{language} {phase}" for phase in ("forward", "dq", "dkv")]
 
 
-# The forward pass in Gluon is for head sizes that are padded to 128. All cases that descriptors can move come to it.
+# The kernels in Gluon are for head sizes that are padded to 128. All cases that descriptors can move come to them.
 MOVABLE = ("contiguous", "heads_inside", "leading_swapped", "rows_apart")
 GLUON_CASES = [
     case if 64 < case.d <= 128 else dataclasses.replace(case, d=128)
@@ -98,7 +134,7 @@ GLUON_CASES = [
     if case.layout in MOVABLE and case.n_q * case.n_k * math.prod(case.leading) and case.d in (32, 80, 96, 128)
 ]
 on_hopper_only = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="it is written for Hopper"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER, reason="it is written for Hopper"
 )
 
 
@@ -106,15 +142,41 @@ on_hopper_only = pytest.mark.skipif(
 @on_hopper_only
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("way", ["descriptors"], indirect=True)
-class TestForwardInGluon:
+class TestInGluon:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("case", GLUON_CASES, ids=str)
-    def test_equals_the_truth(self, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[Any] = []
-        make = flash_triton.gluon_forward_launch
-        monkeypatch.setattr(flash_triton, "gluon_forward_launch", lambda *x: made.append(make(*x)) or made[-1])
+    def test_equals_the_truth(self, case: Case, dtype: torch.dtype, made: list[str]) -> None:
         check_case(flash_triton.flash_triton, case, dtype, "cuda")
-        assert made
+        dq = "gluon dq" if "q" in case.needs else "triton dq"  # which leaves its vectors to dkv all the same
+        assert made == ["gluon forward", dq, "gluon dkv"]
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("d", [72, 88, 104, 120])
+    def test_other_head_sizes_equal_the_truth(self, d: int, is_causal: bool, made: list[str]) -> None:
+        case = Case(300, 200, d, leading=(2, 3), is_causal=is_causal, layout="heads_inside")
+        check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
+        assert made == ["gluon forward", "gluon dq", "gluon dkv"]
+
+    def test_gradients_alone_are_those_of_both(self) -> None:
+        q, k, v, do = (x.detach() for x in Case(300, 333, 128, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
+        saved = Saved(q, k, v, *flash_triton.flash_forward(q, k, v, True), True)
+        dq, dk, dv = flash_triton.flash_backward(do, saved, True, True)
+        assert torch.equal(flash_triton.flash_backward(do, saved, True, False)[0], dq)
+        _, *alone = flash_triton.flash_backward(do, saved, False, True)  # with the vectors by Triton's kernel
+        torch.testing.assert_close(alone, [dk, dv], rtol=1e-2, atol=1e-3)
+
+    def test_the_vectors_are_those_of_triton(self) -> None:
+        """Either may have left them to dkv: all of them, also beyond the queries."""
+        q, k, v, do = (x.detach() for x in Case(200, 333, 128, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
+        o, logsumexp = flash_triton.flash_forward(q, k, v, True)
+        found, expected = (flash_triton.new_vectors(q).fill_(math.nan) for _ in range(2))
+        dq = torch.empty_like(q)
+        flash_triton.gluon_dq_launch(q, k, v, o, do, dq, True)(q, k, v, o, do, dq, logsumexp, found)
+        tile = flash_triton._tile("dq", q, True)
+        launch = flash_triton.dq_launch(q, k, v, o, do, None, True, tile, True)
+        launch(q, k, v, o, do, dq, logsumexp, expected)
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found[:6, 200:], torch.full_like(found[:6, 200:], math.inf))
 
     def test_scores_of_minus_infinity_weigh_nothing(self) -> None:
         """Also where they are all that the last tile has, which comes first."""
@@ -124,44 +186,68 @@ class TestForwardInGluon:
         expected = flash_triton.flash_triton(q, k[..., :200, :], v[..., :200, :])
         torch.testing.assert_close(flash_triton.flash_triton(q, k, v), expected, rtol=2e-2, atol=2e-2)
 
-    def test_gives_the_same_bits_every_time(self) -> None:
-        q, k, v = (torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        first, *others = (flash_triton.flash_forward(q, k, v, True) for _ in range(4))
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_gives_the_same_bits_every_time(self, is_causal: bool) -> None:
+        q, k, v, do = (torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        first, *others = (flash_triton.flash_forward(q, k, v, is_causal) for _ in range(4))
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+        saved = Saved(q, k, v, *first, is_causal)
+        gradients, *others = (flash_triton.flash_backward(do, saved, True, True) for _ in range(4))
+        assert all(torch.equal(a, b) for other in others for a, b in zip(gradients, other, strict=True))
 
 
-HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+@pytest.fixture
+def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has `flash_triton` choose for a card of a capability, which need not be there. A launch is its kernel's name."""
+
+    def choose_on(capability: tuple[int, int]) -> None:
+        device = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, L2_cache_size=50 * 2**20)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
+        monkeypatch.setattr(flash_triton, "INTERPRET", False)
+        monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 2 * 64 * 64)
+        monkeypatch.setattr(flash_triton, "Launch", lambda kernel, *_, **__: name_of(kernel))
+
+    return choose_on
 
 
 @pytest.mark.parametrize(
     "capability, case, dtype, expected",
     [
-        (HOPPER, Case(d=128), torch.bfloat16, "gluon"),
-        (HOPPER, Case(d=80, layout="heads_inside"), torch.float16, "gluon"),
-        (HOPPER, Case(d=64), torch.bfloat16, "triton"),
-        (HOPPER, Case(d=256), torch.bfloat16, "triton"),
-        (HOPPER, Case(d=100), torch.bfloat16, "triton"),  # rows of 200 bytes, which the copy engine cannot move
-        (HOPPER, Case(d=128), torch.float32, "triton"),
-        (HOPPER, Case(d=128, layout="columns_apart"), torch.bfloat16, "triton"),
-        (HOPPER, Case(n_q=63, d=128), torch.bfloat16, "triton"),  # too short
-        (BLACKWELL, Case(d=128), torch.bfloat16, "triton"),
-        (AMPERE, Case(d=128), torch.bfloat16, "triton"),
+        (HOPPER, Case(d=128), torch.bfloat16, "gluon forward, gluon dq, gluon dkv"),
+        (HOPPER, Case(d=80, layout="heads_inside"), torch.float16, "gluon forward, gluon dq, gluon dkv"),
+        (HOPPER, Case(d=128, needs="kv"), torch.bfloat16, "gluon forward, triton dq, gluon dkv"),
+        (HOPPER, Case(d=64), torch.bfloat16, "triton forward, triton dq, triton dkv"),
+        (HOPPER, Case(d=256), torch.bfloat16, "triton forward, triton dq, triton dkv"),
+        # rows of 200 bytes, which the copy engine cannot move
+        (HOPPER, Case(d=100), torch.bfloat16, "triton forward, triton backward"),
+        (HOPPER, Case(d=128), torch.float32, "triton forward, triton backward"),
+        (HOPPER, Case(d=128, layout="columns_apart"), torch.bfloat16, "triton forward, triton backward"),
+        (HOPPER, Case(n_q=63, d=128), torch.bfloat16, "triton forward, triton backward"),  # too short
+        (BLACKWELL, Case(d=128), torch.bfloat16, "triton forward, triton dq, triton dkv"),
+        (AMPERE, Case(d=128), torch.bfloat16, "triton forward, triton backward"),
     ],
     ids=str,
 )
-def test_where_the_forward_pass_is_the_one_in_gluon(
-    capability: tuple[int, int], case: Case, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_where_the_kernels_are_those_in_gluon(
+    capability: tuple[int, int], case: Case, dtype: torch.dtype, expected: str, chosen_on: Any
 ) -> None:
-    device = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, L2_cache_size=50 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
-    monkeypatch.setattr(flash_triton, "INTERPRET", False)
-    monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 2 * 64 * 64)
-    monkeypatch.setattr(flash_triton, "Launch", lambda kernel, *_, **__: kernel)
-    q, k, v = (x.detach()[None] for x in case.inputs(dtype, "cpu")[:3])
-    chosen = flash_triton._forward_launch(q, k, v, torch.empty_like(q), True)
-    kernels = {"gluon": flash_triton.gluon.forward_kernel, "triton": flash_triton.forward_kernel}
-    assert chosen is kernels[expected]
+    q, k, v, do = (x.detach()[None] for x in case.inputs(dtype, "cpu"))
+    chosen_on(capability)
+    forward = flash_triton._forward_launch(q, k, v, torch.empty_like(q), True)
+    dq, dk, dv = new_gradients(q, k, v, True, True)
+    dq = dq if "q" in case.needs else None
+    backward = flash_triton._backward_launches(q, k, v, torch.empty_like(q), do, dq, dk, dv, True, True)
+    assert ", ".join((forward, *backward)) == expected
+
+
+def test_descriptors_are_for_gradients_that_the_copy_engine_can_move(chosen_on: Any) -> None:
+    """Keys with gaps between them have gradients without gaps, whose rows are not 16-byte aligned."""
+    q, k = torch.zeros(1, 1, 1, 100).half(), torch.zeros(1, 1, 2 * 64 * 64, 104).half()[..., :100]
+    chosen_on(HOPPER)
+    dq, dk, dv = new_gradients(q, k, k, True, True)
+    assert flash_triton._forward_launch(q, k, k, q, False) == "gluon forward"
+    assert flash_triton._backward_launches(q, k, k, q, q, dq, dk, dv, False, True) == ("triton backward",)
 
 
 # Triton's forward pass with the handout's backward pass in PyTorch.

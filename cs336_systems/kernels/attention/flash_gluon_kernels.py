@@ -5,15 +5,7 @@ beside what: one warp loads the tiles of keys and values, and each of two groups
 them with 64 queries of its own. A warpgroup starts the product of the next keys, then that of the present values, and
 takes the exponentials of the next scores while the second product runs.
 
-Legend, beyond that of `flash_triton_kernels.py`
-    ROWS           queries of a warpgroup; a program has GROUPS * ROWS
-    STAGES         tiles of keys, and of values, that fit in shared memory at a time
-    step           tiles of keys so far; tile `step` is in stage step % STAGES
-    round          step // STAGES: how often its stage was used before. A barrier alternates between two phases: its
-                   n-th completion is waited for with phase n & 1, counted from 0, and the other phase does not wait the
-                   first time
-    ready          barriers that complete when the copy engine has filled a stage
-    empty          barriers that complete when all warpgroups have read it
+The legend of the names is in `flash_gluon_common.py`.
 """
 
 import math
@@ -28,80 +20,59 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.6 has the second name of each, 3.9 the first.
-_copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from .flash_gluon_common import (
+    D_PAD,
+    GROUPS,
+    LEFT,
+    LENGTHS,
+    LOG2_E,
+    OUTPUT,
+    ROWS,
+    barriers,
+    load_next,
+    load_tile,
+    place,
+    store_tile,
+)
 
-D_PAD = 128
-"""The padded head size that this kernel is for."""
-ROWS = 64
-GROUPS = 2
 BN = 128
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-"""How the copy engine lays out a tile in shared memory."""
-NUM_WARPS = 4
-"""Of the first warpgroup, which the kernel joins by another and by the warp that loads."""
-MAX_REGISTERS = 168
-"""Of a thread: 65,536 over 12 warps. The kernel deals them out anew."""
 _STAGES = gl.constexpr(2)
 _D_PAD, _ROWS, _GROUPS, _BN = gl.constexpr(D_PAD), gl.constexpr(ROWS), gl.constexpr(GROUPS), gl.constexpr(BN)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
-_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
-_PROBABILITIES = gl.constexpr(gl.DotOperandLayout(0, _OUTPUT.value, 2))
 _LN_2 = gl.constexpr(math.log(2))
-_LOG2_E = gl.constexpr(math.log2(math.e))
-_LENGTHS = ["H", "N_q", "N_k", "GROUP"]
 
 
 @gluon.jit
 def _place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """This program's b, h and first query, and how many tiles of keys it sees: `_program` of the Triton kernels."""
+    """This program's b, h, bh and first query, and how many tiles of keys it sees."""
     BM: gl.constexpr = _ROWS * _GROUPS
     num_blocks = gl.cdiv(N_q, BM)
-    program = gl.program_id(0)
-    first = program // (num_blocks * GROUP) * GROUP
-    size = gl.minimum(GROUP, gl.num_programs(0) // num_blocks - first)
-    within = program - first * num_blocks
-    bh = first + within % size
-    m0 = (num_blocks - 1 - within // size) * BM
+    block, b, h, bh = place(num_blocks, H, GROUP)
+    m0 = (num_blocks - 1 - block) * BM
     end = N_k
     if CAUSAL:
         end = gl.minimum(m0 + BM, N_k)
-    return bh // H, bh % H, m0, gl.cdiv(end, _BN)
-
-
-@gluon.jit
-def _load(desc, b, h, row, buffers, ready, stage):
-    """Has the copy engine fill a stage with the rows from `row`: zero beyond the tensor."""
-    bar = ready.index(stage)
-    mbarrier.expect(bar, desc.block_type.nbytes)
-    buffer = buffers.index(stage).reshape(desc.block_type.shape)
-    _copy_in(desc, [b, h, row, 0], bar, buffer)
-
-
-@gluon.jit
-def _load_next(desc, b, h, row, buffers, ready, empty, step):
-    stage = step % _STAGES
-    mbarrier.wait(empty.index(stage), (step // _STAGES & 1) ^ 1)
-    _load(desc, b, h, row, buffers, ready, stage)
+    return b, h, bh, m0, gl.cdiv(end, _BN)
 
 
 @gluon.jit
 def _producer(work, CAUSAL: gl.constexpr):
     """Loads what the warpgroups read, in the order in which they read it: the last keys come first."""
-    descs, buffers, barriers, _, _, H, N_q, N_k, GROUP = work
+    descs, buffers, bars, _, _, H, N_q, N_k, GROUP = work
     q_desc, k_desc, v_desc, _ = descs
     q_buffers, k_buffers, v_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty = barriers
-    b, h, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
+    q_ready, k_ready, k_empty, v_ready, v_empty = bars
+    b, h, _bh, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
     for group in gl.static_range(_GROUPS):
-        _load(q_desc, b, h, m0 + group * _ROWS, q_buffers, q_ready, group)
-    _load_next(k_desc, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, 0)
+        bar = q_ready.index(group)
+        mbarrier.expect(bar, q_desc.block_type.nbytes)
+        load_tile(q_desc, b, h, m0 + group * _ROWS, q_buffers, group, bar)
+    load_next(k_desc, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, 0)
     for step in range(count - 1):
         j = count - 2 - step
-        _load_next(k_desc, b, h, j * _BN, k_buffers, k_ready, k_empty, step + 1)
-        _load_next(v_desc, b, h, (j + 1) * _BN, v_buffers, v_ready, v_empty, step)
-    _load_next(v_desc, b, h, 0, v_buffers, v_ready, v_empty, count - 1)
+        load_next(k_desc, b, h, j * _BN, k_buffers, k_ready, k_empty, step + 1)
+        load_next(v_desc, b, h, (j + 1) * _BN, v_buffers, v_ready, v_empty, step)
+    load_next(v_desc, b, h, 0, v_buffers, v_ready, v_empty, count - 1)
 
 
 @gluon.jit
@@ -141,7 +112,7 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: 
 
 @gluon.jit
 def _walk(
-    q, p, acc, total, m, buffers, barriers, group, lo, hi, count, first_row, sc, N_k,
+    q, p, acc, total, m, buffers, bars, group, lo, hi, count, first_row, sc, N_k,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of keys below hi, down to lo, of `count` in all.
@@ -149,33 +120,33 @@ def _walk(
     p has the probabilities of the tile before, not yet multiplied with v.
     """
     _, k_buffers, v_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty = barriers
+    q_ready, k_ready, k_empty, v_ready, v_empty = bars
     for j in range(hi - 1, lo - 1, -1):
         step = count - 2 - j
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
         s = warpgroup_mma_wait(1, [scores])
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, sc, N_k, CAUSAL, MASKED)
-        p_next = gl.convert_layout(p_next.to(p.dtype), _PROBABILITIES)
+        p_next = gl.convert_layout(p_next.to(p.dtype), LEFT)
         # q has long come: this holds nothing up. But the assembler moves nothing across a wait for a barrier, and
         # without it would wait for the product before it takes the exponentials.
         mbarrier.wait(q_ready.index(group), 0)
         acc, p = warpgroup_mma_wait(0, [output, p_next])
         mbarrier.arrive(k_empty.index((step + 1) % _STAGES))
         mbarrier.arrive(v_empty.index(step % _STAGES))
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, _OUTPUT))[:, None]
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
     return p, acc, total, m
 
 
 @gluon.jit
 def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     """The warpgroup of this number: o and L of its queries."""
-    descs, buffers, barriers, L, scale, H, N_q, N_k, GROUP = work
+    descs, buffers, bars, L, scale, H, N_q, N_k, GROUP = work
     o_desc = descs[3]
     q_buffers, k_buffers, v_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, _ = barriers
-    sc = scale * _LOG2_E
-    b, h, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
+    q_ready, k_ready, k_empty, v_ready, _ = bars
+    sc = scale * LOG2_E
+    b, h, bh, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
     first_row = m0 + group * _ROWS
     full = count - 1  # tiles of keys that need no mask; the last one is always masked
     if CAUSAL:
@@ -185,39 +156,27 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     scores = _start_scores(q, k_buffers, k_ready, 0)
     s = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(k_empty.index(0))
-    acc = gl.zeros([_ROWS, _D_PAD], gl.float32, _OUTPUT)
+    acc = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
     total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, _SCORES))
     m = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
     p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, sc, N_k, CAUSAL, True)
-    p = gl.convert_layout(p.to(o_desc.dtype), _PROBABILITIES)
+    p = gl.convert_layout(p.to(o_desc.dtype), LEFT)
     p, acc, total, m = _walk(
-        q, p, acc, total, m, buffers, barriers, group, full, count - 1, count, first_row, sc, N_k, CAUSAL, True
+        q, p, acc, total, m, buffers, bars, group, full, count - 1, count, first_row, sc, N_k, CAUSAL, True
     )
     p, acc, total, m = _walk(
-        q, p, acc, total, m, buffers, barriers, group, 0, full, count, first_row, sc, N_k, CAUSAL, False
+        q, p, acc, total, m, buffers, bars, group, 0, full, count, first_row, sc, N_k, CAUSAL, False
     )
     output = _start_output(p, acc, v_buffers, v_ready, count - 1)
     acc = warpgroup_mma_wait(0, [output])
     rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, _SCORES))
-    L_rows = L + (b * H + h).to(gl.int64) * N_q + rows
-    gl.store(L_rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
-    # o goes out through the place of q. The copy engine leaves out what is beyond the tensor.
-    o = acc / gl.convert_layout(total, gl.SliceLayout(1, _OUTPUT))[:, None]
-    q.store(o.to(o_desc.dtype))
-    fence_async_shared()
-    _copy_out(o_desc, [b, h, first_row, 0], q.reshape(o_desc.block_type.shape))
+    gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
+    o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
+    store_tile(o_desc, b, h, first_row, o, q)  # which nobody reads any more
     tma.store_wait(0)
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=arrivals)
-    return bars
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, L, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
     """One tile of queries: o and L."""
     dtype: gl.constexpr = q_desc.dtype
@@ -225,14 +184,14 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, L, scale, H, N_q, N_k, GROUP,
     q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
     k_buffers = gl.allocate_shared_memory(dtype, [_STAGES, _BN, _D_PAD], shared)
     v_buffers = gl.allocate_shared_memory(dtype, [_STAGES, _BN, _D_PAD], shared)
-    q_ready = _barriers(_GROUPS, 1)
-    k_ready, k_empty = _barriers(_STAGES, 1), _barriers(_STAGES, _GROUPS)
-    v_ready, v_empty = _barriers(_STAGES, 1), _barriers(_STAGES, _GROUPS)
+    q_ready = barriers(_GROUPS, 1)
+    k_ready, k_empty = barriers(_STAGES, 1), barriers(_STAGES, _GROUPS)
+    v_ready, v_empty = barriers(_STAGES, 1), barriers(_STAGES, _GROUPS)
     fence_async_shared()
     descs = (q_desc, k_desc, v_desc, o_desc)
     buffers = (q_buffers, k_buffers, v_buffers)
-    barriers = (q_ready, k_ready, k_empty, v_ready, v_empty)
-    work = (descs, buffers, barriers, L, scale, H, N_q, N_k, GROUP)
+    bars = (q_ready, k_ready, k_empty, v_ready, v_empty)
+    work = (descs, buffers, bars, L, scale, H, N_q, N_k, GROUP)
     gl.warp_specialize(
         [(_consumer, (work, 0, CAUSAL)), (_consumer, (work, 1, CAUSAL)), (_producer, (work, CAUSAL))],
         [4, 1],

@@ -6,8 +6,8 @@ queries for dK and dV. That costs two matrix products more than a single walk th
 the same bits every time.
 
 The kernels and the legend of their names are in `flash_triton_kernels.py`; here is what is launched, with what tiles.
-On Hopper the forward pass of long sequences at head sizes from 65 to 128, in 16 bits, is that of
-`flash_gluon_kernels.py`, which computes the same with the exponentials beside the matrix products.
+On Hopper, long sequences at head sizes from 65 to 128, in 16 bits, go to the kernels of `flash_gluon_kernels.py` and
+`flash_gluon_backward_kernels.py`, which compute the same with the exponentials beside the matrix products.
 
 What it does not do: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give gradients
 that are no numbers where the length is not a multiple of a tile.
@@ -26,7 +26,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
-from . import flash_gluon_kernels as gluon
+from . import flash_gluon_backward_kernels as gluon_backward
+from . import flash_gluon_common as gluon
+from . import flash_gluon_kernels as gluon_forward
 from .contract import as_4d, check_qkv
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
@@ -103,19 +105,9 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool, 
 
 def gluon_forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool) -> Launch:
     """`forward_launch` with the kernel in Gluon, where `_use_gluon` says so."""
-    num_programs = triton.cdiv(q.shape[2], gluon.GROUPS * gluon.ROWS) * q.shape[0] * q.shape[1]
-    blocks = [*_blocks(q, [gluon.ROWS, gluon.BN, gluon.BN, gluon.ROWS], True), None]
-    constants = [*_scalars(q, k, k), is_causal]
-    return Launch(
-        gluon.forward_kernel,
-        num_programs,
-        blocks,
-        constants,
-        gluon.NUM_WARPS,
-        num_stages=1,  # the kernel has its own
-        layout=gluon.LAYOUT,
-        max_registers=gluon.MAX_REGISTERS,
-    )
+    rows = [gluon.ROWS, gluon_forward.BN, gluon_forward.BN, gluon.ROWS]
+    blocks = [*_blocks(q, rows, True), None]
+    return _gluon_launch(gluon_forward.forward_kernel, q, blocks, [*_scalars(q, k, k), is_causal])
 
 
 def dq_launch(
@@ -133,6 +125,13 @@ def dq_launch(
     return Launch(dq_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
 
 
+def gluon_dq_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, is_causal: bool) -> Launch:
+    """`dq_launch` with the kernel in Gluon, where `_use_gluon` says so and dq is needed."""
+    rows = [gluon.ROWS, gluon_backward.TILE, gluon_backward.TILE, gluon.ROWS, gluon.ROWS, gluon.ROWS]
+    blocks = [*_blocks(q, rows, True), None, None]
+    return _gluon_launch(gluon_backward.dq_kernel, q, blocks, [*_scalars(q, k, k), is_causal])
+
+
 def dkv_launch(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool, tile: Tile, tma: bool
 ) -> Launch:
@@ -142,6 +141,13 @@ def dkv_launch(
     blocks = [*_blocks(q, rows, tma), [1, tile.BM] if tma else None]
     constants = _constants([q, k, v, do, dk, dv], q, is_causal, tile, tma)
     return Launch(dkv_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
+
+
+def gluon_dkv_launch(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool) -> Launch:
+    """`dkv_launch` with the kernel in Gluon, where `_use_gluon` says so."""
+    rows = [gluon_backward.TILE, gluon.ROWS, gluon.ROWS, gluon_backward.TILE, gluon.ROWS, gluon.ROWS]
+    blocks = [*_blocks(q, rows, True), [gluon_backward.TILE]]
+    return _gluon_launch(gluon_backward.dkv_kernel, k, blocks, [*_scalars(q, k, q), is_causal])
 
 
 def backward_launch(
@@ -164,6 +170,21 @@ def backward_launch(
     num_programs = num_blocks * q.shape[0] * q.shape[1]
     blocks = [*_blocks(q, rows, tma), None]
     return Launch(backward_kernel, num_programs, blocks, constants, tile.num_warps, tile.num_stages)
+
+
+def _gluon_launch(kernel: Any, own: Tensor, blocks: list[list[int] | None], constants: list[Any]) -> Launch:
+    """`own` has the rows that are divided among the programs."""
+    num_programs = triton.cdiv(own.shape[2], gluon.GROUPS * gluon.ROWS) * own.shape[0] * own.shape[1]
+    return Launch(
+        kernel,
+        num_programs,
+        blocks,
+        constants,
+        gluon.NUM_WARPS,
+        num_stages=1,  # the kernels have their own
+        layouts=gluon.LAYOUTS,
+        max_registers=gluon.MAX_REGISTERS,
+    )
 
 
 def _blocks(q: Tensor, rows: list[int], tma: bool) -> list[list[int] | None]:
@@ -218,7 +239,7 @@ def _use_tma(q: Tensor, k: Tensor, *others: Tensor) -> bool:
 
 
 def _use_gluon(q: Tensor, tma: bool) -> bool:
-    """Whether the forward pass is the one in Gluon: for Hopper's matrix instructions, which no later card has."""
+    """Whether the kernels are those in Gluon: for Hopper's matrix instructions, which no later card has."""
     if INTERPRET or not tma or padded_head_size(q.shape[-1]) != gluon.D_PAD:
         return False
     return torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -283,14 +304,18 @@ def _backward_launches(
     is_causal: bool,
     need_dkv: bool,
 ) -> tuple[Launch, ...]:
-    tma = _use_tma(q, k, v, o, do)
+    gradients = [x for x in (dq, dk, dv) if x is not None]
+    tma = _use_tma(q, k, v, o, do, *gradients)
     if not tma and dq is not None and need_dkv and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
         return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, _tile("backward", q, tma)),)
-    dq_tile, dkv_tile = _tile("dq", q, tma), _tile("dkv", q, tma)
-    return (
-        dq_launch(q, k, v, o, do, dq, is_causal, dq_tile, tma),
-        dkv_launch(q, k, v, do, dk, dv, is_causal, dkv_tile, tma),
-    )
+    in_gluon = _use_gluon(q, tma)
+    if in_gluon and dq is not None:
+        first = gluon_dq_launch(q, k, v, o, do, dq, is_causal)
+    else:  # without dq the vectors alone, which are the same from both
+        first = dq_launch(q, k, v, o, do, dq, is_causal, _tile("dq", q, tma), tma)
+    if in_gluon:
+        return first, gluon_dkv_launch(q, k, v, do, dk, dv, is_causal)
+    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, _tile("dkv", q, tma), tma)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

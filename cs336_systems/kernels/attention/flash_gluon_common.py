@@ -1,0 +1,90 @@
+"""What the kernels of `flash_triton` in Gluon share: one warp loads, two groups of four compute.
+
+In each of them a group of four warps (a warpgroup) has ROWS rows of its own and walks along tiles of other tensors.
+One more warp has the copy engine bring these into shared memory. They know of each other by barriers alone.
+
+Legend, beyond that of `flash_triton_kernels.py`
+    ROWS           rows of a warpgroup; a program has GROUPS * ROWS
+    STAGES         tiles of each tensor that is walked along that fit in shared memory at a time
+    step           tiles so far; tile `step` is in stage step % STAGES
+    round          step // STAGES: how often its stage was used before. A barrier alternates between two phases: its
+                   n-th completion is waited for with phase n & 1, counted from 0, and the other phase does not wait the
+                   first time
+    ready          barriers that complete when the copy engine has filled a stage
+    empty          barriers that complete when all warpgroups have read it
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Triton 3.6 has the second name of each, 3.9 the first.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+D_PAD = 128
+"""The padded head size that these kernels are for."""
+ROWS = 64
+GROUPS = 2
+LAYOUTS = {
+    4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
+    1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
+}
+"""How the copy engine lays out in shared memory a tile, and a piece of VECTORS, by their number of axes."""
+NUM_WARPS = 4
+"""Of the first warpgroup, which a kernel joins by another and by the warp that loads."""
+MAX_REGISTERS = 168
+"""Of a thread: 65,536 over 12 warps. The kernels deal them out anew."""
+LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is compiled anew for a length that is 1 or a multiple of 16
+LOG2_E = gl.constexpr(math.log2(math.e))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
+"""Which thread has what of the ROWS x D_PAD sums that a warpgroup keeps in registers."""
+LEFT = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+"""And of the left operand of the products that are added to them."""
+
+
+@gluon.jit
+def place(num_blocks, H, GROUP):
+    """This program's block, b, h and bh: `_program` of the Triton kernels."""
+    program = gl.program_id(0)
+    first = program // (num_blocks * GROUP) * GROUP
+    size = gl.minimum(GROUP, gl.num_programs(0) // num_blocks - first)
+    within = program - first * num_blocks
+    bh = first + within % size
+    return within // size, bh // H, bh % H, bh
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """So many barriers, each of which completes when so many have arrived and all bytes that are expected have come."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def load_tile(desc, b, h, row, buffers, stage, bar):
+    """Has the copy engine fill a stage with the rows from `row`: zero beyond the tensor. The barrier expects them."""
+    copy_in(desc, [b, h, row, 0], bar, buffers.index(stage).reshape(desc.block_type.shape))
+
+
+@gluon.jit
+def load_next(desc, b, h, row, buffers, ready, empty, step):
+    """Has the copy engine fill the stage of a step, when it has been read."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+    bar = ready.index(stage)
+    mbarrier.expect(bar, desc.block_type.nbytes)
+    load_tile(desc, b, h, row, buffers, stage, bar)
+
+
+@gluon.jit
+def store_tile(desc, b, h, row, x, buffer):
+    """Has the copy engine store x, by way of a buffer. It leaves out what is beyond the tensor."""
+    buffer.store(x.to(desc.dtype))
+    fence_async_shared()
+    copy_out(desc, [b, h, row, 0], buffer.reshape(desc.block_type.shape))
