@@ -4,7 +4,9 @@ Triton's own launch looks at every argument, each time, to find the compiled ker
 longer than a short kernel runs. A `Launch` does it once.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -56,6 +58,23 @@ class Launch:
         compiled = self._kernel[self._grid](*arguments, **self.options)
         if not INTERPRET:
             self._compiled, self._device = compiled[self._grid], torch.cuda.current_device()
+
+    @contextlib.contextmanager
+    def compiling(self, *tensors: Tensor) -> Iterator[None]:
+        """Compile it for these tensors in a thread, while what is inside does something else, as compile another."""
+        if INTERPRET:
+            yield
+            return
+        device, arguments = torch.cuda.current_device(), self.arguments(*tensors)
+
+        def compile_it() -> None:
+            torch.cuda.set_device(device)  # a thread begins on the first
+            self._kernel.warmup(*arguments, grid=self._grid, **self.options)
+
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(compile_it)
+            yield
+            compiled.result()
 
     def arguments(self, *tensors: Tensor) -> list[Any]:
         """All that the kernel is given for these tensors."""

@@ -25,7 +25,7 @@ WAYS = ((80, 64, torch.bfloat16, False), (90, 128, torch.bfloat16, True), (80, 1
 def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, tma: bool, tile: Tile) -> ASTSource:
     element = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     rows = {"q_": tile.BM, "o_": tile.BM, "do_": tile.BM, "dq_": tile.BM}
-    values = dict(tile._asdict(), D=d, D_PAD=d, CAUSAL=True, TMA=tma, PRECISION="ieee", NEED_DQ=True)
+    values = dict(tile._asdict(), D=d, D_PAD=d, CAUSAL=True, TMA=tma, PRECISION="bf16x6", NEED_DQ=True)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -140,8 +140,11 @@ def main(everything: bool) -> None:
                 target=GPUTarget("cuda", capability, 32),
                 options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
             )
-            product = {80: "mma.sync", 90: "wgmma.mma_async"}[capability] if dtype == torch.bfloat16 else "fma.rn.f32"
-            assert product in compiled.asm["ptx"], (phase, capability, dtype)
+            product = (
+                {80: "mma.sync", 90: "wgmma.mma_async"}[capability],
+                ".bf16.bf16",
+            )  # float32 is put together from it
+            assert all(part in compiled.asm["ptx"] for part in product), (phase, capability, dtype)
             assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == tma, (phase, capability, dtype)
             print(phase, capability, d, dtype, "compiled")
     if everything:

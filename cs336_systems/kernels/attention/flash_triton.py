@@ -85,7 +85,11 @@ def _tile(phase: str, q: Tensor, tma: bool) -> Tile:
         return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
     if properties.shared_memory_per_block_optin < 160 * 1024:
-        return Tile(BM=32, BN=32, num_warps=4, num_stages=2)  # the table is for the larger cards; this fits all
+        # The table is for the larger cards; these fit all.
+        if q.dtype != torch.float32:
+            return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
+        rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
+        return Tile(BM=rows, BN=rows, num_warps=4, num_stages=1)
     return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma)]
 
 
@@ -195,7 +199,6 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
     """What follows the tensors in every kernel's arguments; `walked` is one of the two tensors of the inner loop."""
     q, k = operands[:2]
     d = q.shape[-1]
-    exact = torch.get_float32_matmul_precision() == "highest"
     return [
         *(x.stride() for x in operands),
         *_scalars(q, k, walked),
@@ -205,8 +208,15 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
         padded_head_size(d),
         is_causal,
         tma,
-        "ieee" if exact else "tf32",
+        _precision(),
     ]
+
+
+def _precision() -> str:
+    """How float32 is multiplied; see the kernels' legend."""
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee" if INTERPRET else "bf16x6"
 
 
 def _scalars(q: Tensor, k: Tensor, walked: Tensor) -> list[float]:
@@ -306,7 +316,8 @@ def _backward_launches(
 ) -> tuple[Launch, ...]:
     gradients = [x for x in (dq, dk, dv) if x is not None]
     tma = _use_tma(q, k, v, o, do, *gradients)
-    if not tma and dq is not None and need_dkv and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
+    is_small = not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES
+    if is_small and dq is not None and need_dkv and tile_key("backward", q.shape[-1], q.dtype, tma) in tile_table():
         return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, _tile("backward", q, tma)),)
     in_gluon = _use_gluon(q, tma)
     if in_gluon and dq is not None:
@@ -341,6 +352,7 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
+    is_new = launches is None
     q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(do)
     dq4 = as_4d(dq) if need_dq else None
     dk4, dv4 = (as_4d(dk), as_4d(dv)) if need_dkv else (k4, v4)
@@ -351,9 +363,11 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
             launches[0](q4, k4, v4, o4, do4, dq4, dk4, dv4, logsumexp)
         else:
             vectors = new_vectors(q4)
-            launches[0](q4, k4, v4, o4, do4, q4 if dq4 is None else dq4, logsumexp, vectors)
+            others = (q4, k4, v4, do4, dk4, dv4, vectors)
+            with launches[1].compiling(*others) if is_new and need_dkv else contextlib.nullcontext():
+                launches[0](q4, k4, v4, o4, do4, q4 if dq4 is None else dq4, logsumexp, vectors)
             if need_dkv:
-                launches[1](q4, k4, v4, do4, dk4, dv4, vectors)
+                launches[1](*others)
     return dq, dk, dv
 
 
@@ -375,8 +389,9 @@ def flash_triton(
 
     On a CUDA device of compute capability 8.0 or later, or on a CPU in Triton's interpreter. float32, bfloat16 and
     float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened, which copies
-    where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`. Needs O(N)
-    memory beyond its outputs: two float32 vectors in the backward pass. The same inputs give the same bits.
+    where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at "highest"
+    each is one of 24 bits, put together from bfloat16. Needs O(N) memory beyond its outputs: two float32 vectors in the
+    backward pass. The same inputs give the same bits.
 
     Raises ValueError naming the argument that it does not take.
     """

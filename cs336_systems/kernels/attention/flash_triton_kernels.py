@@ -11,6 +11,9 @@ Legend
                    the first is infinite, and the probability 0
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
     GROUP          heads that are worked on at the same time
+    PRECISION      how float32 is multiplied: "tf32" in 11 bits; "bf16x6" in 24, as the sum of the six largest products
+                   of three parts of each, in bfloat16: tensor cores are that much faster than multiply-adds, which are
+                   "ieee" and for the interpreter
     TMA            tensors come as descriptors and are moved by the copy engine of Hopper; otherwise by pointers
     TOGETHER       the keys and the values of a tile are waited for at once, before the first product. Otherwise the
                    values are waited for when they are needed, and the compiler puts a barrier there: with eight warps
