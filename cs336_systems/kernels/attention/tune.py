@@ -122,37 +122,41 @@ def _compile(candidate: Candidate) -> str | None:
     return f"{took:.0f} s to compile" if candidate.kind == "float" and took > COMPILE_S else None
 
 
-def measure(entries: list[Candidate], workers: int) -> list[tuple[Candidate, float]]:
-    """The candidates that run, with their times in ms, causal."""
+def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[tuple[float, Tile]]]]:
+    """Of one head size and kind after another: the tiles that run by the table's keys, the fastest first, in ms."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        errors = pool.map(_compile, entries, chunksize=1)
-    for candidate, error in zip(entries, errors, strict=True):
-        if error is not None:
-            print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {candidate.d}, is not for us: {error}")
-    ran = [candidate for candidate, error in zip(entries, errors, strict=True) if error is None]
-    results = []
-    for (d, kind), group in itertools.groupby(ran, key=lambda candidate: (candidate.d, candidate.kind)):
-        several = list(group)
-        x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
-        for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
-            _launch(next(candidate for candidate in several if candidate.phase == phase), x)()
-        for candidate in several:
-            ms = triton.testing.do_bench(_launch(candidate, x), warmup=5, rep=25, return_mode="median")
-            results.append((candidate, ms))
-    return results
+        for (d, kind), group in itertools.groupby(entries, key=lambda candidate: (candidate.d, candidate.kind)):
+            tried = list(group)
+            ran = []
+            for candidate, error in zip(tried, pool.map(_compile, tried, chunksize=1), strict=True):
+                if error is None:
+                    ran.append(candidate)
+                else:
+                    print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {d}, is not for us: {error}")
+            x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
+            for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
+                _launch(next(candidate for candidate in ran if candidate.phase == phase), x)()
+            found: dict[str, list[tuple[float, Tile]]] = {_key(candidate): [] for candidate in tried}
+            for candidate in ran:
+                ms = triton.testing.do_bench(_launch(candidate, x), warmup=5, rep=25, return_mode="median")
+                found[_key(candidate)].append((ms, candidate.tile))
+            yield {key: sorted(times) for key, times in found.items()}
 
 
-def fastest(results: list[tuple[Candidate, float]], count: int) -> dict[str, list[tuple[Candidate, float]]]:
-    """The fastest few of each entry of the table."""
-    entries: dict[str, list[tuple[Candidate, float]]] = {}
-    for candidate, ms in sorted(results, key=lambda result: result[1]):
-        key = flash.tile_key(candidate.phase, candidate.d, KINDS[candidate.kind].dtype, KINDS[candidate.kind].tma)
-        entries.setdefault(key, []).append((candidate, ms))
-    return {key: best[:count] for key, best in sorted(entries.items())}
+def _key(candidate: Candidate) -> str:
+    kind = KINDS[candidate.kind]
+    return flash.tile_key(candidate.phase, candidate.d, kind.dtype, kind.tma)
+
+
+def write_table(tiles: dict[str, Tile], file: Path) -> None:
+    """Write tiles by their keys, a line each."""
+    rows = {key: {name: x for name, x in tile._asdict().items() if x is not False} for key, tile in tiles.items()}
+    lines = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted(rows.items()))
+    file.write_text("{\n" + lines + "\n}\n")
 
 
 def main() -> None:
-    """Measure, print the best few of each entry and write the table."""
+    """Measure, print the best few of each entry and write the table, anew after each head size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     table = Path(flash.__file__).with_name("flash_triton_tiles.json")
     parser.add_argument("--out", type=Path, default=table, help="the table to write")
@@ -167,15 +171,14 @@ def main() -> None:
         if not KINDS[kind].tma or torch.cuda.get_device_capability() >= (9, 0)
         for candidate in candidates(d, kind)
     ]
-    results = measure(entries, arguments.workers)
-    keys = {flash.tile_key(each.phase, each.d, KINDS[each.kind].dtype, KINDS[each.kind].tma) for each in entries}
-    tiles = {key: tile for key, tile in flash.tile_table().items() if key not in keys}
-    for key, best in fastest(results, 3).items():
-        print(key, *(f"\n    {ms:.3f} ms {tuple(candidate.tile)}" for candidate, ms in best))
-        tiles[key] = best[0][0].tile
-    rows = {key: {name: x for name, x in tile._asdict().items() if x is not False} for key, tile in tiles.items()}
-    lines = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted(rows.items()))
-    arguments.out.write_text("{\n" + lines + "\n}\n")
+    tiles = dict(flash.tile_table())
+    for found in measure(entries, arguments.workers):
+        for key, times in found.items():
+            print(key, *(f"\n    {ms:.3f} ms {tuple(tile)}" for ms, tile in times[:3]), flush=True)
+            tiles.pop(key, None)
+            if times:
+                tiles[key] = times[0][1]
+        write_table(tiles, arguments.out)
 
 
 if __name__ == "__main__":
