@@ -306,6 +306,8 @@ def test_the_largest_allocations_are_those_of_a_forward_pass_and_known_by_their_
         "forward pass alone is recorded) have 0.5 MiB, each a matrix of attention scores in float32, `4 B H N^2` "
         "bytes, made by `model.py:33 attention` and `model.py:36 attention`."
     )
+    before = {"largest": [{"bytes": 9 << 20, "phase": "before", "code": []}]}  # weights, say
+    assert memory.largest_allocation(evidence(recorded("train_step", 9 << 30, **before))) is None
     forward = recorded("forward", 7 << 30, **largest(4 << 20))
     assert memory.largest_allocation(evidence(forward, step)) == (
         "(e) The largest allocations in the forward phase of the recorded forward pass of 2.7B, 128 tokens, fp32 have "

@@ -173,12 +173,12 @@ def residual_size(e: Evidence) -> str:
 
 def largest_allocation(e: Evidence) -> str | None:
     """(e) The largest allocations of a forward pass, and the lines that asked for them."""
-    rows = [row for row in _memory_rows(e) if row.metrics.get("largest")]
+    rows = of_2026([row for row in e.ok("profile-memory", "largest") if _of_forward(row)])
     if not rows:
         return None
     row = ([r for r in rows if r.variant == "forward"] or rows)[-1]
-    most = row.metrics["largest"][0]
-    alike = [each for each in row.metrics["largest"] if each["bytes"] == most["bytes"]]
+    most = _of_forward(row)[0]
+    alike = [each for each in _of_forward(row) if each["bytes"] == most["bytes"]]
     lines = listing([f"`{code}`" for code in dict.fromkeys(each["code"][0] for each in alike if each["code"])])
     c = row.config
     shapes = _tensor_sizes(c) if "num_heads" in c else {}
@@ -187,6 +187,11 @@ def largest_allocation(e: Evidence) -> str | None:
     of += "" if row.variant == "forward" else " (no forward pass alone is recorded)"
     made = f", made by {lines}" if lines else ""
     return f"(e) The largest allocations in {of} have {mib(most['bytes'])}{what}{made}."
+
+
+def _of_forward(row: Row) -> list[dict[str, Any]]:
+    """Those of a recording's largest allocations that the forward pass made, the largest first."""
+    return [each for each in row.metrics["largest"] if each["phase"] == "forward"]
 
 
 def _tensor_sizes(c: dict[str, Any]) -> dict[str, int]:
