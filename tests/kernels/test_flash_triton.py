@@ -1,5 +1,9 @@
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -297,3 +301,32 @@ def test_the_compiled_backward_pass_is_the_one_that_runs(monkeypatch: pytest.Mon
         get_attention("flash_triton_compiled"), Case(300, 260, 16, leading=(), is_causal=True), torch.float32, "cpu"
     )
     assert ran == [(1, 260, 16)]  # one call over all scores
+
+
+FIRST_CALL = """
+import sys, time
+import torch
+from cs336_systems.kernels.attention.flash_triton import flash_triton
+d, dtype, n = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
+q, k, v = (torch.randn(1, 16, n, d, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+torch.cuda.synchronize()
+begun = time.perf_counter()
+flash_triton(q, k, v, True).sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - begun)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.timing
+@pytest.mark.parametrize("n", [512, 4096])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_first_call_takes_ten_seconds_with_an_empty_cache_and_one_with_a_full_one(
+    d: int, dtype: str, n: int, tmp_path: Path
+) -> None:
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", FIRST_CALL, str(d), dtype, str(n)]
+    for limit in (10.0, 1.0):
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+        assert float(ran.stdout) < limit

@@ -26,8 +26,11 @@ from . import flash_triton as flash
 from .flash_triton import Tile
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
-COMPILE_S = 8.0
-"""The longest that a tile of the table may take to compile in float32."""
+COMPILE_S = 6.0
+"""The longest that a tile of the table may take to compile in float32, while others are compiled beside it.
+
+The first call of both passes waits for two of them, one after the other: ten seconds at most.
+"""
 
 
 class Kind(NamedTuple):
