@@ -165,7 +165,12 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether it is, for the watchdog, which asks no more once it is."""
-        return all(work.is_completed() for work in self.works) and (self._passed is None or _has_passed(self._passed))
+        if not all(work.is_completed() for work in self.works):
+            return False
+        if self._passed is None:
+            self._watched = False  # `wait` needs no event
+            return True
+        return _has_passed(self._passed)
 
 
 class _Queued:

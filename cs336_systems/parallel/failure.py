@@ -27,6 +27,9 @@ OWN_LAUNCH = "CS336_LAUNCHED"
 """Set in the environment of processes that we have started ourselves, and whose failures we tell."""
 
 
+NOT_DONE = "was not done after"
+
+
 class CollectiveError(RuntimeError):
     """A transfer between ranks failed or was not done in time. Says which rank, which operation, which step."""
 
@@ -140,7 +143,7 @@ class Watchdog:
             return None
 
     def _end(self, what: str) -> None:
-        message = f"{_place(what)} was not done after {self._timeout_s:g} s: another rank is gone or hangs"
+        message = f"{_place(what)} {NOT_DONE} {self._timeout_s:g} s: another rank is gone or hangs"
         fail(message)
 
 

@@ -186,7 +186,8 @@ def _fill(
     """Draw rows into axes, a line or a group of bars for each value of the differing fields."""
     lines = _lines(plot, rows, plot.y, differing)
     beside = {} if plot.beside is None else _lines(plot, rows, plot.beside, differing)
-    of_all = next(iter(beside.values())) if len(beside) > 1 and len({*map(str, beside.values())}) == 1 else None
+    first, *others = beside.values() or [None]
+    of_all = first if others and all(points == first for points in others) else None
     width = 0.8 / max(1, len(lines))
     for i, (name, points) in enumerate(lines.items()):
         color = colors.setdefault(name, KERNEL_COLORS.get(name) or f"C{len(colors)}")

@@ -165,7 +165,7 @@ def show(value: Any, name: str = "") -> str:
     if isinstance(value, list | tuple):
         return "x".join(map(str, value))
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)  # as short as it stays the same number
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
 
 

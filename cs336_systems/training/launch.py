@@ -151,18 +151,20 @@ def check_launch(config: RunConfig) -> None:
 def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     """The exception of the process that failed first, with what is known of those that a signal ended.
 
-    That another rank is gone is no cause but what follows from one, so it comes after; and last come those that SIGTERM
-    ended, with which the launcher ends those that are left.
+    That another rank is gone is no cause but what follows from one, so it comes after. The launcher ends those that are
+    left, by SIGTERM, and by SIGKILL where that does not do: they come last.
     """
     by_signal = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
-    ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items() if name != "SIGTERM"]
-    left = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items() if name == "SIGTERM"]
+    ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items()]
     reports = [json.loads(file.read_text())["message"] for file in sorted(folder.rglob("error.json"))]
     reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
     if not reports:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
-        return failure.CollectiveError("; ".join([*ended, *left]))
-    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join([*ended, reports[0]["message"], *left]))
+        return failure.CollectiveError("; ".join(ended))
+    report = reports[0]["message"]
+    by_launcher = failure.NOT_DONE in report or {*by_signal.values()} <= {"SIGTERM"}
+    told = [report, *ended] if by_launcher else [*ended, report]
+    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join(told))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 from cs336_systems.bench.case import Row, append_row
 from cs336_systems.cli import make_report
 from cs336_systems.report.plots import figure_of
-from cs336_systems.report.view import Column, Plot, csv_text, latest
+from cs336_systems.report.view import Column, Plot, csv_text, latest, show
 from cs336_systems.report.views import VIEWS, rows_table, show_files, write_views
 
 KEYS = VIEWS["model"].keys
@@ -205,3 +205,8 @@ def test_files_are_named_where_no_row_alone_is_what_is_wrong(tmp_path: Path) -> 
         append_row(file, ROWS[0])
     with pytest.raises(ValueError, match=f"^{files[0]}, {files[1]}: they do not go together$"):
         show_files(files, refuse)
+
+
+@pytest.mark.parametrize("value, text", [(1.0, "1"), (1e-05, "1e-05"), (314.145, "314.145"), (1234567.5, "1234567.5")])
+def test_a_number_is_as_short_as_it_stays_the_same(value: float, text: str) -> None:
+    assert show(value) == text

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
 from cs336_systems.training import pipeline, train
+from cs336_systems.training.launch import _failure
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
 from tests.distributed import run_ranks
@@ -210,6 +212,21 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
     failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=120)
     assert failed.returncode == 1
     assert f"cs336: rank 0: {what} at step 7 was not done after 4 s: another rank is" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    "message, told",
+    [
+        ("rank 0: x was not done after 4 s", "rank 0: x was not done after 4 s; rank 1 was ended by SIGKILL"),
+        ("rank 0: x failed", "rank 1 was ended by SIGKILL; rank 0: x failed"),
+    ],
+)
+def test_who_was_ended_comes_first_but_where_he_was_waited_for(message: str, told: str, tmp_path: Path) -> None:
+    report = {"message": message, "kind": "CollectiveError", "extraInfo": {"timestamp": "1"}}
+    (tmp_path / "error.json").write_text(json.dumps({"message": report}))
+    ended = SimpleNamespace(exitcode=-9, signal_name=lambda: "SIGKILL")
+    failures: Any = {0: SimpleNamespace(exitcode=1), 1: ended}
+    assert str(_failure(failures, tmp_path)) == told
 
 
 def resumed(config: RunConfig) -> RunConfig:

@@ -5,13 +5,16 @@
 Every phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine and through
 pointers and in float32, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in
 parallel processes first. What the table holds is the fastest of each, but none that takes long to compile: a float32
-product is six, all unrolled. Where no backward pass in one launch compiles fast enough, the table has none.
+product is six, all unrolled. Where no backward pass in one launch compiles fast enough, the table has none; for another
+phase it keeps the tile that it has.
 """
 
 import argparse
 import itertools
 import json
 import multiprocessing
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,7 +141,8 @@ def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[t
                     print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {d}, is not for us: {error}")
             x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
             for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
-                _launch(next(candidate for candidate in ran if candidate.phase == phase), x)()
+                tile = flash.tile_table()[flash.tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma)]
+                _launch(Candidate(phase, d, kind, tile), x)()
             found: dict[str, list[tuple[float, Tile]]] = {_key(candidate): [] for candidate in tried}
             for candidate in ran:
                 ms = triton.testing.do_bench(_launch(candidate, x), warmup=5, rep=25, return_mode="median")
@@ -159,7 +163,7 @@ def write_table(tiles: dict[str, Tile], file: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print the best few of each entry and write the table, anew after each head size."""
+    """Measure, print the best few of each entry and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     table = Path(flash.__file__).with_name("flash_triton_tiles.json")
     parser.add_argument("--out", type=Path, default=table, help="the table to write")
@@ -174,14 +178,22 @@ def main() -> None:
         if not KINDS[kind].tma or torch.cuda.get_device_capability() >= (9, 0)
         for candidate in candidates(d, kind)
     ]
+    with tempfile.TemporaryDirectory(prefix="cs336-") as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache  # an empty one: how long it takes to compile is measured
+        update_table(measure(entries, arguments.workers), arguments.out)
+
+
+def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: Path) -> None:
+    """Print what `measure` finds and write the table with it, anew after each head size."""
     tiles = dict(flash.tile_table())
-    for found in measure(entries, arguments.workers):
+    for found in measured:
         for key, times in found.items():
             print(key, *(f"\n    {ms:.3f} ms {tuple(tile)}" for ms, tile in times[:3]), flush=True)
-            tiles.pop(key, None)
             if times:
                 tiles[key] = times[0][1]
-        write_table(tiles, arguments.out)
+            elif key.startswith("backward"):
+                tiles.pop(key, None)
+        write_table(tiles, file)
 
 
 if __name__ == "__main__":

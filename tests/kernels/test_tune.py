@@ -1,0 +1,31 @@
+"""What becomes of the table of tiles, without measuring any."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is only there on Linux")
+tune = pytest.importorskip("cs336_systems.kernels.attention.tune")
+
+
+def test_the_table_has_the_fastest_and_keeps_what_nothing_will_do_for(tmp_path: Path) -> None:
+    fast, slow = tune.Tile(128, 64, 8, 2, True), tune.Tile(64, 64, 4, 2)
+    found = {"forward-64-float": [(1.5, fast), (2.5, slow)], "dkv-256-float": [], "backward-256-float": []}
+    tune.update_table(iter([found]), tmp_path / "tiles.json")
+    before, after = (
+        json.loads(file.read_text())
+        for file in (Path(tune.__file__).with_name("flash_triton_tiles.json"), tmp_path / "tiles.json")
+    )
+    assert after.pop("forward-64-float") == {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2, "TOGETHER": True}
+    assert {*before} - {*after} <= {"forward-64-float", "backward-256-float"}
+    assert all(before[key] == tile for key, tile in after.items())
+
+
+@pytest.mark.parametrize("kind", ["half-tma", "half", "float"])
+@pytest.mark.parametrize("d", tune.HEAD_SIZES)
+def test_there_is_something_to_try_for_every_entry(d: int, kind: str) -> None:
+    tried = list(tune.candidates(d, kind))
+    assert len(tried) == len(set(tried))
+    in_one_launch = {"backward"} if kind != "half-tma" else set()
+    assert {each.phase for each in tried} == {"forward", "dq", "dkv"} | in_one_launch
