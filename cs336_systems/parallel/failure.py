@@ -28,6 +28,7 @@ OWN_LAUNCH = "CS336_LAUNCHED"
 
 
 NOT_DONE = "was not done after"
+"""By these words the launcher knows a message of the watchdog."""
 
 
 class CollectiveError(RuntimeError):
