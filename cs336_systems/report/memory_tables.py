@@ -37,7 +37,7 @@ def memory_table(rows: Sequence[Row]) -> str:
             str(config.get("precision", "-")),
             fields.number("metrics.peak_bytes", ".3g", 2**30),
             str(fields.get("metrics.peak_phase")),
-            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3g", 2**30) if known else "-" for name in SHOWN),
+            *(fields.number(f"metrics.at_peak_bytes.{name}", ".3f", 2**30) if known else "-" for name in SHOWN),
         )
 
     header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *SHOWN]

@@ -11,6 +11,7 @@ from ...planner.activations import activation_sections, residual_stream
 from ...planner.job import Job
 from ...planner.memory import peak_bytes
 from ...planner.working import Section
+from ...profiling.timeline import Timeline
 from ..memory_timelines import draw_timeline
 from ..tables import markdown_table
 from ..view import OUTCOMES
@@ -61,7 +62,7 @@ def memory_over_time(e: Evidence) -> str | None:
     text = (
         f"(a) A train step of {about(row)} peaks at {gib(m['peak_bytes'])} in its {m['peak_phase']} phase, of which "
         f"{told}; the peaks of its phases are {phases}. The stages can be told apart: memory climbs block by block in "
-        f"the forward pass, {way} and is level while the optimizer steps."
+        f"the forward pass, {way} and is level while the optimizer steps{_after_step(m)}."
     )
     alike = [
         r for r in _memory_rows(e)
@@ -77,6 +78,18 @@ def memory_over_time(e: Evidence) -> str | None:
     return f"{text} {claim[0].upper()}{claim[1:]}: it peaks at {gib(inference)}, in one block after the other."
 
 
+def _after_step(metrics: dict[str, Any]) -> str:
+    """What its last phase ends with, where that is less than what it has most."""
+    if "timeline" not in metrics:
+        return ""
+    timeline = Timeline(**metrics["timeline"])
+    end = max(at for at, ms in enumerate(timeline.ms) if ms <= timeline.phases["optimizer"][1])
+    left = int(timeline.total[end])
+    if left > (1 - _NEAR) * metrics["phase_peak_bytes"]["optimizer"]:
+        return ""
+    return f", until the gradients are let go, which leaves {gib(left)}"
+
+
 def _words(mode: str) -> str:
     return {"forward": "forward pass", "forward_backward": "forward and backward pass"}.get(mode, "train step")
 
@@ -84,11 +97,11 @@ def _words(mode: str) -> str:
 def _peaks(e: Evidence) -> dict[tuple[int, str, str], Row]:
     """The rows of 2026's xl by length, mode and precision that its peaks are read from, also those out of memory.
 
-    Of the memory profiler, where it has recorded both modes; else of the case model.
+    Of the memory profiler, where it has recorded both modes; else of the case model, as far as that has them.
     """
     of_profiler = [row for row in e.all("profile-memory") if is_xl_2026(row)]
     of_model = one_setting([row for row in e.all("model") if is_xl_2026(row)], *WAY[1:])
-    rows = of_profiler if {row.config["mode"] for row in of_profiler} >= set(_MODES) else of_model
+    rows = of_profiler if {row.config["mode"] for row in of_profiler} >= set(_MODES) else [*of_profiler, *of_model]
     return {tuple(row.config[name] for name in ("context_length", "mode", "precision")): row for row in rows}
 
 

@@ -73,7 +73,7 @@ def spread_of_steps(e: Evidence) -> str | None:
     steady = sum(share < _STEADY for share in shares.values())
     return (
         f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of all {len(rows)} settings; it "
-        f"is largest, {percent(shares[id(most)])}, for {about(most)}."
+        f"is largest, {percent(shares[id(most)])}, for {about(most, 'mode', 'size', 'context_length', 'precision')}."
     )
 
 
