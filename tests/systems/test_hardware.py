@@ -4,6 +4,8 @@ import contextlib
 import json
 import re
 import subprocess
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from cs336_systems.hardware import (
     memory_bytes,
     peak_flops,
     select_device,
+    to_host,
     with_index,
 )
 
@@ -309,3 +312,39 @@ def test_with_index_numbers_only_a_gpu_that_has_no_number(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     given = ("cpu", "cuda", "cuda:0", "cuda:1")
     assert [str(with_index(torch.device(name))) for name in given] == ["cpu", "cuda:3", "cuda:0", "cuda:1"]
+
+
+# Values of a GPU, for which a step waits
+
+
+def test_on_a_cpu_values_are_where_they_are() -> None:
+    x = torch.ones(3)
+    assert to_host(x) is x
+
+
+@pytest.mark.gpu
+def test_values_come_when_they_are_computed_and_let_other_threads_at_the_gpu_meanwhile() -> None:
+    """A thread launches a kernel and lets go of an event while this one waits for a longer one."""
+    other, events = torch.cuda.Stream(), [torch.cuda.Event()]
+    events[0].record(other)
+    x, y = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
+    to_host(x)  # pins memory
+    done_at: list[float] = []
+
+    def beside() -> None:
+        torch.cuda.set_device(x.device)
+        time.sleep(0.05)
+        with torch.cuda.stream(other):
+            y.add_(1)
+        events.clear()
+        done_at.append(time.monotonic())
+
+    thread = threading.Thread(target=beside)
+    torch.cuda._sleep(10**9)  # half a second
+    x.add_(torch.arange(3, device="cuda"))
+    thread.start()
+    values = to_host(x).tolist()
+    came_at = time.monotonic()
+    thread.join()
+    assert values == [0, 1, 2]
+    assert done_at[0] < came_at
