@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -94,9 +95,14 @@ def timed(case: str, ms: float, variant: str = "v", **config: Any) -> Row:
 
 
 def evidence(*rows: Row) -> Evidence:
-    found: dict[str, list[Row]] = {}
-    for each in rows:
-        found.setdefault(each.case, []).append(each)
+    return of_files(rows)
+
+
+def of_files(*files: Sequence[Row]) -> Evidence:
+    found: dict[str, list[list[Row]]] = {}
+    for rows in files:
+        for case in dict.fromkeys(each.case for each in rows):
+            found.setdefault(case, []).append([each for each in rows if each.case == case])
     return Evidence("made_up", found)
 
 
