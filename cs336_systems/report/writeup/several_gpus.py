@@ -39,7 +39,7 @@ from .problem import Drawing, Exhibit, Problem, RowFile, says
 COMMUNICATION, DATA, SHARDED = "Communication", "Data parallelism", "Sharded optimizer state"
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 _ALONE = "alone"
-_FAR = 1.2  # times as long: far longer
+_FAR = 1.2  # times as long, from which on a time is told as far longer
 
 
 def bandwidths(e: Evidence) -> str | None:
@@ -238,7 +238,7 @@ def _beside_the_model(rows: Sequence[Row], best: Row) -> list[str]:
         )
     small = rows[0]
     predicted, calls = small.metrics["predicted"]["added_ms"], small.metrics.get("buckets")
-    counted = _xl_calls(small)
+    counted = _counted_calls(small)
     if calls and calls < counted and _added(small) < predicted:
         told.append(
             f"With {_size(small)} MiB it predicts {ms(predicted)}, measured are {ms(_added(small))}: it counts "
@@ -247,7 +247,7 @@ def _beside_the_model(rows: Sequence[Row], best: Row) -> list[str]:
     return told
 
 
-def _xl_calls(row: Row) -> float:
+def _counted_calls(row: Row) -> float:
     """Buckets of a row's size that the model counts, as if tensors could be divided."""
     shape = ModelConfig(size=row.config["size"], context_length=row.config["context_length"]).shape
     return 4 * num_parameters(shape) / (row.config["bucket_size_mb"] * 2**20)
