@@ -14,7 +14,7 @@ from .attention import ATTENTION_VIEWS, PEERS
 from .pictures import save_picture
 from .plots import figure_of, put_title
 from .tables import markdown_table
-from .view import Column, Plot, common_facts, grouped, machine
+from .view import Column, Plot, common_facts, grouped, machine, runs
 from .views import naming_the_case
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
@@ -50,9 +50,9 @@ def comparisons(files: Sequence[Path]) -> list[Comparison]:
     Raises ValueError where nothing can.
     """
     found: dict[tuple[str, ...], Comparison] = {}
-    runs = _runs(files)
+    read = _runs(files)
     for case, compare in _CASES.items():
-        for run in runs:
+        for run in read:
             with naming_the_case(case):
                 for each in compare([row for row in run if row.case == case]):
                     on = machine(run[0])
@@ -85,14 +85,12 @@ def headline(files: Sequence[Path]) -> str:
 
 
 def _runs(files: Sequence[Path]) -> list[list[Row]]:
-    """Rows in bf16 that are ok, by file and by all of their environment but the moment's state of the GPU."""
-    runs: dict[str, list[Row]] = {}
-    for file in files:
-        for row in read_rows(file):
-            if row.status == "ok" and _PRECISION in (row.config.get("precision"), row.config.get("dtype")):
-                same = sorted((k, v) for k, v in row.env.items() if not isinstance(v, dict))
-                runs.setdefault(f"{file} {same}", []).append(row)
-    return list(runs.values())
+    """Rows in bf16 that are ok, by file and run."""
+
+    def is_compared(row: Row) -> bool:
+        return row.status == "ok" and _PRECISION in (row.config.get("precision"), row.config.get("dtype"))
+
+    return [run for file in files for run in runs(filter(is_compared, read_rows(file)))]
 
 
 def _leaderboard(rows: Sequence[Row]) -> Iterator[Comparison]:
@@ -162,21 +160,21 @@ def _beside_fastest(what: str, times: dict[str, float]) -> Iterator[Comparison]:
 
 def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
     """Draw the two pictures into a folder; the files. One that would show nothing is left out."""
-    runs = _runs(files)
+    read = _runs(files)
     written = []
     for name, make in ((ATTENTION_PICTURE, _attention_figure), (TRAINING_PICTURE, _training_figure)):
-        if (figure := make(runs)) is not None:
+        if (figure := make(read)) is not None:
             written.append(save_picture(figure, folder / name))
     return written
 
 
 def _last(
-    runs: Iterable[Sequence[Row]], case: str, fields: Sequence[str], ours: Iterable[str], peers: Iterable[str]
+    read: Iterable[Sequence[Row]], case: str, fields: Sequence[str], ours: Iterable[str], peers: Iterable[str]
 ) -> list[dict[str, Row]]:
     """Rows by name, for each setting of the fields those of the last run that has one of ours and one of the peers'."""
     found = {}
     with naming_the_case(case):
-        for run in runs:
+        for run in read:
             for group in grouped([row for row in run if row.case == case], fields):
                 named = {row.config.get("variant", row.variant): row for row in group}
                 if named.keys() & set(ours) and named.keys() & set(peers):
@@ -184,9 +182,9 @@ def _last(
     return list(found.values())
 
 
-def _attention_figure(runs: Sequence[Sequence[Row]]) -> Any:
+def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
     """TFLOP/s over length, a panel a head size."""
-    groups = _last(runs, "flash", ("batch_size", "head_size", "length", "is_causal"), [_KERNEL], PEERS)
+    groups = _last(read, "flash", ("batch_size", "head_size", "length", "is_causal"), [_KERNEL], PEERS)
     rows = [row for group in groups for row in group.values() if row.config["length"] >= _SHORTEST]
     if not rows:
         return None
@@ -207,17 +205,17 @@ def _attention_figure(runs: Sequence[Sequence[Row]]) -> Any:
     return figure
 
 
-def _training_figure(runs: Sequence[Sequence[Row]]) -> Any:
+def _training_figure(read: Sequence[Sequence[Row]]) -> Any:
     """MFU of the training step on one GPU by size, and the step of every strategy on several, eager and compiled."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     sizes = [  # without those of a GPU whose peak is not known
         group
-        for group in _last(runs, "train-step", _OF_A_SIZE, _TRAINERS, _PEERS)
+        for group in _last(read, "train-step", _OF_A_SIZE, _TRAINERS, _PEERS)
         if all(row.metrics.get("mfu") is not None for row in group.values())
     ]
-    steps = _last(runs, "ddp", _OF_A_STEP, _STRATEGIES, _PEERS)
+    steps = _last(read, "ddp", _OF_A_STEP, _STRATEGIES, _PEERS)
     if not sizes and not steps:
         return None
     figure = Figure(figsize=(9, 5.6), layout="constrained")

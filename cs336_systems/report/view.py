@@ -112,6 +112,14 @@ def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
     return list(groups.values())
 
 
+def runs(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows of a file by the run that they are of: by all of their environment but the moment's state of the GPU."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(str(sorted((k, v) for k, v in row.env.items() if not isinstance(v, dict))), []).append(row)
+    return list(found.values())
+
+
 def latest(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
     """Of rows of one variant, machine and of the same keys the last, in the order in which they first came.
 

@@ -9,11 +9,13 @@ from ...planner.job import Job
 from ...planner.memory import memory_sections, part_bytes
 from ...planner.working import Section, Term
 from ..view import OUTCOMES
+from ..views import VIEWS
 from .calculations import CALCULATIONS
 from .claims import (
     XL_2026,
     Evidence,
     gib,
+    is_alike,
     is_xl_2026,
     listing,
     ms,
@@ -28,7 +30,7 @@ from .claims import (
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .profiling import CONTEXT
-from .several_gpus import draw_parts_into, trace_exhibit
+from .several_gpus import HOWS, draw_parts_into, of_one_run, steps, trace_exhibit
 
 CHECKPOINTING, FULLY_SHARDED, LEADERBOARD = "Activation checkpointing", "Fully sharded data parallelism", "Leaderboard"
 _LENGTH = 2048  # at which the handout asks for groups of blocks
@@ -241,17 +243,15 @@ def fsdp_gathers(e: Evidence) -> str | None:
 
 def fsdp_step(e: Evidence) -> str | None:
     """FSDP's step beside one GPU alone and PyTorch's, from the case ddp."""
-    rows = one_setting(of_2026(e.ok("ddp", "step_ms")), "devices", "size", "context_length", "batch_size", "precision")
-    found = {row.variant: row for row in rows}
-    told = []
-    for how in ("", " compiled"):
-        ours = found.get(f"fsdp{how}")
-        others = [
-            f"{ms(p50(found[name + how]))} with `{name}`" for name in ("alone", "torch_fsdp") if name + how in found
-        ]
-        if ours is not None and others:
-            told.append(f"{how.strip() or 'eager'} {ms(p50(ours))} beside {listing(others)}, at {gib(peak(ours))}")
-    return f"A step of {rows[0].config['size']} takes {'; '.join(told)}." if told else None
+    runs = steps(e)
+    told, size = [], ""
+    for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
+        if found := of_one_run(runs, f"fsdp{end}", f"alone{end}", f"torch_fsdp{end}"):
+            ours, *others = found.items()
+            beside = listing([f"{ms(p50(row))} with `{name.removesuffix(end)}`" for name, row in others])
+            size = ours[1].config["size"]
+            told.append(f"{how} {ms(p50(ours[1]))} beside {beside}, at {gib(peak(ours[1]))}")
+    return f"A step of {size} takes {'; '.join(told)}." if told else None
 
 
 def fastest_8b(e: Evidence) -> str | None:
@@ -269,15 +269,40 @@ def fastest_8b(e: Evidence) -> str | None:
         f"{told}) and peaks at {gib(peak(best))} a GPU: {times(_BASELINE_S * 1e3 / p50(best))} as fast as the "
         f"handout's baseline of {_BASELINE_S} s, which is for two B200"
     )
-    theirs = [row for row in rows if row.config["strategy"] == "torch_fsdp"]
-    failed = [row for row in e.all("leaderboard-2026") if row.status == "oom"]
-    if theirs:
-        text += f"; with PyTorch's `fully_shard` it takes {times(min(map(p50, theirs)) / p50(best))} as long"
-    if failed:
+    if pair := _fastest_pair(e, "strategy", "torch_fsdp", "fsdp"):
+        theirs, same = pair
+        told = "" if same is best else f"; `{same.variant}` takes {p50(same) / 1e3:.2f} s and"
         text += (
-            f"; {len(failed)} of the variants are {OUTCOMES['oom']}: {listing([f'`{row.variant}`' for row in failed])}"
+            f"{told or '; it takes'} {times(p50(theirs) / p50(same))} as long with PyTorch's `fully_shard`"
+            f"{_of_another_run(e, theirs, same)}"
         )
+    if failed := [f"`{row.variant}`" for row in e.all("leaderboard-2026") if row.status == "oom"]:
+        one = len(failed) == 1
+        text += f"; {len(failed)} variant{' is' if one else 's are'} {OUTCOMES['oom']}: {listing(failed)}"
     return f"{text}."
+
+
+def _fastest_pair(e: Evidence, field: str, value: str, other: str | None = None) -> tuple[Row, Row] | None:
+    """The fastest step with a value of a field for which there is one that differs in nothing else, and that one.
+
+    Of several others it is one of the same run if there is any, then the fastest.
+    other: the value of the other's field, if only one will do.
+    """
+    rows = e.ok("leaderboard-2026", "step_ms", size="8B")
+    rest = [name for name in VIEWS["leaderboard-2026"].keys if name != field]
+    for row in sorted((row for row in rows if row.config[field] == value), key=p50):
+        alike = [each for each in rows if each.config[field] != value and is_alike(row, each, rest)]
+        if alike := [each for each in alike if other in (None, each.config[field])]:
+            return row, min(alike, key=lambda each: (not _are_of_one_run(e, row, each), p50(each)))
+    return None
+
+
+def _are_of_one_run(e: Evidence, *rows: Row) -> bool:
+    return any(all(row in run for row in rows) for run in e.runs("leaderboard-2026"))
+
+
+def _of_another_run(e: Evidence, *rows: Row) -> str:
+    return "" if _are_of_one_run(e, *rows) else " (in another run)"
 
 
 def own_8b(e: Evidence) -> str | None:
@@ -286,10 +311,15 @@ def own_8b(e: Evidence) -> str | None:
     own = [row for row in rows if row.config.get("attention") == "flash_triton"]
     if not own:
         return None
-    best = min(own, key=p50)
-    beside = [row for row in rows if row.config.get("attention") != "flash_triton"]
-    over = f", {p50(best) / min(map(p50, beside)) - 1:+.0%} beside PyTorch's attention" if beside else ""
-    return f"With our own attention, `flash_triton`, the step takes {p50(best) / 1e3:.2f} s{over}."
+    text = f"With our own attention, `flash_triton`, the step takes {p50(min(own, key=p50)) / 1e3:.2f} s"
+    if pair := _fastest_pair(e, "attention", "flash_triton"):
+        ours, theirs = pair
+        ratio = p50(ours) / p50(theirs)
+        text += (
+            f"; `{ours.variant}` is with it {percent(abs(ratio - 1))} {'longer' if ratio >= 1 else 'shorter'} than "
+            f"the same with PyTorch's attention{_of_another_run(e, ours, theirs)}"
+        )
+    return f"{text}."
 
 
 def what_a_step_is(e: Evidence) -> str:

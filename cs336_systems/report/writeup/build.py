@@ -86,6 +86,8 @@ def _foreword() -> list[str]:
         f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
         f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
         "are rows of both, sentences are of its own.",
+        "Where sentences compare steps over several GPUs, these are of one run (one file, commit and machine): of the "
+        "run that has most of what is compared, of equal ones the last.",
     ]
 
 
@@ -123,7 +125,7 @@ def _code_block(lines: Sequence[str]) -> str:
 
 def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[str]:
     """The sentences that there are rows for. Raises ClaimError, and ValueError for rows that lack what one needs."""
-    evidence = Evidence(problem.name, {case: [r for file in own for r in file.rows] for case, own in files.items()})
+    evidence = Evidence(problem.name, {case: [file.rows for file in own] for case, own in files.items()})
     try:
         said = [each.say(evidence) for each in problem.sentences if all(files.get(case) for case in each.needs)]
     except ClaimError:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...bench.case import Row
-from ..view import grouped, latest
+from ..view import grouped, latest, machine, runs, value_of
 from ..views import VIEWS
 
 GIB = 2**30
@@ -20,10 +20,14 @@ class Evidence:
     """The rows that a problem's sentences are about: by case, of one machine, those measured again as they were last.
 
     Of several machines it is a GPU rather than a CPU, then the one with most rows.
+
+    files: the rows of each file, by case.
     """
 
-    def __init__(self, problem: str, rows: Mapping[str, Sequence[Row]]) -> None:
+    def __init__(self, problem: str, files: Mapping[str, Sequence[Sequence[Row]]]) -> None:
         self.problem = problem
+        self._files = files
+        rows = {case: [row for file in own for row in file] for case, own in files.items()}
         self._rows = {case: _of_one_machine(latest(own, _keys(case, own))) for case, own in rows.items()}
 
     def all(self, case: str) -> list[Row]:
@@ -39,6 +43,16 @@ class Evidence:
             and all(name in row.metrics for name in metrics)
             and all(row.config.get(name) == value for name, value in config.items())
         ]
+
+    def runs(self, case: str) -> list[list[Row]]:
+        """The rows of a case that were measured, run by run, by date: what was not measured again is there of each."""
+        files = self._files.get(case, ())
+        of_one = {machine(row) for row in self.all(case)}
+        found = []
+        for run in (run for file in files for run in runs(row for row in file if row.status == "ok")):
+            if machine(run[0]) in of_one:
+                found.append(latest(run, _keys(case, run)))
+        return sorted(found, key=lambda run: str(run[0].env.get("date", "")))
 
     def claim(self, text: str, holds: bool, **figures: Any) -> str:
         """The text, if it holds. Raises ClaimError naming problem, claim and figures if it does not."""
@@ -64,6 +78,11 @@ def one_setting(rows: Sequence[Row], *fields: str) -> list[Row]:
     """Of rows, those that are alike in these fields: of several such groups the largest, the last of equal ones."""
     groups = grouped(rows, fields)
     return max(reversed(groups), key=len) if groups else []
+
+
+def is_alike(row: Row, other: Row, fields: Iterable[str]) -> bool:
+    """Whether two rows have the same values of these fields."""
+    return all(value_of(row, name) == value_of(other, name) for name in fields)
 
 
 def is_xl_2026(row: Row) -> bool:
