@@ -94,11 +94,13 @@ def best_size(e: Evidence) -> str | None:
     predicted = min(groups, key=lambda row: row.metrics["predicted_bytes"])
     off = max(abs(row.metrics["predicted_bytes"] / row.metrics["peak_bytes"] - 1) for row in groups)
     c = best.config
+    beside_inputs = "the logits" if c["precision"] == "fp32" else "autocast's copies of all weights"
     return (
         f"Measured for {c['size']} at {c['context_length']} tokens, K = {c['K']} needs least, "
         f"{gib(best.metrics['peak_bytes'])} beyond weights and gradients, beside {listing(beside)}. "
-        f"`sqrt(L I / A)` = {best.metrics['best_group']:.1f} leaves out what stays however large the groups are; with "
-        f"all of it counted K = {predicted.config['K']} is predicted, each peak to within {percent(off)}."
+        f"`sqrt(L I / A)` = {best.metrics['best_group']:.1f} has the peak in a group's backward pass; with small "
+        f"groups it is at the end of the forward pass, where besides inputs there are {beside_inputs}. With both "
+        f"counted K = {predicted.config['K']} is predicted, each peak to within {percent(off)}."
     )
 
 
