@@ -97,7 +97,7 @@ if [ -f writeup.pdf ]; then
     [ writeup.pdf -ef "$out/writeup.pdf" ] || cp writeup.pdf "$out/"
     echo "$out/writeup.pdf: as it is here; without it, cs336 report writeup is asked for one"
 elif "$PYTHON" -m cs336_systems report --help 2>/dev/null | grep -w writeup >/dev/null; then
-    why=$("$PYTHON" -m cs336_systems report writeup --out "$made" | tail -n 1) || exit 1
+    why=$("$PYTHON" -m cs336_systems report writeup --out "$made" --links_from . | tail -n 1) || exit 1
 fi
 if [ -f "$made/writeup.pdf" ]; then
     cp "$made/writeup.pdf" "$out/"

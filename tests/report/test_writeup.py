@@ -135,10 +135,12 @@ def test_a_claim_that_the_rows_contradict_names_problem_claim_and_figures() -> N
         answer_of(problem, rows)
 
 
-def test_a_row_without_what_a_sentence_needs_is_named() -> None:
-    rows = {"warmup": [RowFile(Path("warmup.jsonl"), [replace(r, metrics={"steps_ms": [1]}) for r in warmups(9.0)])]}
-    with pytest.raises(ValueError, match="benchmarking_script: a row is not as a sentence needs it: KeyError"):
-        answer_of(PROBLEMS[0], rows)
+def test_a_row_without_what_a_sentence_needs_is_named(tmp_path: Path) -> None:
+    for each in warmups(9.0):
+        append_row(tmp_path / "warmup.jsonl", replace(each, metrics={"steps_ms": [1]}))
+    said = r"warmup\.jsonl: rows are not as benchmarking_script needs them: there is no 'step_ms'$"
+    with pytest.raises(ValueError, match=said):
+        answer_of(PROBLEMS[0], find_rows(tmp_path))
 
 
 def test_which_way_a_comparison_goes_is_of_the_rows() -> None:
