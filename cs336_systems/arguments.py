@@ -88,7 +88,9 @@ def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str
     if not any(action.nargs == "*" and not action.option_strings for action in parser._actions):
         return list(words)
     takes_value = {option for action in parser._actions for option in action.option_strings if action.nargs is None}
-    found, options, left = [], [], list(words)
+    found: list[str] = []
+    options: list[str] = []
+    left = list(words)
     while left:
         word = left.pop(0)
         if word == "--":

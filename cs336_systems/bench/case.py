@@ -148,12 +148,12 @@ def _row(loaded: Any) -> Row:
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:
-    """Which number of some metrics is infinite or none at all, and that it must not be; None where there is none."""
+    """What is wrong with the first number of some metrics that is infinite or NaN; None where there is none."""
     left: list[tuple[str, Any]] = [("metrics", metrics)]
     while left:
         name, value = left.pop()
         if isinstance(value, float) and not math.isfinite(value):
             return f"{name} is {value!r}: it must be a finite number"
         inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        left += [(f"{name}.{key}", part) for key, part in inside]
+        left += reversed([(f"{name}.{key}", part) for key, part in inside])
     return None

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
@@ -118,7 +118,7 @@ def problem_parts(
             parts.append(_code_block(problem.sketch.splitlines()))
     for exhibit in problem.exhibits:
         shown = files.get(exhibit.case, ())
-        with _naming_rows(problem, {exhibit.case: shown}):
+        with _naming_rows(problem, files, (exhibit.case,)):
             parts += _exhibit_parts(problem, exhibit, shown, out, links_from)
     if problem.working is not None:
         parts += [_section_text(each) for each in problem.working()]
@@ -149,21 +149,22 @@ def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[
     said = []
     for each in problem.sentences:
         if all(files.get(case) for case in each.needs):
-            with _naming_rows(problem, {case: files[case] for case in each.needs}):
+            evidence.asked.clear()
+            with _naming_rows(problem, files, evidence.asked):
                 said.append(each.say(evidence))
     return [text[0].upper() + text[1:] for text in said if text]
 
 
 @contextlib.contextmanager
-def _naming_rows(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> Iterator[None]:
-    """Say of an error which problem's it is and of which rows, as `naming_the_files` does."""
+def _naming_rows(problem: Problem, files: Mapping[str, Sequence[RowFile]], cases: Collection[str]) -> Iterator[None]:
+    """Say of an error which problem's it is and of which rows of some cases, as `naming_the_files` does."""
     try:
         yield
     except ClaimError:
         raise
     except (ValueError, *UNFIT) as error:
-        paths = list(dict.fromkeys(file.path for own in files.values() for file in own))
-        with naming_the_files(paths, files.keys()):
+        paths = list(dict.fromkeys(file.path for case in cases for file in files.get(case, ())))
+        with naming_the_files(paths, cases):
             raise ValueError(f"rows are not as {problem.name} needs them: {in_words(error)}") from error
 
 
