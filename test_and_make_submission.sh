@@ -4,6 +4,7 @@
 #   ./test_and_make_submission.sh [--skip-tests] [--out FOLDER]
 #
 # code.zip holds what git tracks, as it is in the working tree; unzipped elsewhere, this script runs there again.
+# Links of a writeup.pdf that is made here begin at the project's root: beside what is unzipped they lead to its rows.
 
 set -euo pipefail
 
