@@ -161,7 +161,7 @@ SPOILT: dict[str, tuple[str, Sequence[int], Callable[[dict[str, Any]], Any], str
     ),
     "missing field": ("model", [2], lambda row: row["config"].pop("attention"), "there is no 'attention'$"),
     "text among numbers": (
-        "model", [4], lambda row: row["config"].update(context_length="many"), "has config.context_length 'many': it must"
+        "model", [4], lambda row: row["config"].update(context_length="many"), "has config.context_length 'many'"
     ),
     "zero": (
         "flash", [5], lambda row: row["metrics"]["forward_ms"].update(p50=0), "has metrics.forward_ms.p50 0: it must"
