@@ -4,6 +4,7 @@
 #   ./test_and_make_submission.sh [--skip-tests] [--out FOLDER]
 #
 # code.zip holds what git tracks, as it is in the working tree; unzipped elsewhere, this script runs there again.
+# Links of a writeup.pdf that is made here begin at the project's root: beside what is unzipped they lead to its rows.
 
 set -euo pipefail
 
@@ -97,7 +98,7 @@ if [ -f writeup.pdf ]; then
     [ writeup.pdf -ef "$out/writeup.pdf" ] || cp writeup.pdf "$out/"
     echo "$out/writeup.pdf: as it is here; without it, cs336 report writeup is asked for one"
 elif "$PYTHON" -m cs336_systems report --help 2>/dev/null | grep -w writeup >/dev/null; then
-    why=$("$PYTHON" -m cs336_systems report writeup --out "$made" | tail -n 1) || exit 1
+    why=$("$PYTHON" -m cs336_systems report writeup --out "$made" --links_from . | tail -n 1) || exit 1
 fi
 if [ -f "$made/writeup.pdf" ]; then
     cp "$made/writeup.pdf" "$out/"

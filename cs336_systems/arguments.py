@@ -52,7 +52,7 @@ def make_parser(command: str, description: str) -> ArgumentParser:
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     """The options of some arguments. Raises ValueError with one line that names what is wrong."""
     try:
-        return parser.instantiate(parser.parse_args(in_our_words(arguments, parser)))
+        return parser.instantiate(parser.parse_args(_positionals_first(in_our_words(arguments, parser), parser)))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
     except (OverflowError, RecursionError) as error:
@@ -81,6 +81,25 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
         else:
             words.append(values.get(word, word))
     return words
+
+
+def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """The words with those of no option in front: argparse takes any number of them, also none, where the first is."""
+    if not any(action.nargs == "*" and not action.option_strings for action in parser._actions):
+        return list(words)
+    takes_value = {option for action in parser._actions for option in action.option_strings if action.nargs is None}
+    found: list[str] = []
+    options: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*options, word, *found, *left]
+        (options if word.startswith("-") else found).append(word)
+        if word in takes_value:
+            options += left[:1]
+            left = left[1:]
+    return [*found, *options]
 
 
 def add_folder(parser: ArgumentParser, name: str, is_quick: bool, what: str) -> None:

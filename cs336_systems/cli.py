@@ -227,6 +227,16 @@ def _import_hf(arguments: Sequence[str]) -> int:
     return 0
 
 
+_REPORT_OPTIONS = {
+    "plot": ("runs", "streams"),
+    "out": ("tables", "headline", "writeup"),
+    "results": ("writeup",),
+    "links_from": ("writeup",),
+    "measure": ("writeup",),
+}
+"""Options of `cs336 report`, and with what each goes."""
+
+
 def make_report(arguments: Sequence[str]) -> str:
     """The text of `cs336 report ARGUMENTS`, also what fills the blocks of the documents."""
     parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
@@ -242,7 +252,13 @@ def make_report(arguments: Sequence[str]) -> str:
     )
     parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
     parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
-    parser.add_argument("--results", type=str, default="results", help="With writeup: the folder of row files.")
+    parser.add_argument("--results", type=str, default=None, help="With writeup: the folder of row files (results).")
+    parser.add_argument(
+        "--links_from",
+        type=str,
+        default=None,
+        help="With writeup: the folder where links to row files begin, should the document be moved there (--out).",
+    )
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -258,8 +274,9 @@ def make_report(arguments: Sequence[str]) -> str:
     if bool(options.paths) is (options.what == "writeup"):
         accepted = "left out with writeup" if options.paths else f"given with {options.what}"
         raise ValueError(f"paths is {options.paths}: it must be {accepted}")
-    if options.measure and options.what != "writeup":
-        raise ValueError(f"measure is True: it must be left out with {options.what}")
+    for name, used in _REPORT_OPTIONS.items():
+        if (value := getattr(options, name)) not in (None, False) and options.what not in used:
+            raise ValueError(f"{name} is {value!r}: it must be left out with {options.what}")
     if options.measure:
         from .report.writeup.measure import check_gpu
 
@@ -271,9 +288,11 @@ def make_report(arguments: Sequence[str]) -> str:
         from .report.writeup.build import write_writeup
         from .report.writeup.measure import measure_missing
 
-        failed = measure_missing(Path(options.results)) if options.measure else []
-        lines = [*write_writeup(Path(options.results), out), *(f"not measured, see above: {each}" for each in failed)]
-        return "\n".join(map(str, lines))
+        results = Path("results" if options.results is None else options.results)
+        failed = measure_missing(results) if options.measure else []
+        links_from = out if options.links_from is None else Path(options.links_from)
+        written = write_writeup(results, out, links_from=links_from)
+        return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))
     from .report.documents import update_documents
     from .report.headline import headline, write_pictures
     from .report.streams import plot_streams, streams_table
@@ -283,8 +302,6 @@ def make_report(arguments: Sequence[str]) -> str:
     paths = [Path(path) for path in options.paths]
     if options.what == "update":
         return "\n".join(update_documents(paths, make_report))
-    if options.plot and options.what not in ("runs", "streams"):
-        raise ValueError(f"plot is {options.plot!r}: it must be left out with {options.what}")
     if options.what == "summary":
         return "\n\n".join(map(summary_block, paths))
     if options.what == "rows":

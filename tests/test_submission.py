@@ -19,7 +19,8 @@ from pathlib import Path
 if sys.argv[1:] == ["report", "--help"]:
     print("rows, tables" + ", writeup" * Path("knows").exists())
 elif Path("can").exists():
-    Path(sys.argv[sys.argv.index("--out") + 1], "writeup.pdf").write_text("made")
+    links = Path(sys.argv[sys.argv.index("--links_from") + 1]).resolve()
+    Path(sys.argv[sys.argv.index("--out") + 1], "writeup.pdf").write_text(f"links of {links}")
 else:
     print("writeup.pdf is left out: something is missing")
 """
@@ -110,7 +111,8 @@ def test_the_writeup_is_made_or_taken_or_it_is_said_why_there_is_none(project: P
     assert last_line("cannot") == "no writeup.pdf: writeup.pdf is left out: something is missing"
     (project / "can").touch()
     assert last_line("made").endswith("made by cs336 report writeup")
-    assert (tmp_path / "made/writeup.pdf").read_text() == "made"
+    # A path that is relative to where it was made would be of this machine, and dead beside what is unzipped.
+    assert (tmp_path / "made/writeup.pdf").read_text() == f"links of {project}"
     (project / "writeup.pdf").write_text("by hand")  # which nothing is to replace
     assert "as it is here" in last_line("taken")
     assert (tmp_path / "taken/writeup.pdf").read_text() == (project / "writeup.pdf").read_text() == "by hand"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -104,7 +105,8 @@ def _is_json(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. A last line that was cut short is left out, with a warning.
 
-    Raises ValueError naming file and line for any other line that is no row.
+    Raises ValueError naming file and line for any other line that is no row, and for a measured one whose metrics are
+    not finite.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -139,4 +141,19 @@ def _row(loaded: Any) -> Row:
     for name in loaded:
         if name not in names:
             raise ValueError(f"a row has {name!r}: it must have {', '.join(names)} only")
-    return Row(**loaded)
+    row = Row(**loaded)
+    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # of what failed it may be the reason
+        raise ValueError(complaint)
+    return row
+
+
+def not_finite(metrics: dict[str, Any]) -> str | None:
+    """What is wrong with the first number of some metrics that is infinite or NaN; None where there is none."""
+    left: list[tuple[str, Any]] = [("metrics", metrics)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} is {value!r}: it must be a finite number"
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        left += reversed([(f"{name}.{key}", part) for key, part in inside])
+    return None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..hardware import gpu_state, use_device, with_index
-from .case import Row
+from .case import Row, not_finite
 from .sweep import as_json
 
 Status = Literal["oom", "error"]
@@ -62,13 +62,18 @@ def with_gpu_states(row: Row, before: dict[str, Any], after: dict[str, Any]) -> 
 
 
 def measured(case: str, variant: str, asked: dict[str, Any], ran: dict[str, Any], metrics: dict[str, Any]) -> Row:
-    """The row of a measurement; one of status error where something else ran than was asked for."""
+    """The row of a measurement; one of status error where something else ran than was asked for.
+
+    Or where a metric is not finite, which no table and no ratio could show.
+    """
     ran = as_json(ran)
     for name, value in asked.items():
         if ran.get(name, value) != value:
             message = f"{name} {value!r} was asked for and {ran[name]!r} ran"
             return Row(case=case, variant=variant, config=asked, status="error", error=message)
-    return Row(case=case, variant=variant, config={**asked, **ran}, metrics=metrics)
+    row = Row(case=case, variant=variant, config={**asked, **ran}, metrics=metrics)
+    complaint = not_finite(metrics)
+    return row if complaint is None else replace(row, status="error", error=complaint)
 
 
 def failed(case: str, variant: str, asked: dict[str, Any], error: Exception) -> Row:

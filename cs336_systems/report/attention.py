@@ -23,13 +23,21 @@ def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *refe
     for row in rows:
         if row.status == "ok" and row.config.get(field) in references:
             key = _others(row, field)
-            best[key] = min(best.get(key, math.inf), row.metrics[metric]["p50"])
+            best[key] = min(best.get(key, math.inf), _median(row, metric))
 
     def ratio(row: Row) -> dict[str, float]:
         reference = best.get(_others(row, field))
-        return {} if row.status != "ok" or reference is None else {name: reference / row.metrics[metric]["p50"]}
+        return {} if row.status != "ok" or reference is None else {name: reference / _median(row, metric)}
 
     return [replace(row, metrics={**row.metrics, **ratio(row)}) for row in rows]
+
+
+def _median(row: Row, metric: str) -> float:
+    fields, where = row_fields(row), f"metrics.{metric}.p50"
+    value = fields.value(where)
+    if value <= 0:
+        raise ValueError(f"{fields.where} has {where} {value!r}: it must be above 0")
+    return value
 
 
 def _others(row: Row, field: str) -> str:

@@ -15,7 +15,7 @@ from .pictures import save_picture
 from .plots import figure_of, put_title
 from .tables import markdown_table
 from .view import Column, Plot, common_facts, grouped, machine, runs
-from .views import naming_the_case
+from .views import naming_the_case, naming_the_files
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
 _PRECISION = "bf16"  # what models are trained in
@@ -53,7 +53,7 @@ def comparisons(files: Sequence[Path]) -> list[Comparison]:
     read = _runs(files)
     for case, compare in _CASES.items():
         for run in read:
-            with naming_the_case(case):
+            with naming_the_files(files, (case,)), naming_the_case(case):
                 for each in compare([row for row in run if row.case == case]):
                     on = machine(run[0])
                     found[on, each.what, each.ours, each.role] = replace(each, machine=on)
@@ -163,7 +163,9 @@ def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
     read = _runs(files)
     written = []
     for name, make in ((ATTENTION_PICTURE, _attention_figure), (TRAINING_PICTURE, _training_figure)):
-        if (figure := make(read)) is not None:
+        with naming_the_files(files, _CASES):
+            figure = make(read)
+        if figure is not None:
             written.append(save_picture(figure, folder / name))
     return written
 

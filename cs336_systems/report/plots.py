@@ -7,6 +7,7 @@ from typing import Any
 
 from ..bench.case import Row
 from .pictures import save_picture
+from .tables import row_fields
 from .view import MACHINE, Column, Plot, common_facts, differ, label, show
 
 KERNEL_COLORS = {
@@ -75,9 +76,14 @@ def _in_order(values: Any) -> list[Any]:
 
 
 def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
-    """The picture of rows, a panel for each value of the fields in `plot.panels`."""
+    """The picture of rows, a panel for each value of the fields in `plot.panels`.
+
+    Raises ValueError naming a row that has no place on the axes.
+    """
     from matplotlib.figure import Figure
 
+    if plot.kind == "line":
+        _check_axes(plot, rows)
     if plot.kind == "bar" and not plot.panels and len({_x(plot, row) for row in rows}) == 1:
         return _one_group(plot, rows, keys)
     panels = _parts(rows, [name for name in plot.panels if differ(rows, name)]) or [[]]
@@ -107,6 +113,16 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
     if rows and keys:
         put_title(figure, common_facts(rows, keys)[0].replace("_", " "))
     return figure
+
+
+def _check_axes(plot: Plot, rows: Sequence[Row]) -> None:
+    for row in rows:
+        fields = row_fields(row)
+        if fields.has(f"config.{plot.x}"):
+            fields.value(f"config.{plot.x}")
+    above = [value > 0 for row in rows if (value := plot.y.value(row)) is not None]
+    if "y" in plot.log and above and not any(above):
+        raise ValueError(f"{row_fields(rows[0]).where} has no metrics.{plot.y.where} above 0, nor has any other")
 
 
 def _differing(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> list[str]:

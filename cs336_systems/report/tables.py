@@ -48,12 +48,19 @@ class Fields:
 
     def number(self, name: str, form: str, unit: int = 1) -> str:
         """A number in a format and a unit; n/a for None."""
-        value = self.get(name)
-        if value is None:
+        if self.get(name) is None:
             return "n/a"
+        value = self.value(name)
+        if form.endswith("d") and not isinstance(value, int):
+            raise ValueError(f"{self.where} has {name} {value!r}: it must be a whole number")
+        return format(value if unit == 1 else value / unit, form)
+
+    def value(self, name: str) -> float:
+        """A number itself."""
+        value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{self.where} has {name} {value!r}: it must be a number")
-        return format(value if unit == 1 else value / unit, form)
+        return value
 
 
 def _read_json(path: Path) -> Fields:

@@ -34,7 +34,7 @@ class Column:
     def value(self, row: Row) -> float | None:
         """The number itself."""
         found = row_fields(row)
-        return found.get(f"metrics.{self.where}") / self.unit if found.has(f"metrics.{self.where}") else None
+        return found.value(f"metrics.{self.where}") / self.unit if found.has(f"metrics.{self.where}") else None
 
 
 @dataclass(frozen=True, kw_only=True)

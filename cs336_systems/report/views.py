@@ -1,7 +1,7 @@
 """The tables and plots of every case, and the files that are made of a row file: Markdown, CSV and PNG."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -223,13 +223,33 @@ def rows_table(rows: Sequence[Row]) -> str:
     return "\n\n".join(tables)
 
 
+UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopIteration)
+"""What code raises that meets a row without a field, or with a value that it cannot compute with."""
+
+
+def in_words(error: BaseException) -> str:
+    """What an error, should it be one of UNFIT, says of the rows."""
+    match error:
+        case KeyError():
+            return f"there is no {error.args[0]!r}" if error.args else "something is missing"
+        case IndexError() | StopIteration():
+            return "a list is too short"
+        case ZeroDivisionError():
+            return "a number that others are divided by is 0"
+        case ArithmeticError():
+            return "a number is too large"
+        case TypeError() | AttributeError():
+            return f"a value is of another type than it must be ({error})"
+    return str(error)
+
+
 @contextlib.contextmanager
 def naming_the_case(case: str) -> Iterator[None]:
     """Rows may come from anywhere: what a table or a plot stumbles over is said as what is wrong with them."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
-        raise ValueError(f"a row of case {case!r} is not as its table or plot needs it: {error!r}") from error
+    except UNFIT as error:
+        raise ValueError(f"a row of case {case!r} is not as its table or plot needs it: {in_words(error)}") from error
 
 
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
@@ -238,15 +258,25 @@ def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) ->
     Raises ValueError for rows that cannot be shown, naming file and line of the first that cannot be shown by itself,
     or the files where each can.
     """
-    files = [(path, read_rows(path)) for path in paths]
+    rows = [row for path in paths for row in read_rows(path)]
+    with naming_the_files(paths):
+        return show(rows)
+
+
+@contextlib.contextmanager
+def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None) -> Iterator[None]:
+    """Say of an error which line of some files is the first that cannot be shown by itself; or name the files.
+
+    cases: those whose rows are shown, should it not be all.
+    """
     try:
-        return show([row for _, rows in files for row in rows])
-    except ValueError as error:
-        for path, rows in files:
-            for line, row in enumerate(rows, 1):
-                if why := _complaint(row):
+        yield
+    except (ValueError, *UNFIT) as error:
+        for path in paths:
+            for line, row in enumerate(read_rows(path), 1):
+                if (cases is None or row.case in cases) and (why := _complaint(row)):
                     raise ValueError(f"{path}, line {line}: {why}") from error
-        raise ValueError(f"{', '.join(map(str, paths))}: {error}") from error
+        raise ValueError(f"{', '.join(map(str, paths))}: {in_words(error)}") from error
 
 
 def _complaint(row: Row) -> str | None:

@@ -1,10 +1,12 @@
 """The case `precision-accumulation`: the sums are those of NumPy's own arithmetic."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cs336_systems.bench.case import append_row, read_rows
 from cs336_systems.bench.cases.precision_accumulation import ACCUMULATIONS, CASE, PrecisionAccumulationBench, measure
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.report.views import rows_table
@@ -46,6 +48,13 @@ def test_rounding_of_what_is_added_and_of_the_sum_are_told_apart() -> None:
 def test_a_float16_sum_of_ones_ends_where_its_steps_are_two() -> None:
     assert metrics_of("fp16 into fp16", value=1.0, count=3000)["sum"] == 2048
     assert metrics_of("fp16 into fp32", value=1.0, count=3000)["sum"] == 3000
+
+
+def test_a_sum_beyond_its_type_is_a_row_that_failed_and_can_be_read_again(tmp_path: Path) -> None:
+    (row,) = CASE.measure([PrecisionAccumulationBench(accumulation="fp16 into fp16", value=100.0, count=1000)])
+    assert (row.status, row.error) == ("error", "metrics.sum is inf: it must be a finite number")
+    append_row(tmp_path / "rows.jsonl", row)
+    assert read_rows(tmp_path / "rows.jsonl") == [row]
 
 
 def test_the_table_has_the_digits_in_which_they_differ() -> None:

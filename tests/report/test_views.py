@@ -187,6 +187,21 @@ def test_a_file_with_a_damaged_row_is_named_with_its_line(tmp_path: Path) -> Non
         make_report(["tables", str(good), str(bad), "--out", str(tmp_path / "tables")])
 
 
+def test_a_row_without_a_place_on_the_axes_is_named(tmp_path: Path) -> None:
+    plot, text = VIEWS["model"].plots[0], replace(ROWS[1], config={**ROWS[1].config, "context_length": "many"})
+    with pytest.raises(
+        ValueError, match=r"case 'model', variant 'v' has config\.context_length 'many': it must be a number"
+    ):
+        figure_of(plot, [ROWS[0], text], KEYS)
+    nothing = [row("small", 128, 0.0), row("small", 256, -1.0)]
+    for each in nothing:
+        append_row(tmp_path / "zero.jsonl", each)
+    with pytest.raises(ValueError, match=r"zero\.jsonl: .* has no metrics\.step_ms\.p50 above 0, nor has any other"):
+        make_report(["tables", str(tmp_path / "zero.jsonl"), "--out", str(tmp_path / "out")])
+    (line,) = figure_of(plot, [ROWS[0], nothing[1]], KEYS).axes[0].lines  # some other has a place
+    assert list(line.get_ydata()) == [10.0, -1.0]
+
+
 def test_a_damaged_row_is_named_too_where_only_its_comparison_with_another_fails(tmp_path: Path) -> None:
     config = {"devices": 2, "size": "xl", "context_length": 8, "batch_size": 1, "precision": "bf16"}
     metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}

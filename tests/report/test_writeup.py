@@ -8,12 +8,13 @@ import re
 import shlex
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -141,10 +142,68 @@ def test_a_claim_that_the_rows_contradict_names_problem_claim_and_figures() -> N
         answer_of(problem, rows)
 
 
-def test_a_row_without_what_a_sentence_needs_is_named() -> None:
-    rows = {"warmup": [RowFile(Path("warmup.jsonl"), [replace(r, metrics={"steps_ms": [1]}) for r in warmups(9.0)])]}
-    with pytest.raises(ValueError, match="benchmarking_script: a row is not as a sentence needs it: KeyError"):
-        answer_of(PROBLEMS[0], rows)
+def test_a_row_without_what_a_sentence_needs_is_named(tmp_path: Path) -> None:
+    for each in warmups(9.0):
+        append_row(tmp_path / "warmup.jsonl", replace(each, metrics={"steps_ms": [1]}))
+    said = r"warmup\.jsonl: rows are not as benchmarking_script needs them: there is no 'step_ms'$"
+    with pytest.raises(ValueError, match=said):
+        answer_of(PROBLEMS[0], find_rows(tmp_path))
+
+
+def spoilt(path: Path, case: str, lines: Sequence[int], spoil: Callable[[dict[str, Any]], Any]) -> Path:
+    """A file of the committed rows of a case, some of which are spoilt."""
+    rows = [json.loads(line) for line in (ROOT / f"results/h200/{case}.jsonl").read_text().splitlines()]
+    for line in lines:
+        spoil(rows[line - 1])
+    path.mkdir()
+    (path / f"{case}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    return path / f"{case}.jsonl"
+
+
+SPOILT: dict[str, tuple[str, Sequence[int], Callable[[dict[str, Any]], Any], str]] = {
+    "missing metric": (
+        "flash", [5], lambda row: row["metrics"].pop("forward_ms"), r", variant '\w+' has no metrics.forward_ms.p50$"
+    ),
+    "missing field": ("model", [2], lambda row: row["config"].pop("attention"), "there is no 'attention'$"),
+    "text among numbers": (
+        "model", [4], lambda row: row["config"].update(context_length="many"), "has config.context_length 'many'"
+    ),
+    "zero": (
+        "flash", [5], lambda row: row["metrics"]["forward_ms"].update(p50=0), "has metrics.forward_ms.p50 0: it must"
+    ),
+    "no whole number": (
+        "all-reduce", [3], lambda row: row["metrics"].update(calls=2.5), r"line 3: .* has metrics.calls 2.5: it must be"
+    ),
+    "null": (
+        "warmup", [1], lambda row: row["metrics"].update(steps_ms=None), "a value is of another type than it must be"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case, lines, spoil, said", SPOILT.values(), ids=SPOILT)
+def test_rows_that_cannot_be_shown_are_a_line_that_names_their_file(
+    case: str, lines: Sequence[int], spoil: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path
+) -> None:
+    file = spoilt(tmp_path / "rows", case, lines, spoil)
+    with pytest.raises(ValueError, match=f"^{file}[,:] .*{said}"):
+        make_report(["writeup", "--results", str(tmp_path / "rows"), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_refused_by_every_report(number: float, tmp_path: Path) -> None:
+    file = spoilt(tmp_path / "rows", "ddp", [3], lambda row: row["metrics"]["step_ms"].update(p50=number))
+    out = ["--out", str(tmp_path / "out")]
+    for arguments in (["rows", str(file)], ["tables", str(file), *out], ["headline", str(file)],
+                      ["writeup", "--results", str(file.parent), *out]):  # fmt: skip
+        said = f"^{file}, line 3: metrics.step_ms.p50 is {number}: it must be a finite number$"
+        with pytest.raises(ValueError, match=said):
+            make_report(arguments)
+
+
+def test_what_failed_may_say_so_with_a_number_that_is_not_finite(tmp_path: Path) -> None:
+    append_row(tmp_path / "a.jsonl", row("lm-matrix", metrics={"final_loss": math.nan}, status="error"))
+    (read,) = read_rows(tmp_path / "a.jsonl")
+    assert math.isnan(read.metrics["final_loss"])
 
 
 def test_which_way_a_comparison_goes_is_of_the_rows() -> None:
@@ -399,7 +458,7 @@ def test_checkpointing_that_saves_nothing_fails() -> None:
     def policy(name: str, nbytes: int, k: int | None) -> Row:
         metrics = {"peak_bytes": nbytes, "predicted_bytes": nbytes, "best_group": 2.5, "step_ms": {"p50": 10.0}}
         kind = name.partition("_")[0]
-        config = dict(size="xl", context_length=1024, activation_checkpointing=name)
+        config = dict(size="xl", context_length=1024, precision="bf16", activation_checkpointing=name)
         return row("checkpointing", name, metrics, **config, policy=kind, K=k)
 
     rows = [policy("none", 8 << 30, None), policy("groups_2", 2 << 30, 2), policy("groups_4", 3 << 30, 4)]
@@ -411,6 +470,7 @@ def test_checkpointing_that_saves_nothing_fails() -> None:
     best = additions.best_size(evidence(smaller, *rows)) or ""
     assert "K = 2 needs least, 2 GiB beyond weights and gradients, beside 4 GiB with K = 1 and 3 GiB with K = 4" in best
     assert "`sqrt(L I / A)` = 2.5" in best
+    assert "besides inputs there are autocast's copies of all weights" in best
     ours = [replace(each, config={**each.config, "size": "2.7B"}) for each in (rows[0], rows[2])]
     assert "`groups_4` needs less" in (additions.least_memory(evidence(*rows, *ours)) or "")
     with pytest.raises(ClaimError, match=r"made_up.*`groups_2` needs less.*least 2147483648, none 1073741824"):
@@ -828,6 +888,57 @@ def test_a_folder_that_is_none_and_needless_paths_are_named(tmp_path: Path) -> N
         make_report(["writeup", "a"])
     with pytest.raises(ValueError, match=r"paths is \[\]: it must be given with rows"):
         make_report(["rows"])
+
+
+@pytest.mark.parametrize("folder", ["plain", "with space (and) 100% [of] #it"])
+def test_links_lead_to_the_rows_whatever_their_folder_is_called(folder: str, tmp_path: Path) -> None:
+    results, out = tmp_path / folder, tmp_path / "out"
+    append_row(results / "ddp.jsonl", timed("ddp", 1.0, "alone", devices=2, size="xl", context_length=512,
+                                            batch_size=4, precision="bf16", compile=False))  # fmt: skip
+    arguments = ["writeup", "--results", str(results), "--out", str(out)]
+    for more, start in (([], out), (["--links_from", str(tmp_path)], tmp_path)):
+        make_report([*arguments, *more])
+        links = set(re.findall(r'<a href="([^"#][^"]*)">(.*?)</a>', (out / HTML).read_text()))
+        ((link, name),) = links
+        assert name == f"{folder}/ddp.jsonl"
+        assert start / unquote(link) == start / os.path.relpath(results / "ddp.jsonl", start)
+    assert unquote(link) == f"{folder}/ddp.jsonl"
+
+
+def test_what_lies_in_the_way_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    arguments = ["writeup", "--results", str(tmp_path / "results"), "--out"]
+    for name in (MARKDOWN, HTML, PDF):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"^out is '{tmp_path / name}': it holds a folder {name}, where a file"):
+            make_report([*arguments, str(tmp_path / name)])
+    (tmp_path / "results/pictures").touch()
+    with pytest.raises(ValueError, match=f"^out is '{tmp_path / 'results'}': it holds a file pictures, where a folder"):
+        make_report([*arguments, str(tmp_path / "results")])
+
+
+@pytest.mark.parametrize(
+    "what, option",
+    [("writeup", "plot"), ("summary", "out"), ("rows", "out"), ("runs", "out"), ("streams", "out"), ("update", "out"),
+     ("tables", "plot"), ("summary", "plot"), ("rows", "results"), ("tables", "links_from")],
+)  # fmt: skip
+def test_an_option_that_would_be_ignored_is_refused(what: str, option: str, tmp_path: Path) -> None:
+    paths = [] if what == "writeup" else ["some"]
+    with pytest.raises(ValueError, match=f"^{option} is '{tmp_path}/x': it must be left out with {what}$"):
+        make_report([what, *paths, f"--{option}", str(tmp_path / "x")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_may_stand_before_paths(tmp_path: Path) -> None:
+    file, out = tmp_path / "model.jsonl", tmp_path / "out"
+    append_row(file, timed("model", 5.0, size="a", context_length=8))
+    after = make_report(["tables", str(file), "--out", str(out)])
+    assert after.splitlines() == [str(out / "model.md"), str(out / "model.csv")]
+    for arguments in (["tables", "--out", str(out), str(file)], ["--out", str(out), "tables", str(file)],
+                      [f"--out={out}", "tables", "--", str(file)]):  # fmt: skip
+        assert make_report(arguments) == after
+    with pytest.raises(ValueError, match="unknown field ot: did you mean out"):
+        make_report(["tables", "--ot", str(out), str(file)])
 
 
 def test_a_document_is_typeset_as_text_and_not_as_markup() -> None:

@@ -1,16 +1,19 @@
 """The document: Markdown made of row files, and the files it is written into."""
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import quote
 
 from ...bench.case import read_rows
 from ...model_config import MODEL_SIZES
 from ...planner.working import Section, show
 from ..tables import markdown_table
 from ..view import machine
+from ..views import UNFIT, in_words, naming_the_files
 from .claims import XL_2026, ClaimError, Evidence
 from .problem import Exhibit, Problem, RowFile
 from .problems import PROBLEMS
@@ -22,6 +25,7 @@ PICTURES = "pictures"
 MARKDOWN, HTML, PDF = "writeup.md", "writeup.html", "writeup.pdf"
 _PART = re.compile(r"(?:^|(?<=\.) )(?=\([a-f](?:, [a-f])*\) )")
 _PART_NAME = re.compile(r"^(\([a-f](?:, [a-f])*\))")
+_MARKUP = re.compile(r"[\\`*<\[\]]")
 NO_TYPST = f"{PDF} is left out: the package typst is not installed (pip install typst)"
 
 
@@ -42,14 +46,23 @@ def find_rows(results: Path) -> dict[str, list[RowFile]]:
     return found
 
 
-def write_writeup(results: Path, out: Path, problems: Sequence[Problem] = PROBLEMS) -> list[Path | str]:
+def write_writeup(
+    results: Path, out: Path, problems: Sequence[Problem] = PROBLEMS, links_from: Path | None = None
+) -> list[Path | str]:
     """Write the document into a folder as Markdown, HTML and, where typst is installed, PDF; the files, or why not.
 
-    Raises ClaimError for a sentence that the rows do not bear out.
+    links_from: the folder that links to row files begin at (default: out).
+    Raises ClaimError for a sentence that the rows do not bear out, and ValueError naming files whose rows cannot be
+    shown.
     """
     files = find_rows(results)
     out.mkdir(parents=True, exist_ok=True)
-    text = document(files, out, problems)
+    for name in (MARKDOWN, HTML, PDF):
+        if (out / name).is_dir():
+            raise ValueError(f"out is {str(out)!r}: it holds a folder {name}, where a file is to be written")
+    if (out / PICTURES).exists() and not (out / PICTURES).is_dir():
+        raise ValueError(f"out is {str(out)!r}: it holds a file {PICTURES}, where a folder is to be made")
+    text = document(files, out, problems, links_from)
     (out / MARKDOWN).write_text(text, "utf-8")
     (out / HTML).write_text(html_page(TITLE, text, out), "utf-8")
     try:
@@ -61,15 +74,20 @@ def write_writeup(results: Path, out: Path, problems: Sequence[Problem] = PROBLE
     return [out / MARKDOWN, out / HTML, out / PDF]
 
 
-def document(files: Mapping[str, Sequence[RowFile]], out: Path, problems: Sequence[Problem] = PROBLEMS) -> str:
-    """The document in Markdown; draws its pictures into a folder in `out`."""
+def document(
+    files: Mapping[str, Sequence[RowFile]],
+    out: Path,
+    problems: Sequence[Problem] = PROBLEMS,
+    links_from: Path | None = None,
+) -> str:
+    """The document in Markdown; draws its pictures into a folder in `out`. Links begin at that or another folder."""
     parts = [f"# {TITLE}", *_foreword()]
     section = ""
     for problem in problems:
         if problem.section != section:
             section = problem.section
             parts.append(f"## {section}")
-        parts += problem_parts(problem, files, out)
+        parts += problem_parts(problem, files, out, links_from)
     return "\n\n".join(parts) + "\n"
 
 
@@ -91,7 +109,9 @@ def _foreword() -> list[str]:
     ]
 
 
-def problem_parts(problem: Problem, files: Mapping[str, Sequence[RowFile]], out: Path) -> list[str]:
+def problem_parts(
+    problem: Problem, files: Mapping[str, Sequence[RowFile]], out: Path, links_from: Path | None = None
+) -> list[str]:
     """Heading, question, answer, tables and pictures, working and code of a problem."""
     parts = [f"### {problem.name}", f"*{_places(problem)}. {problem.question}*"]
     for paragraph in paragraphs(answer_of(problem, files)):
@@ -99,7 +119,9 @@ def problem_parts(problem: Problem, files: Mapping[str, Sequence[RowFile]], out:
         if problem.sketch and paragraph.startswith("**(a)**"):
             parts.append(_code_block(problem.sketch.splitlines()))
     for exhibit in problem.exhibits:
-        parts += _exhibit_parts(problem, exhibit, files.get(exhibit.case, ()), out)
+        shown = files.get(exhibit.case, ())
+        with _naming_rows(problem, files, (exhibit.case,)):
+            parts += _exhibit_parts(problem, exhibit, shown, out, links_from)
     if problem.working is not None:
         parts += [_section_text(each) for each in problem.working()]
         parts += [f"Working: `cs336 {problem.plan}`."] if problem.plan else []
@@ -126,16 +148,31 @@ def _code_block(lines: Sequence[str]) -> str:
 def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[str]:
     """The sentences that there are rows for. Raises ClaimError, and ValueError for rows that lack what one needs."""
     evidence = Evidence(problem.name, {case: [file.rows for file in own] for case, own in files.items()})
-    try:
-        said = [each.say(evidence) for each in problem.sentences if all(files.get(case) for case in each.needs)]
-    except ClaimError:
-        raise
-    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
-        raise ValueError(f"{problem.name}: a row is not as a sentence needs it: {error!r}") from error
+    said = []
+    for each in problem.sentences:
+        if all(files.get(case) for case in each.needs):
+            evidence.asked.clear()
+            with _naming_rows(problem, files, evidence.asked):
+                said.append(each.say(evidence))
     return [text[0].upper() + text[1:] for text in said if text]
 
 
-def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile], out: Path) -> list[str]:
+@contextlib.contextmanager
+def _naming_rows(problem: Problem, files: Mapping[str, Sequence[RowFile]], cases: Collection[str]) -> Iterator[None]:
+    """Say of an error which problem's it is and of which rows of some cases, as `naming_the_files` does."""
+    try:
+        yield
+    except ClaimError:
+        raise
+    except (ValueError, *UNFIT) as error:
+        paths = list(dict.fromkeys(file.path for case in cases for file in files.get(case, ())))
+        with naming_the_files(paths, cases):
+            raise ValueError(f"rows are not as {problem.name} needs them: {in_words(error)}") from error
+
+
+def _exhibit_parts(
+    problem: Problem, exhibit: Exhibit, files: Sequence[RowFile], out: Path, links_from: Path | None = None
+) -> list[str]:
     kept = [RowFile(file.path, rows) for file in files if (rows := [row for row in file.rows if exhibit.keep(row)])]
     parts = []
     for number, shown in enumerate([kept] if exhibit.together and kept else [[file] for file in kept]):
@@ -145,7 +182,7 @@ def _exhibit_parts(problem: Problem, exhibit: Exhibit, files: Sequence[RowFile],
         for caption, picture in exhibit.draw(shown, stem):
             made.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
         if made:
-            parts += [*made, _source(shown, _command_of(exhibit, shown, is_first=number == 0), out)]
+            parts += [*made, _source(shown, _command_of(exhibit, shown, is_first=number == 0), links_from or out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
         commands = [f"cs336 {command}" for command in exhibit.commands]
@@ -166,12 +203,13 @@ def _command_of(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> s
     return " ".join([*exhibit.command.split()[:2], "..."])
 
 
-def _source(files: Sequence[RowFile], command: str, out: Path) -> str:
+def _source(files: Sequence[RowFile], command: str, links_from: Path) -> str:
     """Where rows are, what measures them, of which commits and machines they are."""
     links = []
     for file in files:
-        link = Path(os.path.relpath(file.path.resolve(), out.resolve())).as_posix()
-        links.append(f"[{file.path.parent.name}/{file.path.name}]({link}) ({len(file.rows)})")
+        link = quote(Path(os.path.relpath(file.path.resolve(), links_from.resolve())).as_posix())
+        name = _MARKUP.sub(r"\\\g<0>", f"{file.path.parent.name}/{file.path.name}")
+        links.append(f"[{name}]({link}) ({len(file.rows)})")
     rows = [row for file in files for row in file.rows]
     commits = dict.fromkeys(str(row.env.get("commit") or "unknown") for row in rows)
     machines = dict.fromkeys(map(machine, rows))

@@ -26,12 +26,15 @@ class Evidence:
 
     def __init__(self, problem: str, files: Mapping[str, Sequence[Sequence[Row]]]) -> None:
         self.problem = problem
+        self.asked: set[str] = set()
+        """The cases whose rows have been asked for."""
         self._files = files
         rows = {case: [row for file in own for row in file] for case, own in files.items()}
         self._rows = {case: _of_one_machine(latest(own, _keys(case, own))) for case, own in rows.items()}
 
     def all(self, case: str) -> list[Row]:
         """All rows of a case, also those of what failed."""
+        self.asked.add(case)
         return list(self._rows.get(case, ()))
 
     def ok(self, case: str, *metrics: str, **config: Any) -> list[Row]:
