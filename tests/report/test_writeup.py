@@ -32,6 +32,7 @@ from cs336_systems.report.memory_timelines import draw_timeline
 from cs336_systems.report.writeup import (
     additions,
     attention,
+    buckets,
     build,
     claims,
     measure,
@@ -506,20 +507,20 @@ def bucket_sizes(step_ms: dict[float, float], is_recorded: bool = False, **predi
 
 
 def test_the_best_bucket_is_that_which_adds_least() -> None:
-    said = several_gpus.buckets(evidence(*bucket_sizes({100.0: 112.0, 1.0: 130.0}, added_ms=12.0)))
+    said = buckets.buckets(evidence(*bucket_sizes({100.0: 112.0, 1.0: 130.0}, added_ms=12.0)))
     assert said == (
         "(a) Eager, of the bucket sizes 1 and 100 MiB, 100 MiB adds least, 12 ms a step. The model puts the optimum at "
         "300 MiB, with 344 GB/s and 39 us a call, which were fitted to the all-reduces at hand when this was measured; "
         "the 266 MiB of (b) are of the planner's own figures."
     )
-    same = several_gpus.buckets(evidence(*bucket_sizes({100.0: 112.0}, added_ms=12.0, best_mb=266.0))) or ""
+    same = buckets.buckets(evidence(*bucket_sizes({100.0: 112.0}, added_ms=12.0, best_mb=266.0))) or ""
     assert same.endswith("The model puts the optimum at 266 MiB.")
 
 
 def test_the_best_bucket_is_told_recorded_and_eager() -> None:
     recorded = bucket_sizes({1000.0: 118.0, 300.0: 118.4}, is_recorded=True, added_ms=20.0)
     eager = bucket_sizes({1000.0: 165.0, 300.0: 139.0}, added_ms=20.0)
-    said = several_gpus.buckets(evidence(*eager, *recorded)) or ""
+    said = buckets.buckets(evidence(*eager, *recorded)) or ""
     assert said.startswith(
         "(a) Compiled, the step recorded as a CUDA graph, of the bucket sizes 300 and 1,000 MiB, 1,000 MiB adds least, "
         "18 ms a step, beside 18.4 ms with 300 MiB; eager 300 MiB adds least, 39 ms a step, beside 65 ms with "
@@ -528,10 +529,10 @@ def test_the_best_bucket_is_told_recorded_and_eager() -> None:
 
 
 def test_what_the_model_of_buckets_leaves_out_is_said_where_it_is_off() -> None:
-    hidden = several_gpus.buckets(evidence(*bucket_sizes({300.0: 118.0}, added_ms=2.0))) or ""
+    hidden = buckets.buckets(evidence(*bucket_sizes({300.0: 118.0}, added_ms=2.0))) or ""
     assert "With 300 MiB it predicts 2 ms, measured are 18 ms: it counts hidden transfers as free" in hidden
     assert "calls, but" not in hidden
-    small = several_gpus.buckets(evidence(*bucket_sizes({1.0: 136.0, 300.0: 118.0}, added_ms=300.0))) or ""
+    small = buckets.buckets(evidence(*bucket_sizes({1.0: 136.0, 300.0: 118.0}, added_ms=300.0))) or ""
     assert small.endswith(
         "With 1 MiB it predicts 300 ms, measured are 36 ms: it counts 7,623 calls, but a tensor is never divided, and "
         "there are 434."

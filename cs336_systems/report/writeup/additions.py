@@ -30,7 +30,8 @@ from .claims import (
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .profiling import CONTEXT
-from .several_gpus import HOWS, draw_parts_into, of_one_run, steps, trace_exhibit
+from .several_gpus import draw_parts_into, trace_exhibit
+from .steps import HOWS, of_one_run, steps
 
 CHECKPOINTING, FULLY_SHARDED, LEADERBOARD = "Activation checkpointing", "Fully sharded data parallelism", "Leaderboard"
 _LENGTH = 2048  # at which the handout asks for groups of blocks

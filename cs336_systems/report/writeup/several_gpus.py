@@ -1,30 +1,23 @@
 """Communication, data parallelism, the sharded optimizer."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...accounting import num_parameters
 from ...bench.case import Row
 from ...bench.memory_moments import AFTER, BEFORE, INITIALISED
-from ...model_config import ModelConfig
-from ...planner.cards import get_card
-from ...planner.communication import all_reduce_cost, best_bucket_bytes, overhead_sections
 from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
-from ...planner.working import Section
-from ..bucket_size import with_added
 from ..memory_parts import draw_parts
 from ..overlap import streams_file
 from ..streams import plot_streams
+from .buckets import bucket_optimum, bucket_working, buckets
 from .claims import (
     XL_2026,
     Evidence,
     gb_s,
     gib,
-    is_alike,
     is_xl_2026,
     listing,
-    mib,
     ms,
     of_2026,
     one_setting,
@@ -35,11 +28,10 @@ from .claims import (
     times,
 )
 from .problem import Drawing, Exhibit, Problem, RowFile, says
+from .steps import FAR, HOWS, Steps, of_one_run, steps
 
 COMMUNICATION, DATA, SHARDED = "Communication", "Data parallelism", "Sharded optimizer state"
-_SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 _ALONE = "alone"
-_FAR = 1.2  # times as long, from which on a time is told as far longer
 
 
 def bandwidths(e: Evidence) -> str | None:
@@ -81,38 +73,6 @@ def backends(e: Evidence) -> str | None:
     if not ratios:
         return None
     return f"NCCL between GPUs is {span(ratios, times)} as fast as gloo between CPUs of the same machine."
-
-
-Steps = Mapping[str, Row]
-"""Rows of one run and setting, by variant."""
-HOWS = {"": "eager", "+graph compiled": "compiled and recorded as a CUDA graph"}
-"""What names of variants end in, and how such steps ran."""
-
-
-def steps(e: Evidence, case: str = "ddp") -> list[Steps]:
-    """The steps of a case of one setting, run by run, the last run last.
-
-    The setting is that of 2026's xl, or that which has most.
-    """
-    setting = (*_SETTING, "compile") if case != "ddp" else _SETTING
-    of_one = one_setting(of_2026(e.ok(case, "step_ms")), *setting)
-    if not of_one:
-        return []
-    found: list[Steps] = []
-    for run in e.runs(case):
-        alike = [row for row in run if "step_ms" in row.metrics and is_alike(row, of_one[0], setting)]
-        found.append({row.variant: row for row in alike})
-    return found
-
-
-def of_one_run(runs: Sequence[Steps], variant: str, *others: str) -> Steps:
-    """The steps of a variant and of others that one run has: of several the one that has most, of equal ones the last.
-
-    Empty where no run has the variant beside another.
-    """
-    found = [{name: run[name] for name in (variant, *others) if name in run} for run in runs if variant in run]
-    most = max(reversed(found), key=len, default={})
-    return most if len(most) > 1 else {}
 
 
 def _setting(row: Row) -> str:
@@ -178,7 +138,7 @@ def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | N
             return None
         alone, without_host = p50(eager[_ALONE]), p50(eager[f"{_ALONE}+graph"])
         of_recorded = [p50(row) for row in recorded.values()]
-        if alone < _FAR * without_host or of_recorded[0] >= of_recorded[1]:
+        if alone < FAR * without_host or of_recorded[0] >= of_recorded[1]:
             return None
         return (
             f"That eager it is the longer one is the host's doing: eager steps wait for it (one rank alone takes "
@@ -187,105 +147,6 @@ def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | N
         )
 
     return say
-
-
-def buckets(e: Evidence) -> str | None:
-    """(a) The best measured bucket, recorded and eager, in bucket-size or, where that was not measured, in ddp."""
-    found = [rows for is_recorded in (True, False) if (rows := _by_bucket(e, is_recorded))]
-    if not found:
-        return _buckets_of_ddp(e)
-    bests = [min(rows, key=_added) for rows in found]
-    told = []
-    for rows, best in zip(found, bests, strict=True):
-        of = f", of the bucket sizes {listing([_size(row) for row in rows])} MiB," if best is bests[0] else ""
-        how = _how(best) if best is bests[0] else _how(best).lower()
-        text = f"{how}{of} {_size(best)} MiB adds least, {ms(_added(best))} a step"
-        others = [row for row in rows if _size(row) in map(_size, bests) and _size(row) != _size(best)]
-        told.append(text + "".join(f", beside {ms(_added(row))} with {_size(row)} MiB" for row in others))
-    return " ".join([f"(a) {'; '.join(told)}.", *_beside_the_model(found[0], bests[0])])
-
-
-def _by_bucket(e: Evidence, is_recorded: bool) -> list[Row]:
-    """Rows of bucket-size with what they add, by size, of the run that has most."""
-    found = []
-    for run in e.runs("bucket-size"):
-        rows = [row for row in with_added(run) if "added_ms" in row.metrics]
-        rows = [row for row in rows if bool(row.config.get("cuda_graph")) is is_recorded]
-        found.append(sorted(one_setting(rows, *_SETTING, "compile"), key=lambda row: row.config["bucket_size_mb"]))
-    return max(reversed(found), key=len, default=[])
-
-
-def _beside_the_model(rows: Sequence[Row], best: Row) -> list[str]:
-    """The model's optimum, why it may differ from that of (b), and what the model leaves out, where rows show it."""
-    model = best.metrics.get("predicted")
-    if not model:
-        return []
-    text = f"The model puts the optimum at {_mib(model['best_mb'])} MiB"
-    config, (nbytes, bandwidth, overhead_s) = best.config, _xl_on_two()
-    planned = _mib(best_bucket_bytes(nbytes, bandwidth, overhead_s) / 2**20)
-    if (config["size"], config["devices"]) == ("xl", 2) and planned != _mib(model["best_mb"]):
-        text += (
-            f", with {gb_s(model['bytes_per_s'])} and {model['overhead_s'] * 1e6:.0f} us a call, which were fitted to "
-            f"the all-reduces at hand when this was measured; the {planned} MiB of (b) are of the planner's own figures"
-        )
-    told = [f"{text}."]
-    near = min(rows, key=lambda row: abs(row.config["bucket_size_mb"] - model["best_mb"]))
-    predicted = near.metrics["predicted"]["added_ms"]
-    if _added(near) > _FAR * predicted:
-        told.append(
-            f"With {_size(near)} MiB it predicts {ms(predicted)}, measured are {ms(_added(near))}: it counts hidden "
-            "transfers as free, where they slow down what they hide behind."
-        )
-    small = rows[0]
-    predicted, calls = small.metrics["predicted"]["added_ms"], small.metrics.get("buckets")
-    counted = _counted_calls(small)
-    if calls and calls < counted and _added(small) < predicted:
-        told.append(
-            f"With {_size(small)} MiB it predicts {ms(predicted)}, measured are {ms(_added(small))}: it counts "
-            f"{counted:,.0f} calls, but a tensor is never divided, and there are {calls}."
-        )
-    return told
-
-
-def _counted_calls(row: Row) -> float:
-    """Buckets of a row's size that the model counts, as if tensors could be divided."""
-    shape = ModelConfig(size=row.config["size"], context_length=row.config["context_length"]).shape
-    return 4 * num_parameters(shape) / (row.config["bucket_size_mb"] * 2**20)
-
-
-def _buckets_of_ddp(e: Evidence) -> str | None:
-    runs = [{name: row for name, row in run.items() if re.fullmatch(r"bucketed:[\d.]+", name)} for run in steps(e)]
-    found = max(reversed(runs), key=len, default={})
-    if len(found) < 2:
-        return None
-    best_name, worst_name = min(found, key=lambda n: p50(found[n])), max(found, key=lambda n: p50(found[n]))
-    larger_is_better = float(best_name.partition(":")[2]) > float(worst_name.partition(":")[2])
-    why = (
-        "the smaller the buckets, the more calls, each of which costs the host time"
-        if larger_is_better
-        else "larger buckets wait longer for their gradients"
-    )
-    return (
-        f"(a) Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
-        f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): {why}."
-    )
-
-
-def _added(row: Row) -> float:
-    return row.metrics["added_ms"]
-
-
-def _how(row: Row) -> str:
-    recorded = ", the step recorded as a CUDA graph" if row.config.get("cuda_graph") else ""
-    return f"{'Compiled' if row.config['compile'] else 'Eager'}{recorded}"
-
-
-def _size(row: Row) -> str:
-    return _mib(row.config["bucket_size_mb"])
-
-
-def _mib(size: float) -> str:
-    return mib(size * 2**20).removesuffix(" MiB")
 
 
 def overlapped(e: Evidence) -> str | None:
@@ -297,29 +158,6 @@ def overlapped(e: Evidence) -> str | None:
         if row.metrics["overlapped"] is not None and not row.variant.startswith("fsdp")
     ]
     return f"(b) In a profiled step communication runs beside computing for {listing(told)}." if told else None
-
-
-def bucket_working() -> list[Section]:
-    """The model of what buckets add, for xl on two H200."""
-    return overhead_sections(*_xl_on_two())
-
-
-def _xl_on_two() -> tuple[float, float, float]:
-    """Bytes of gradients, bandwidth in bytes/s and seconds a call."""
-    overhead_s, bandwidth = all_reduce_cost(get_card("H200"), 2)
-    return 4.0 * num_parameters(ModelConfig(size="xl", context_length=512).shape), bandwidth, overhead_s
-
-
-def bucket_optimum(e: Evidence) -> str:
-    """The equations, and what they give for xl on two H200."""
-    nbytes, bandwidth, overhead_s = _xl_on_two()
-    best = best_bucket_bytes(nbytes, bandwidth, overhead_s)
-    return (
-        "(b) With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds "
-        "`s / (w n) + o n` after the backward pass; its derivative is 0 at `n = sqrt(s / (w o))`, a bucket of "
-        f"`sqrt(s w o)` bytes, which for xl on two H200, at the planner's {bandwidth / 1e9:.0f} GB/s and "
-        f"{overhead_s * 1e6:.0f} us a call, is {mib(best)}."
-    )
 
 
 def xxl(e: Evidence) -> str:
