@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .flash_gluon_common import (
+    BLOCK,
     D_PAD,
     GROUPS,
     LEFT,
@@ -34,14 +35,15 @@ from .flash_gluon_common import (
     load_next,
     load_tile,
     place,
+    place_of_queries,
     store_tile,
+    visible,
 )
 
 TILE = 64
 """Rows of a tile that is walked along: keys in `dq_kernel`, queries in `dkv_kernel`."""
 _DQ_STAGES, _DKV_STAGES = gl.constexpr(4), gl.constexpr(2)
 _D_PAD, _ROWS, _GROUPS, _TILE = gl.constexpr(D_PAD), gl.constexpr(ROWS), gl.constexpr(GROUPS), gl.constexpr(TILE)
-_BLOCK = gl.constexpr(ROWS * GROUPS)  # rows of a program, and what VECTORS are padded to a multiple of
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
 _ROW, _COLUMN = (
     gl.constexpr(gl.SliceLayout(1, _SCORES.value)),
@@ -69,25 +71,13 @@ def _start_products(a, c, x_buffers, y_buffers, x_ready, y_ready, step):
 
 
 @gluon.jit
-def _dq_place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """This program's b, h, bh and first query, and how many tiles of keys it sees."""
-    num_blocks = gl.cdiv(N_q, _BLOCK)
-    block, b, h, bh = place(num_blocks, H, GROUP)
-    m0 = (num_blocks - 1 - block) * _BLOCK
-    end = N_k
-    if CAUSAL:
-        end = gl.minimum(m0 + _BLOCK, N_k)
-    return b, h, bh, m0, gl.cdiv(end, _TILE)
-
-
-@gluon.jit
 def _dq_producer(work, CAUSAL: gl.constexpr):
     """Loads what the warpgroups read, in the order in which they read it."""
     descs, buffers, bars, _, _, _, H, N_q, N_k, GROUP = work
     q_desc, k_desc, v_desc, o_desc, do_desc, _ = descs
     q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
     q_ready, k_ready, k_empty, v_ready, v_empty = bars
-    b, h, _bh, m0, count = _dq_place(H, N_q, N_k, GROUP, CAUSAL)
+    b, h, _bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _TILE, CAUSAL)
     for group in gl.static_range(_GROUPS):
         bar = q_ready.index(group)
         row = m0 + group * _ROWS
@@ -104,12 +94,7 @@ def _dq_producer(work, CAUSAL: gl.constexpr):
 def _dq_probabilities(s, l2, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     p = gl.exp2(s * sc - l2[:, None])
     if MASKED:  # after exp2, which may be infinite where a score beyond the mask is above the logsumexp
-        rows = first_row + gl.arange(0, _ROWS, _ROW)
-        columns = n0 + gl.arange(0, _TILE, _COLUMN)
-        visible = (columns < N_k)[None, :]
-        if CAUSAL:
-            visible = visible & (rows[:, None] >= columns[None, :])
-        p = gl.where(visible, p, 0.0)
+        p = gl.where(visible(p, first_row, n0, N_k, CAUSAL, _SCORES), p, 0.0)
     return p
 
 
@@ -146,7 +131,7 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
     q_ready, k_ready, _, v_ready, v_empty = bars
     sc = scale * LOG2_E
-    b, h, bh, m0, count = _dq_place(H, N_q, N_k, GROUP, CAUSAL)
+    b, h, bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _TILE, CAUSAL)
     first_row = m0 + group * _ROWS
     full = N_k // _TILE  # tiles of keys that need no mask; the first one is always masked
     if CAUSAL:
@@ -157,8 +142,8 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     mbarrier.wait(q_ready.index(group), 0)
     products = do.load(OUTPUT).to(gl.float32) * o_buffers.index(group).load(OUTPUT).to(gl.float32)
     delta = gl.convert_layout(gl.sum(products, 1), _ROW)
-    num_blocks = gl.cdiv(N_q, _BLOCK)
-    N_PAD = num_blocks * _BLOCK
+    num_blocks = gl.cdiv(N_q, BLOCK)
+    N_PAD = num_blocks * BLOCK
     num_heads = gl.num_programs(0) // num_blocks
     vectors = VECTORS + bh.to(gl.int64) * N_PAD + rows
     gl.store(vectors, l2)
@@ -217,8 +202,8 @@ def dq_kernel(
 @gluon.jit
 def _dkv_place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
     """b, h, bh, the first key, the first tile of queries that sees it, and the number of all tiles of queries."""
-    block, b, h, bh = place(gl.cdiv(N_k, _BLOCK), H, GROUP)
-    n0 = block * _BLOCK
+    block, b, h, bh = place(gl.cdiv(N_k, BLOCK), H, GROUP)
+    n0 = block * BLOCK
     count = gl.cdiv(N_q, _TILE)
     first = 0
     if CAUSAL:
@@ -250,8 +235,8 @@ def _dkv_producer(work, CAUSAL: gl.constexpr):
         mbarrier.expect(bar, 2 * k_desc.block_type.nbytes)
         load_tile(k_desc, b, h, n0 + group * _ROWS, k_buffers, group, bar)
         load_tile(v_desc, b, h, n0 + group * _ROWS, v_buffers, group, bar)
-    num_heads = gl.num_programs(0) // gl.cdiv(N_k, _BLOCK)
-    N_PAD = gl.cdiv(N_q, _BLOCK) * _BLOCK
+    num_heads = gl.num_programs(0) // gl.cdiv(N_k, BLOCK)
+    N_PAD = gl.cdiv(N_q, BLOCK) * BLOCK
     for t in range(first, count):
         row = t * _TILE
         _load_next_with_vector(

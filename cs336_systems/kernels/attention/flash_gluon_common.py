@@ -28,6 +28,8 @@ D_PAD = 128
 """The padded head size that these kernels are for."""
 ROWS = 64
 GROUPS = 2
+BLOCK = gl.constexpr(ROWS * GROUPS)
+"""Rows of a program, and what VECTORS are padded to a multiple of."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
@@ -54,6 +56,29 @@ def place(num_blocks, H, GROUP):
     within = program - first * num_blocks
     bh = first + within % size
     return within // size, bh // H, bh % H, bh
+
+
+@gluon.jit
+def place_of_queries(H, N_q, N_k, GROUP, TILE: gl.constexpr, CAUSAL: gl.constexpr):
+    """This program's b, h, bh and first query, and how many tiles of so many keys it sees."""
+    num_blocks = gl.cdiv(N_q, BLOCK)
+    block, b, h, bh = place(num_blocks, H, GROUP)
+    m0 = (num_blocks - 1 - block) * BLOCK
+    end = N_k
+    if CAUSAL:
+        end = gl.minimum(m0 + BLOCK, N_k)
+    return b, h, bh, m0, gl.cdiv(end, TILE)
+
+
+@gluon.jit
+def visible(x, first_row, n0, N_k, CAUSAL: gl.constexpr, S: gl.constexpr):
+    """Which of the keys from n0 the queries from first_row see, for x of a tile, laid out as S."""
+    rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, S))
+    columns = n0 + gl.arange(0, x.shape[1], gl.SliceLayout(0, S))
+    seen = (columns < N_k)[None, :]
+    if CAUSAL:
+        seen = seen & (rows[:, None] >= columns[None, :])
+    return seen
 
 
 @gluon.jit

@@ -31,8 +31,9 @@ from .flash_gluon_common import (
     barriers,
     load_next,
     load_tile,
-    place,
+    place_of_queries,
     store_tile,
+    visible,
 )
 
 BN = 128
@@ -43,26 +44,13 @@ _LN_2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
-def _place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """This program's b, h, bh and first query, and how many tiles of keys it sees."""
-    BM: gl.constexpr = _ROWS * _GROUPS
-    num_blocks = gl.cdiv(N_q, BM)
-    block, b, h, bh = place(num_blocks, H, GROUP)
-    m0 = (num_blocks - 1 - block) * BM
-    end = N_k
-    if CAUSAL:
-        end = gl.minimum(m0 + BM, N_k)
-    return b, h, bh, m0, gl.cdiv(end, _BN)
-
-
-@gluon.jit
 def _producer(work, CAUSAL: gl.constexpr):
     """Loads what the warpgroups read, in the order in which they read it: the last keys come first."""
     descs, buffers, bars, _, _, H, N_q, N_k, GROUP = work
     q_desc, k_desc, v_desc, _ = descs
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, k_ready, k_empty, v_ready, v_empty = bars
-    b, h, _bh, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
+    b, h, _bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _BN, CAUSAL)
     for group in gl.static_range(_GROUPS):
         bar = q_ready.index(group)
         mbarrier.expect(bar, q_desc.block_type.nbytes)
@@ -97,12 +85,7 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     """One step of the online softmax: the probabilities, what the output so far is to be multiplied by, total, m."""
     if MASKED:
-        rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, _SCORES))
-        columns = n0 + gl.arange(0, _BN, gl.SliceLayout(0, _SCORES))
-        visible = (columns < N_k)[None, :]
-        if CAUSAL:
-            visible = visible & (rows[:, None] >= columns[None, :])
-        s = gl.where(visible, s, float("-inf"))
+        s = gl.where(visible(s, first_row, n0, N_k, CAUSAL, _SCORES), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * sc)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far was above it: -inf - -inf is no number
     p = gl.exp2(s * sc - shift[:, None])
@@ -146,7 +129,7 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, k_ready, k_empty, v_ready, _ = bars
     sc = scale * LOG2_E
-    b, h, bh, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
+    b, h, bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _BN, CAUSAL)
     first_row = m0 + group * _ROWS
     full = count - 1  # tiles of keys that need no mask; the last one is always masked
     if CAUSAL:
