@@ -33,7 +33,6 @@ from .config import (
     TrainConfig,
 )
 from .console import launched_rank, say, start_logging
-from .fields import folder_to_write
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -227,97 +226,9 @@ def _import_hf(arguments: Sequence[str]) -> int:
     return 0
 
 
-_REPORT_OPTIONS = {
-    "plot": ("runs", "streams"),
-    "out": ("tables", "headline", "writeup"),
-    "results": ("writeup",),
-    "links_from": ("writeup",),
-    "measure": ("writeup",),
-}
-"""Options of `cs336 report`, and with what each goes."""
-
-
-def make_report(arguments: Sequence[str]) -> str:
-    """The text of `cs336 report ARGUMENTS`, also what fills the blocks of the documents."""
-    parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
-    parser.add_argument(
-        "what",
-        choices=["runs", "rows", "tables", "headline", "streams", "summary", "update", "writeup"],
-        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. tables: the same as files, "
-        "with CSV and plots, in --out. headline: what in them can be compared with a peer in the same run, with --out "
-        "two pictures of it. streams: what ran at once in "
-        "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
-        "again. writeup: answers to the handout's problems, of the row files in --results, as Markdown, HTML and PDF "
-        "in --out.",
-    )
-    parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
-    parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
-    parser.add_argument("--results", type=str, default=None, help="With writeup: the folder of row files (results).")
-    parser.add_argument(
-        "--links_from",
-        type=str,
-        default=None,
-        help="With writeup: the folder where links to row files begin, should the document be moved there (--out).",
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="With writeup: first measure what the folder has no rows of (a GPU, an hour or more; again, it goes on).",
-    )
-    parser.add_argument(
-        "--out",
-        type=str,
-        default=None,
-        help="The folder to write into (tables: runs/tables, writeup: runs/writeup, headline: no pictures).",
-    )
-    options = parse(parser, arguments)
-    if bool(options.paths) is (options.what == "writeup"):
-        accepted = "left out with writeup" if options.paths else f"given with {options.what}"
-        raise ValueError(f"paths is {options.paths}: it must be {accepted}")
-    for name, used in _REPORT_OPTIONS.items():
-        if (value := getattr(options, name)) not in (None, False) and options.what not in used:
-            raise ValueError(f"{name} is {value!r}: it must be left out with {options.what}")
-    if options.measure:
-        from .report.writeup.measure import check_gpu
-
-        check_gpu()
-    out = Path(f"runs/{options.what}" if options.out is None else options.out)
-    if options.what in ("tables", "writeup") or options.out is not None:
-        folder_to_write(options.out if options.out is not None else str(out))
-    if options.what == "writeup":
-        from .report.writeup.build import write_writeup
-        from .report.writeup.measure import measure_missing
-
-        results = Path("results" if options.results is None else options.results)
-        failed = measure_missing(results) if options.measure else []
-        links_from = out if options.links_from is None else Path(options.links_from)
-        written = write_writeup(results, out, links_from=links_from)
-        return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))
-    from .report.documents import update_documents
-    from .report.headline import headline, write_pictures
-    from .report.streams import plot_streams, streams_table
-    from .report.tables import plot_runs, runs_table, summary_block
-    from .report.views import rows_table, show_files, write_views
-
-    paths = [Path(path) for path in options.paths]
-    if options.what == "update":
-        return "\n".join(update_documents(paths, make_report))
-    if options.what == "summary":
-        return "\n\n".join(map(summary_block, paths))
-    if options.what == "rows":
-        return show_files(paths, rows_table)
-    if options.what == "tables":
-        return "\n".join(map(str, show_files(paths, lambda rows: write_views(rows, out))))
-    if options.what == "headline":
-        table = headline(paths)
-        return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table
-    text = (streams_table if options.what == "streams" else runs_table)(paths)
-    if options.plot:
-        (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
-    return text
-
-
 def _report(arguments: Sequence[str]) -> int:
+    from .report_command import make_report
+
     print(make_report(arguments))
     return 0
 

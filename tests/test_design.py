@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from cs336_systems.arguments import parse
-from cs336_systems.cli import _COMMANDS, make_report, parse_run_config, train_parser
+from cs336_systems.cli import _COMMANDS, parse_run_config, train_parser
 from cs336_systems.report.documents import fill_blocks
+from cs336_systems.report_command import make_report
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ["docs/assignment.md", "docs/extending.md", "docs/troubleshooting.md"]
@@ -173,7 +174,7 @@ class Commands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = {"--help", "--version"}
-        for module in ("cli", "bench_command", "plan_command", "profile_command"):
+        for module in ("cli", "bench_command", "plan_command", "profile_command", "report_command"):
             monkeypatch.setattr(f"cs336_systems.{module}.parse", self._parse)
 
     def _parse(self, parser: Any, arguments: list[str]) -> None:

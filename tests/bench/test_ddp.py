@@ -16,9 +16,10 @@ from cs336_systems.bench.cases import ddp, get_case
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
 from cs336_systems.bench.sweep import as_json, configurations, is_of, is_of_fewer_rounds
 from cs336_systems.bench.turns import slowest
-from cs336_systems.cli import main, make_report
+from cs336_systems.cli import main
 from cs336_systems.report.streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
+from cs336_systems.report_command import make_report
 
 
 def quick(*variants: str, **fields: Any) -> list[DDPBench]:

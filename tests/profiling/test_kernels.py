@@ -11,7 +11,7 @@ import torch
 
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.workload import Workload
-from cs336_systems.cli import main, make_report
+from cs336_systems.cli import main
 from cs336_systems.profiling import kernels as kernels_module
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.classes import CLASSES
@@ -21,6 +21,7 @@ from cs336_systems.profiling.trace import OUTSIDE, Kernel, gpu_kernels
 from cs336_systems.report.profile_plots import CLASS_COLORS, plot_shares
 from cs336_systems.report.profile_tables import short_name, top_kernels_tables
 from cs336_systems.report.views import rows_table
+from cs336_systems.report_command import make_report
 
 from .gpu_trace import MUL, SGEMM, inference_step, training_steps
 

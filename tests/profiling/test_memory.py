@@ -17,7 +17,7 @@ import torch
 from cs336_systems.accounting import num_parameters
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.workload import Workbench, Workload
-from cs336_systems.cli import main, make_report
+from cs336_systems.cli import main
 from cs336_systems.profiling.memory import QUICK, counted, draw, profile
 from cs336_systems.profiling.plot import COLORS
 from cs336_systems.profiling.recording import MAX_ENTRIES, _allocator_history, record
@@ -26,6 +26,7 @@ from cs336_systems.profiling.timeline import Timeline
 from cs336_systems.report.memory_tables import memory_summary
 from cs336_systems.report.pictures import hash_in
 from cs336_systems.report.views import rows_table, write_views
+from cs336_systems.report_command import make_report
 
 from .snapshots import one_step, save
 

@@ -25,7 +25,6 @@ from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.memory_moments import MOMENTS
 from cs336_systems.bench.sweep import configurations
-from cs336_systems.cli import make_report
 from cs336_systems.model_config import MODEL_SIZES
 from cs336_systems.planner.working import Section, Term
 from cs336_systems.report.memory_timelines import draw_timeline
@@ -47,6 +46,7 @@ from cs336_systems.report.writeup.problem import RowFile
 from cs336_systems.report.writeup.problems import PROBLEMS
 from cs336_systems.report.writeup.render import html_page
 from cs336_systems.report.writeup.typeset import to_typst
+from cs336_systems.report_command import make_report
 
 ROOT = Path(__file__).parents[2]
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8, "commit": "abc1234"}
