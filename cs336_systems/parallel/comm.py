@@ -157,7 +157,7 @@ class Transfer:
                 work.wait()
         if self._apply is not None:
             self._apply()
-        # The watchdog keeps this for up to a second, many steps; works and `apply` hold tensors. An event for each,
+        # The watchdog keeps this for up to two seconds, many steps; works and `apply` hold tensors. An event for each,
         # though they end in order: what hangs is to be told by its name.
         if self._watched and self.works and torch.cuda.is_initialized():
             self._passed = _event_now()

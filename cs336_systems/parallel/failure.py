@@ -112,8 +112,10 @@ class Watchdog:
     def _ask(self) -> None:
         use_device_in_thread(self._device)
         while not self._stopped.wait(self._pause_s):
+            # Not of what is younger: while it is asked, its tensors would outlive the wait for it.
+            before = time.monotonic() - self._pause_s
             with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
-                while self._under_way and self._under_way[0].done():
+                while (oldest := self._oldest()) is not None and oldest.started < before and oldest.done():
                     self._under_way.popleft()
             self._turns += 1
 
