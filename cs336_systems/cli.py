@@ -32,7 +32,7 @@ from .config import (
     SampleConfig,
     TrainConfig,
 )
-from .console import launched_rank, say, start_logging
+from .console import by_command, launched_rank, say, start_logging
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -236,13 +236,15 @@ def _report(arguments: Sequence[str]) -> int:
 def _bench(arguments: Sequence[str]) -> int:
     from .bench_command import bench
 
-    return bench(arguments)
+    with by_command(["cs336", "bench", *arguments]):
+        return bench(arguments)
 
 
 def _profile(arguments: Sequence[str]) -> int:
     from .profile_command import profile
 
-    return profile(arguments)
+    with by_command(["cs336", "profile", *arguments]):
+        return profile(arguments)
 
 
 def _plan(arguments: Sequence[str]) -> int:

@@ -1,12 +1,17 @@
-"""What a person at the terminal sees: lines, and the library's log as lines."""
+"""What a person at the terminal gives and sees: a command, lines, and the library's log as lines."""
 
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+COMMAND = "CS336_COMMAND"
+"""Has, in the environment of whatever makes rows, the command that was given."""
+_WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir", "--timeout_s")
+"""Options of a command, with a value, that do not say what is measured."""
 READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 
 
@@ -18,6 +23,23 @@ def launched_rank() -> int | None:
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
     return int(os.environ["RANK"])
+
+
+@contextlib.contextmanager
+def by_command(words: Sequence[str]) -> Iterator[None]:
+    """Rows that are made inside bear this command, without what says where they go and what of it is done already."""
+    left, kept = list(words), []
+    while left:
+        word = left.pop(0)
+        if word in _WHERE:
+            left = left[1:]
+        elif word != "--resume" and not word.startswith(tuple(f"{option}=" for option in _WHERE)):
+            kept.append(word)
+    os.environ[COMMAND] = shlex.join(kept)
+    try:
+        yield
+    finally:
+        del os.environ[COMMAND]
 
 
 def say(line: str) -> None:

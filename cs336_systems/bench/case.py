@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ..console import COMMAND
 from ..hardware import environment
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Row:
     config: dict[str, Any]
     status: Literal["ok", "oom", "error"] = "ok"
     metrics: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, Any] = field(default_factory=lambda: {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}"})
+    env: dict[str, Any] = field(default_factory=lambda: _stamp())
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +44,12 @@ class Row:
                 f"status of a row of case {self.case!r}, variant {self.variant!r} is {self.status!r}: "
                 f"it must be one of {', '.join(_STATUSES)}"
             )
+
+
+def _stamp() -> dict[str, Any]:
+    """Machine, versions, commit and date, and what was asked for where it was a command."""
+    command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
+    return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
 
 
 def check_row_file(path: str | os.PathLike[str]) -> Path:

@@ -14,6 +14,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..console import COMMAND
 from .case import Row
 from .outcome import is_sound
 from .sweep import Case
@@ -42,7 +43,7 @@ class Worker:
         self._pipe, theirs = _CONTEXT.Pipe()
         lifeline, self._lifeline = _CONTEXT.Pipe(duplex=False)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336-", ignore_cleanup_errors=True))
-        environ = {SCRATCH: folder}
+        environ = {SCRATCH: folder, COMMAND: os.environ.get(COMMAND, "")}  # the server may be older than the command
         if empty_caches:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))

@@ -1,5 +1,6 @@
 """Kernels in turns, in the case `kernels`: rows of those that run, that cannot, that run out of memory."""
 
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cs336_systems.bench.cases.kernels import CASE, SHAPES, KernelsBench, parse_
 from cs336_systems.bench.sweep import configurations, groups
 from cs336_systems.bench.timing import time_ms
 from cs336_systems.cli import main
+from cs336_systems.console import COMMAND
 from cs336_systems.kernels.attention.contract import visible_pairs
 from cs336_systems.report.views import rows_table
 
@@ -181,6 +183,9 @@ def test_the_command_measures_appends_and_shows(tmp_path: Path, capsys: pytest.C
             main(["bench", "kernels", "--quick", "--kernels", "naive", "sdpa", "--out", str(tmp_path)])
         assert stop.value.code == 0
         assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == expected
+    commands = {row.env["command"] for row in read_rows(tmp_path / "kernels.jsonl")}
+    assert commands == {"cs336 bench kernels --quick --kernels naive sdpa"}  # wherever the rows went
+    assert COMMAND not in os.environ
     assert "| sdpa |" in capsys.readouterr().out
     assert {"kernels.md", "kernels.csv", "kernels-tflops.png"} <= {path.name for path in tmp_path.iterdir()}
 

@@ -27,6 +27,7 @@ from cs336_systems.bench.runner import run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
 from cs336_systems.bench_command import _disturbed, _parser
 from cs336_systems.cli import main
+from cs336_systems.console import by_command
 
 from . import accidents_together
 from .accidents import CASE, Accident, measure
@@ -87,6 +88,16 @@ def test_a_process_measures_on_until_it_ends_or_each_has_its_own(tmp_path: Path)
     isolated = run(tmp_path / "b", kinds=("none",), numbers=(1, 2), isolated=True)
     assert len({row.metrics["process"] for row in isolated}) == 2
     assert os.getpid() not in {row.metrics["process"] for row in isolated}
+
+
+def test_rows_bear_the_command_that_was_given_without_what_says_where_they_go(tmp_path: Path) -> None:
+    words = ["cs336", "bench", "accident", "--kind", "a b", "--out", "/elsewhere", "--timeout_s", "9", "--resume"]
+    with by_command([*words, "--out_dir=/or", "--number", "1"]):  # ends a process, after which there is another one
+        rows = run(tmp_path / "rows.jsonl", kinds=("none", "is killed"))
+    commands = [row.env["command"] for row in rows]
+    assert commands == ["cs336 bench accident --kind 'a b' --number 1"] * 2
+    (without,) = run(tmp_path / "others.jsonl", kinds=("none",))
+    assert "command" not in without.env
 
 
 def test_a_configuration_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
