@@ -113,6 +113,13 @@ def test_another_loss_is_an_error_that_says_so(files: Any, losses: dict[str, Any
     assert "final_loss is nan" in str(rows[3].error)
 
 
+def test_without_a_row_of_one_process_it_is_trained_to_be_compared_with(files: Any, losses: dict[str, Any]) -> None:
+    losses |= {"naive": 2.5, "flashddp": 2.0}
+    rows = list(CASE.measure(quick(files | {"strategy": ("naive", "flashddp")})))
+    assert [(row.config["strategy"], row.status) for row in rows] == [("naive", "error"), ("flashddp", "ok")]
+    assert rows[0].error == "final_loss is 2.5 with strategy naive, and 2 with none: they must be within 0.001"
+
+
 def test_where_the_first_fails_the_next_is_compared_with(files: Any, losses: dict[str, Any]) -> None:
     losses |= {"none": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "torch_ddp": 3.0}
     rows = list(CASE.measure(quick(files | {"strategy": ("none", "naive", "torch_ddp")})))
