@@ -22,10 +22,23 @@ def test_the_table_has_the_fastest_and_keeps_what_nothing_will_do_for(tmp_path: 
     assert all(before[key] == tile for key, tile in after.items())
 
 
+@pytest.mark.parametrize("ms, is_kept", [(4.4, True), (4.6, False)])
+def test_one_launch_for_both_walks_is_left_out_where_it_takes_much_longer(
+    ms: float, is_kept: bool, tmp_path: Path
+) -> None:
+    tile = tune.Tile(32, 32, 8, 1)
+    found = {"dq-64-float": [(1.0, tile)], "backward-64-float": [(ms, tile)], "dkv-64-float": [(2.0, tile)]}
+    tune.update_table(iter([found]), tmp_path / "tiles.json")
+    assert ("backward-64-float" in json.loads((tmp_path / "tiles.json").read_text())) is is_kept
+
+
 @pytest.mark.parametrize("kind", ["half-tma", "half", "float"])
 @pytest.mark.parametrize("d", tune.HEAD_SIZES)
 def test_there_is_something_to_try_for_every_entry(d: int, kind: str) -> None:
-    tried = list(tune.candidates(d, kind))
+    tried = tune.candidates(d, kind)
     assert len(tried) == len(set(tried))
+    table = tune.flash.tile_table()
+    keys = {phase: tune.flash.tile_key(phase, d, tune.KINDS[kind].dtype, tune.KINDS[kind].tma) for phase in tune._PHASES}
+    assert {(phase, table[key]) for phase, key in keys.items() if key in table} <= {(x.phase, x.tile) for x in tried}
     in_one_launch = {"backward"} if kind != "half-tma" else set()
     assert {each.phase for each in tried} == {"forward", "dq", "dkv"} | in_one_launch

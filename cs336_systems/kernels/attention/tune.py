@@ -4,9 +4,9 @@
 
 Every phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine and through
 pointers and in float32, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in
-parallel processes first. What the table holds is the fastest of each, but none that takes long to compile: a float32
-product is six, all unrolled. Where no backward pass in one launch compiles fast enough, the table has none; for another
-phase it keeps the tile that it has.
+parallel processes first. What the table has is among them. What it then holds is the fastest of each, but none that
+takes long to compile: a float32 product is six, all unrolled. Where no backward pass in one launch compiles fast
+enough, or it takes much longer than the two walks, the table has none; for another phase it keeps the tile it has.
 """
 
 import argparse
@@ -34,6 +34,8 @@ COMPILE_S = 6.0
 
 The first call of both passes waits for two of them, one after the other: ten seconds at most.
 """
+MOST_IN_ONE_LAUNCH = 1.5
+"""How much longer than both walks their one launch may take on the GPU, for what it spares the host."""
 
 
 class Kind(NamedTuple):
@@ -65,8 +67,18 @@ class Candidate(NamedTuple):
     tile: Tile
 
 
-def candidates(d: int, kind: str) -> Iterator[Candidate]:
-    """What is worth trying: the rows that a program keeps, those it walks along, warps, stages, how it waits."""
+def candidates(d: int, kind: str) -> list[Candidate]:
+    """What is worth trying, and what the table has."""
+    tried = dict.fromkeys(_candidates(d, kind))
+    table = flash.tile_table()
+    for phase in _PHASES:
+        if (tile := table.get(flash.tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma))) is not None:
+            tried[Candidate(phase, d, kind, tile)] = None
+    return list(tried)
+
+
+def _candidates(d: int, kind: str) -> Iterator[Candidate]:
+    """Tiles by the rows that a program keeps, those it walks along, warps, stages, how it waits."""
     tma, is_float = KINDS[kind].tma, kind == "float"
     for phase in _PHASES:
         if phase == "backward":  # both walks with one tile, by pointers
@@ -187,13 +199,22 @@ def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: 
     """Print what `measure` finds and write the table with it, anew after each head size."""
     tiles = dict(flash.tile_table())
     for found in measured:
+        fastest = {key: times[0][0] for key, times in found.items() if times}
         for key, times in found.items():
             print(key, *(f"\n    {ms:.3f} ms {tuple(tile)}" for ms, tile in times[:3]), flush=True)
-            if times:
-                tiles[key] = times[0][1]
-            elif key.startswith("backward"):
+            if key.startswith("backward") and not _is_fast_enough(key, fastest):
                 tiles.pop(key, None)
+            elif times:
+                tiles[key] = times[0][1]
         write_table(tiles, file)
+
+
+def _is_fast_enough(backward: str, fastest: dict[str, float]) -> bool:
+    """Whether there is a backward pass in one launch that takes hardly longer than the two walks."""
+    walks = [backward.replace("backward", walk) for walk in ("dq", "dkv")]
+    if backward not in fastest or any(walk not in fastest for walk in walks):
+        return backward in fastest
+    return fastest[backward] <= MOST_IN_ONE_LAUNCH * sum(fastest[walk] for walk in walks)
 
 
 if __name__ == "__main__":
