@@ -224,6 +224,14 @@ def test_the_vocabulary_of_a_quick_run_is_the_one_that_is_given() -> None:
     assert config.model_config().shape.vocab_size == 400
 
 
+def test_one_process_needs_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(case, "check_devices", lambda device, count: counts.append(count))
+    for strategy in ("none", "naive"):
+        LMMatrixBench(device="cpu", strategy=strategy, devices=3, batch_size=6)
+    assert counts == [1, 3]
+
+
 @pytest.mark.parametrize("size", ["quick", "small"])
 def test_a_kernel_that_there_is_not_is_named_as_the_option(size: str) -> None:
     with pytest.raises(ValueError, match=r"^kernel is 'flash': it must be auto or one of"):

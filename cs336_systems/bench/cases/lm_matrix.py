@@ -106,7 +106,7 @@ class LMMatrixBench:
         with without_groups(_NAMES):
             self.run_config(Path("unused"))
             get_attention(self.kernel)
-            check_devices(self.device, self.devices)
+            check_devices(self.device, 1 if self.strategy == ALONE else self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
         self._check_tokens()
 
