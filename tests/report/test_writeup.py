@@ -852,7 +852,7 @@ def test_rows_of_another_setting_are_shown_and_the_command_that_is_asked_for_sta
 
     other, asked = made("xl"), made("2.7B")
     command = problem.exhibits[0].command
-    assert "measured by `cs336 bench ddp ...`" in other
+    assert "measured by `cs336 bench ddp` at the settings in and above the table" in other
     assert f"Not measured yet as 2026 asks for it; this measures it: `cs336 {command}`." in other
     assert f"measured by `cs336 {command}`" in asked
     assert "Not measured" not in asked
@@ -1011,7 +1011,7 @@ def test_every_table_of_rows_names_file_command_commit_and_machine(made: Path) -
     assert len(lines) >= 15
     links = [re.findall(r"\[[^]]*\]\(([^)]*)\) \(\d+\)", line) for line in lines]
     for line, files in zip(lines, links, strict=True):
-        assert re.search(r"\(\d+\), measured by `cs336 \S.*?`; commit `.*`; \S.*\.$", line)
+        assert re.search(r"\(\d+\), (?:to be measured again|measured) by `cs336 \S.*?`.*; commit `.*`; \S.*\.$", line)
         assert files
         assert all((made / file).resolve().is_file() for file in files)
     assert any(len(files) > 1 for files in links)

@@ -15,6 +15,7 @@ from ..tables import markdown_table
 from ..view import machine
 from ..views import UNFIT, in_words, naming_the_files
 from .claims import XL_2026, ClaimError, Evidence
+from .commands import measured_by
 from .problem import Exhibit, Problem, RowFile
 from .problems import PROBLEMS
 from .render import html_page
@@ -182,7 +183,7 @@ def _exhibit_parts(
         for caption, picture in exhibit.draw(shown, stem):
             made.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
         if made:
-            parts += [*made, _source(shown, _command_of(exhibit, shown, is_first=number == 0), links_from or out)]
+            parts += [*made, _source(shown, measured_by(exhibit, shown, is_first=number == 0), links_from or out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
         commands = [f"cs336 {command}" for command in exhibit.commands]
@@ -193,18 +194,8 @@ def _exhibit_parts(
     return parts
 
 
-def _command_of(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> str:
-    """The command that measures some rows; of several files, or for other settings, how it begins.
-
-    The settings of rows stand above their table.
-    """
-    if is_first and len(files) == 1 and any(map(exhibit.is_asked, files[0].rows)):
-        return exhibit.command
-    return " ".join([*exhibit.command.split()[:2], "..."])
-
-
-def _source(files: Sequence[RowFile], command: str, links_from: Path) -> str:
-    """Where rows are, what measures them, of which commits and machines they are."""
+def _source(files: Sequence[RowFile], measured: str, links_from: Path) -> str:
+    """Where rows are, by what they were measured, of which commits and machines they are."""
     links = []
     for file in files:
         link = quote(Path(os.path.relpath(file.path.resolve(), links_from.resolve())).as_posix())
@@ -214,7 +205,7 @@ def _source(files: Sequence[RowFile], command: str, links_from: Path) -> str:
     commits = dict.fromkeys(str(row.env.get("commit") or "unknown") for row in rows)
     machines = dict.fromkeys(map(machine, rows))
     return (
-        f"Rows: {', '.join(links)}, measured by `cs336 {command}`; "
+        f"Rows: {', '.join(links)}, {measured}; "
         f"commit {', '.join(f'`{commit}`' for commit in commits)}; {', '.join(machines)}."
     )
 
