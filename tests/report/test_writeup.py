@@ -847,7 +847,7 @@ def test_rows_of_another_setting_are_shown_and_the_command_that_is_asked_for_sta
     setting = dict(devices=2, context_length=512, batch_size=4, precision="bf16", compile=False)
 
     def made(size: str) -> str:
-        file = RowFile(tmp_path / "ddp.jsonl", [timed("ddp", 1.0, "alone", size=size, **setting)])
+        file = RowFile(tmp_path / "ddp.jsonl", [timed("ddp", 1.0, "naive", size=size, **setting)])
         return "\n".join(build.problem_parts(problem, {"ddp": [file]}, tmp_path))
 
     other, asked = made("xl"), made("2.7B")
@@ -874,7 +874,7 @@ def test_recordings_of_several_files_are_one_table_and_a_picture_a_mode(
         timeline = {"ms": [0.0, 1.0], "in_use": {"activations": [1, 2]}, "phases": {"forward": [0.0, 1.0]}}
         append_row(folder / "rows.jsonl", recorded(mode, 9 << 30, length=length, timeline=timeline))
         files.append(RowFile(folder / "rows.jsonl", read_rows(folder / "rows.jsonl")))
-    parts = build._exhibit_parts(problem, problem.exhibits[0], files, tmp_path / "out")
+    parts = build._exhibit_parts(problem, problem.exhibits[0], files, tmp_path / "out", None, {})
     assert len(parts) == 4  # the table, two pictures and where the rows are
     assert parts[0].count("2 x 128") == 2
     assert parts[-1].count("rows.jsonl](") == 3
@@ -894,7 +894,7 @@ def test_a_folder_that_is_none_and_needless_paths_are_named(tmp_path: Path) -> N
 @pytest.mark.parametrize("folder", ["plain", "with space (and) 100% [of] #it"])
 def test_links_lead_to_the_rows_whatever_their_folder_is_called(folder: str, tmp_path: Path) -> None:
     results, out = tmp_path / folder, tmp_path / "out"
-    append_row(results / "ddp.jsonl", timed("ddp", 1.0, "alone", devices=2, size="xl", context_length=512,
+    append_row(results / "ddp.jsonl", timed("ddp", 1.0, "naive", devices=2, size="xl", context_length=512,
                                             batch_size=4, precision="bf16", compile=False))  # fmt: skip
     arguments = ["writeup", "--results", str(results), "--out", str(out)]
     for more, start in (([], out), (["--links_from", str(tmp_path)], tmp_path)):
@@ -944,7 +944,7 @@ def test_options_may_stand_before_paths(tmp_path: Path) -> None:
 
 def test_a_document_is_typeset_as_text_and_not_as_markup() -> None:
     made = to_typst("T", '# A\n\n- b `#c["d"]` $x$\n\n| h | n |\n| --- | ---: |\n| i\\|j | 1 |\n')
-    for part in ('#heading(level: 1)[#"A";];', '#raw("#c[\\"d\\"]");', '#" $x$";', "columns: 2, align: (left, right,)",
+    for part in ('#heading(level: 1)[#"A";]\n', '#raw("#c[\\"d\\"]");', '#" $x$";', "columns: 2, align: (left, right,)",
                  '[#"i|j";], [#"1";],'):  # fmt: skip
         assert part in made
     with pytest.raises(ValueError, match="Markdown holds a blockquote, which is not typeset"):

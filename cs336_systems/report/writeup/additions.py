@@ -8,6 +8,7 @@ from ...planner.activations import checkpointing_sections
 from ...planner.job import Job
 from ...planner.memory import memory_sections, part_bytes
 from ...planner.working import Section, Term
+from ..memory_parts import memory_parts_in_short
 from ..view import OUTCOMES
 from ..views import VIEWS
 from .calculations import CALCULATIONS
@@ -30,7 +31,7 @@ from .claims import (
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .profiling import CONTEXT
-from .several_gpus import draw_parts_into, trace_exhibit
+from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
 from .steps import HOWS, of_one_run, steps
 
 CHECKPOINTING, FULLY_SHARDED, LEADERBOARD = "Activation checkpointing", "Fully sharded data parallelism", "Leaderboard"
@@ -400,6 +401,7 @@ PROBLEMS = (
         question=(
             "Weights, gradients and optimizer state divided over the ranks, weights gathered for each layer in time."
         ),
+        exhibits=(ddp_exhibit("fsdp", "torch_fsdp"),),
         sentences=(says(fsdp_step, "ddp"),),
         code=("cs336_systems/parallel/fsdp.py", "cs336_systems/parallel/fsdp_units.py", "tests/test_fsdp.py"),
     ),
@@ -413,6 +415,7 @@ PROBLEMS = (
                 case="fsdp-accounting",
                 command=f"bench fsdp-accounting --size {XL_2026}",
                 is_asked=is_xl_2026,
+                show=memory_parts_in_short,
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
             trace_exhibit("fsdp"),

@@ -83,12 +83,12 @@ def document(
 ) -> str:
     """The document in Markdown; draws its pictures into a folder in `out`. Links begin at that or another folder."""
     parts = [f"# {TITLE}", *_foreword()]
-    section = ""
+    section, given = "", dict[tuple[str, ...], str]()
     for problem in problems:
         if problem.section != section:
             section = problem.section
             parts.append(f"## {section}")
-        parts += problem_parts(problem, files, out, links_from)
+        parts += problem_parts(problem, files, out, links_from, given)
     return "\n\n".join(parts) + "\n"
 
 
@@ -111,9 +111,16 @@ def _foreword() -> list[str]:
 
 
 def problem_parts(
-    problem: Problem, files: Mapping[str, Sequence[RowFile]], out: Path, links_from: Path | None = None
+    problem: Problem,
+    files: Mapping[str, Sequence[RowFile]],
+    out: Path,
+    links_from: Path | None = None,
+    given: dict[tuple[str, ...], str] | None = None,
 ) -> list[str]:
-    """Heading, question, answer, tables and pictures, working and code of a problem."""
+    """Heading, question, answer, tables and pictures, working and code of a problem.
+
+    given: commands that stand in the document already, and the problem in which they do; those of this one are added.
+    """
     parts = [f"### {problem.name}", f"*{_places(problem)}. {problem.question}*"]
     for paragraph in paragraphs(answer_of(problem, files)):
         parts.append(paragraph)
@@ -122,7 +129,7 @@ def problem_parts(
     for exhibit in problem.exhibits:
         shown = files.get(exhibit.case, ())
         with _naming_rows(problem, files, (exhibit.case,)):
-            parts += _exhibit_parts(problem, exhibit, shown, out, links_from)
+            parts += _exhibit_parts(problem, exhibit, shown, out, links_from, {} if given is None else given)
     if problem.working is not None:
         parts += [_section_text(each) for each in problem.working()]
         parts += [f"Working: `cs336 {problem.plan}`."] if problem.plan else []
@@ -172,10 +179,14 @@ def _naming_rows(problem: Problem, files: Mapping[str, Sequence[RowFile]], cases
 
 
 def _exhibit_parts(
-    problem: Problem, exhibit: Exhibit, files: Sequence[RowFile], out: Path, links_from: Path | None = None
+    problem: Problem,
+    exhibit: Exhibit,
+    files: Sequence[RowFile],
+    out: Path,
+    links_from: Path | None,
+    given: dict[tuple[str, ...], str],
 ) -> list[str]:
-    kept = [RowFile(file.path, rows) for file in files if (rows := [row for row in file.rows if exhibit.keep(row)])]
-    parts = []
+    parts, kept = [], _kept(exhibit, files)
     for number, shown in enumerate([kept] if exhibit.together and kept else [[file] for file in kept]):
         rows = [row for file in shown for row in file.rows]
         made = [text] if (text := exhibit.show(rows)) else []
@@ -186,12 +197,25 @@ def _exhibit_parts(
             parts += [*made, _source(shown, measured_by(exhibit, shown, is_first=number == 0), links_from or out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
-        commands = [f"cs336 {command}" for command in exhibit.commands]
-        if len(commands) == 1:
-            parts.append(f"{what}; this measures it: `{commands[0]}`.")
-        else:
-            parts += [f"{what}; these measure it:", _code_block(commands)]
+        parts += _to_be_measured(what, exhibit, problem.name, given)
     return parts
+
+
+def _kept(exhibit: Exhibit, files: Sequence[RowFile]) -> list[RowFile]:
+    """The rows that an exhibit shows, by file."""
+    found = [RowFile(file.path, [row for row in file.rows if exhibit.keep(row)]) for file in files]
+    return [file for file in found if any(map(exhibit.is_about, file.rows))]
+
+
+def _to_be_measured(what: str, exhibit: Exhibit, problem: str, given: dict[tuple[str, ...], str]) -> list[str]:
+    """The commands of an exhibit, or where they have been given already: in which problem, by commands."""
+    first = given.setdefault(exhibit.commands, problem)
+    commands = [f"cs336 {command}" for command in exhibit.commands]
+    if first != problem:
+        return [f"{what}; what measures it stands below [{first}](#{first})."]
+    if len(commands) == 1:
+        return [f"{what}; this measures it: `{commands[0]}`."]
+    return [f"{what}; these measure it:", _code_block(commands)]
 
 
 def _source(files: Sequence[RowFile], measured: str, links_from: Path) -> str:

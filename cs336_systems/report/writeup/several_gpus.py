@@ -32,6 +32,7 @@ from .steps import FAR, HOWS, Steps, of_one_run, steps
 
 COMMUNICATION, DATA, SHARDED = "Communication", "Data parallelism", "Sharded optimizer state"
 _ALONE = "alone"
+_WITH_ZERO1 = ("overlap", "overlap:100", "bucketed:100")
 
 
 def bandwidths(e: Evidence) -> str | None:
@@ -243,13 +244,26 @@ DDP_COMMAND = (
 """Of eager steps; those of xl, compiled and as CUDA graphs, are the case's default."""
 
 
-def ddp_exhibit(*names: str, options: str = r"(\+graph)?", pictures: tuple[tuple[str, Drawing], ...] = ()) -> Exhibit:
-    """The rows of some variants beside one GPU alone, with what may follow their names, as a pattern."""
-    shown = re.compile(rf"({'|'.join((_ALONE, *names))}){options}( compiled)?")
+def ddp_exhibit(
+    *names: str,
+    beside: tuple[str, ...] = (),
+    options: str = r"(\+graph)?",
+    pictures: tuple[tuple[str, Drawing], ...] = (),
+) -> Exhibit:
+    """The rows of some variants beside others and one GPU alone, of files that have any of the former.
+
+    options: what may follow the names, as a pattern.
+    """
+
+    def matching(*which: str) -> re.Pattern[str]:
+        return re.compile(rf"({'|'.join(map(re.escape, which))}){options}( compiled)?")
+
+    own, shown = matching(*names), matching(_ALONE, *beside, *names)
     return Exhibit(
         case="ddp",
         command=DDP_COMMAND,
         keep=lambda row: shown.fullmatch(row.variant) is not None,
+        is_about=lambda row: own.fullmatch(row.variant) is not None,
         is_asked=is_xl_2026,
         pictures=pictures,
     )
@@ -314,7 +328,7 @@ PROBLEMS = (
         section=DATA,
         places=("2.3.1", "5.3.1"),
         question="What does a single all-reduce of all gradients gain over one a parameter?",
-        exhibits=(ddp_exhibit("naive", "flat"),),
+        exhibits=(ddp_exhibit("flat", beside=("naive",)),),
         sentences=(says(added("flat"), "ddp"), says(compared("flat", "naive"), "ddp")),
     ),
     Problem(
@@ -333,9 +347,8 @@ PROBLEMS = (
         question="What does sending during the backward pass gain, and is the overlap there in a profile?",
         exhibits=(
             ddp_exhibit(
-                "naive",
-                "flat",
                 "overlap",
+                beside=("naive", "flat"),
                 pictures=(("steps recorded with --traces, of those that there are", _draw_beside),),
             ),
             trace_exhibit("naive", "overlap"),
@@ -361,7 +374,7 @@ PROBLEMS = (
         question="What does the size of a bucket change, and what is the best one, measured and by a model?",
         exhibits=(
             Exhibit(case="bucket-size", command="bench bucket-size", plots=("added",)),
-            ddp_exhibit("overlap", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000", "torch_ddp"),
+            ddp_exhibit(*(f"bucketed:{size}" for size in (1, 10, 100, 1000)), beside=("overlap", "torch_ddp")),
         ),
         sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
         working=bucket_working,
@@ -397,7 +410,7 @@ PROBLEMS = (
                 is_asked=is_xl_2026,
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
-            ddp_exhibit("overlap", "bucketed:100", options=r"(\+zero1)?(\+graph)?"),
+            ddp_exhibit(*(f"{name}+zero1" for name in _WITH_ZERO1), beside=_WITH_ZERO1),
         ),
         sentences=(
             says(sharded_memory, "optimizer-sharding"),

@@ -19,6 +19,7 @@ _LONG_WORD = re.compile(r"\S{17,}")
 _WIDE = 6  # columns from which names of columns are broken into lines, rather than each column as wide as its name
 _LEAST_LINE = 8
 _WHOLE = 24  # rows at most of a table that is not divided over pages
+_LABEL = re.compile(r"\w+")  # what links within a document lead to: the name of a problem
 _NUMBER = re.compile(r"[-+]?\d")
 _CALLS = {"em": "emph", "strong": "strong", "list_item": "list.item"}
 
@@ -55,7 +56,10 @@ def _typst(node: "SyntaxTreeNode", in_table: bool = False) -> str:
     inner = "".join(_typst(child, in_table) for child in node.children)
     match node.type:
         case "heading":
-            return f"#heading(level: {node.tag[1:]})[{inner}];\n\n"
+            label = f" <{name}>" if _LABEL.fullmatch(name := _plain(node)) and node.tag == "h3" else ""
+            return f"#heading(level: {node.tag[1:]})[{inner}]{label}\n\n"
+        case "link" if str(node.attrs["href"]).startswith("#"):
+            return f"#link(label({_string(str(node.attrs['href'])[1:])}))[{inner}];"
         case "link":
             return f"#link({_string(str(node.attrs['href']))})[{inner}];"
         case "em" | "strong" | "list_item":
