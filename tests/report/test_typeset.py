@@ -51,3 +51,8 @@ def test_a_short_table_stays_on_its_page_with_the_line_above_it_and_a_long_one_i
     assert "whole: false" in long
     write_pdf(long, tmp_path, tmp_path / "long.pdf")
     assert (tmp_path / "long.pdf").read_bytes().startswith(b"%PDF-")
+
+
+def test_options_of_commands_are_not_broken_and_their_text_stays_as_it_is() -> None:
+    made = to_typst("T", "`cs336 bench ddp --size a--b --out_dir x`")
+    assert '#raw("cs336 bench ddp ");#box(raw("--size"));#raw(" a--b ");#box(raw("--out_dir"));#raw(" x");' in made

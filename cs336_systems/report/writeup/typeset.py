@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .render import markdown_parser
+from .render import OPTION, markdown_parser
 
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
@@ -42,7 +42,7 @@ def _typst(node: "SyntaxTreeNode", in_table: bool = False) -> str:
         case "text":
             return f"#{_string(_breakable(node.content) if in_table else node.content)};"
         case "code_inline":
-            return f"#raw({_string(_breakable(node.content))});"
+            return _code(node.content)
         case "softbreak" | "hardbreak":
             return '#" ";'
         case "fence" | "code_block":
@@ -51,8 +51,8 @@ def _typst(node: "SyntaxTreeNode", in_table: bool = False) -> str:
             return f"#picture({_string(str(node.attrs['src']))}, {_string(node.content)});"
         case "table":
             return _table(node)
-        case "paragraph" if node.next_sibling is not None and node.next_sibling.type == "table":
-            return f"#block(sticky: true)[{''.join(map(_typst, node.children))}];\n\n"  # on the page of its table
+        case "paragraph" if _leads(node):
+            return f"#block(sticky: true)[{''.join(map(_typst, node.children))}];\n\n"  # on the page of what follows
     inner = "".join(_typst(child, in_table) for child in node.children)
     match node.type:
         case "heading":
@@ -69,6 +69,21 @@ def _typst(node: "SyntaxTreeNode", in_table: bool = False) -> str:
         case "root" | "inline":
             return inner
     raise ValueError(f"Markdown holds a {node.type}, which is not typeset")
+
+
+def _leads(node: "SyntaxTreeNode") -> bool:
+    """Whether a paragraph belongs to what follows it: a question below its heading, or the line above a table."""
+    before, after = node.previous_sibling, node.next_sibling
+    return (after is not None and after.type == "table") or (before is not None and before.type == "heading")
+
+
+def _code(text: str) -> str:
+    """Code in a line of text; options in it are not broken at their hyphens."""
+    parts, end = [], 0
+    for option in OPTION.finditer(text):
+        parts += [f"#raw({_string(_breakable(text[end : option.start()]))});", f"#box(raw({_string(option[0])}));"]
+        end = option.end()
+    return "".join([*parts, f"#raw({_string(_breakable(text[end:]))});"])
 
 
 def _table(node: "SyntaxTreeNode") -> str:
