@@ -68,7 +68,7 @@ def attention_memory(e: Evidence) -> str | None:
         return None
     claim = e.claim("it grows with the square of the length", ratio > 3, ratio_when_length_doubles=ratio)
     return (
-        f"At {about(row, 'head_size', 'length')} {gib(row.metrics[name])} are in use before the backward pass, of "
+        f"At {about(row, 'head_size', 'length')}, {gib(row.metrics[name])} are in use before the backward pass, of "
         f"which {gib(counted)} are counted as saved for it ({percent(counted / row.metrics[name])}): {claim}, "
         f"{times(ratio)} as much for twice the tokens. Tile by tile, with the softmax rescaled and the scores made "
         "again in the backward pass, as FlashAttention does, that part is linear."
@@ -181,7 +181,8 @@ def against_naive(way: str, word: str) -> Callable[[Evidence], str | None]:
                 found.append(f"{span(ratios, times)} as fast in {dtype} ({longest:,} tokens)")
         if not found:
             return None
-        return f"Against plain attention at the longest inputs that it holds, `{_OURS}` {word} is {listing(found)}."
+        longest = "at the longest inputs for which that has memory"
+        return f"Against plain attention, {longest}, `{_OURS}` {word} is {listing(found)}."
 
     return say
 
