@@ -778,7 +778,8 @@ def test_evidence_is_of_one_machine_and_the_last_measurement() -> None:
     [
         (claims.ms(3.14159), "3.14 ms"), (claims.ms(1234.5), "1,234 ms"), (claims.gib(3 << 30), "3 GiB"),
         (claims.percent(0.0567), "5.7%"), (claims.percent(0.567), "57%"), (claims.times(1.234), "1.23 times"),
-        (claims.times(1000.0), "1,000 times"), (claims.about(row("c", length=16384, size="xl"), "length", "size"), "length 16,384, xl"),
+        (claims.times(1000.0), "1,000 times"),
+        (claims.about(row("c", length=16384, size="xl"), "length", "size"), "length 16,384, xl"),
         (claims.times(12.34), "12 times"), (claims.span([3, 1, 2], str), "1 to 3"), (claims.span([1, 1], str), "1"),
         (claims.span([2, 1], claims.ms), "1 to 2 ms"),
         (claims.listing(["a", "b", "c"]), "a, b and c"), (claims.listing(["a"]), "a"),
