@@ -87,3 +87,16 @@ def test_the_list_of_problems_closes_behind_a_click(tmp_path: Path) -> None:
         return contents.open;
     """
     assert seen("### a\n\ntext\n", script, tmp_path) is False
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [PHONE, 1000])
+def test_a_dark_page_is_dark_everywhere(width: int, tmp_path: Path) -> None:
+    script = """
+        for (const rule of [...document.styleSheets[0].cssRules])
+            if (rule.conditionText === "(prefers-color-scheme: dark)") rule.media.mediaText = "all";
+        const colours = (name) => [...document.querySelectorAll(name)].map((e) => getComputedStyle(e).backgroundColor);
+        return ["body", "nav", "th", "td"].flatMap(colours);
+    """
+    dark = "rgb(22, 24, 28)"
+    assert set(seen(f"### a\n\n{TABLE}\n", script, tmp_path, width)) <= {dark, "rgba(0, 0, 0, 0)"}
