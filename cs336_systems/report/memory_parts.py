@@ -1,7 +1,9 @@
 """The tables of `optimizer-sharding` and `fsdp-accounting`: what memory is made of at each moment, what is saved."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..bench.case import Row
 from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
@@ -21,11 +23,16 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
-    """For each machine and setting: memory by part and moment, what is saved beside the first variant, late gathers."""
-    return "\n\n".join(_setting_tables(group) for group in grouped(latest(rows, _KEYS), _SETTING))
+    """For each machine and setting: memory by part and moment, what is saved beside the first variant, all gathers."""
+    return "\n\n".join(_setting_tables(group, _gathers_table) for group in grouped(latest(rows, _KEYS), _SETTING))
 
 
-def _setting_tables(rows: Sequence[Row]) -> str:
+def memory_parts_in_short(rows: Sequence[Row]) -> str:
+    """The same with a line for the gathers of a direction instead of one for each."""
+    return "\n\n".join(_setting_tables(group, _gathers_in_short) for group in grouped(latest(rows, _KEYS), _SETTING))
+
+
+def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
     done = [row for row in rows if row.status == "ok"]
     peak = max((row.metrics["peak_memory_bytes"] for row in done), default=0)
     unit, size = _unit(peak)
@@ -40,7 +47,7 @@ def _setting_tables(rows: Sequence[Row]) -> str:
         "predicted: each part at its largest, beside the peak of all:"
     ]
     tables += [_parts_table(done, size), _savings_table(rows, unit, size)]
-    gathers = [_gathers_text(row) for row in done if "gathers" in row.metrics]
+    gathers = [_gathers_text(row, gathers_table) for row in done if "gathers" in row.metrics]
     failures = [f"- {row.variant} {OUTCOMES[row.status]}: {row.error}" for row in rows if row.status != "ok"]
     return "\n\n".join([*tables, *gathers, *(["\n".join(failures)] if failures else [])])
 
@@ -99,20 +106,42 @@ def _less(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one - other
 
 
-def _gathers_text(row: Row) -> str:
-    """How many gathers are over in time, and the table of all."""
+def _gathers_text(row: Row, table: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+    """How many gathers are over in time, and a table of them."""
     metrics = row.metrics
-    lines = [
-        [each["unit"], str(each["turn"]), f"{each['ms']:.3f}", f"{each['slack_ms']:+.3f}", f"{each['stall_ms']:.3f}"]
-        for each in metrics["gathers"]
-    ]
-    table = markdown_table(["unit", "turn", "gather (ms)", "slack (ms)", "stall (ms)"], lines)
     late = metrics["gathers_counted"] - metrics["gathers_in_time"]
     who = "the other one holds it up for" if late == 1 else "the others hold it up for"
     return (
         f"{row.variant}: {metrics['gathers_in_time']} of {metrics['gathers_counted']} all-gathers of a step are over "
-        f"before their weights could be used; {who} {metrics['stall_ms']:.3f} ms. In the "
-        f"order in which they are needed, turn 2 in the backward pass:\n\n{table}"
+        f"before their weights could be used; {who} {metrics['stall_ms']:.3f} ms. {table(metrics['gathers'])}"
+    )
+
+
+def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
+    """A line a gather."""
+    lines = [
+        [each["unit"], str(each["turn"]), f"{each['ms']:.3f}", f"{each['slack_ms']:+.3f}", f"{each['stall_ms']:.3f}"]
+        for each in gathers
+    ]
+    table = markdown_table(["unit", "turn", "gather (ms)", "slack (ms)", "stall (ms)"], lines)
+    return f"In the order in which they are needed, turn 2 in the backward pass:\n\n{table}"
+
+
+def _gathers_in_short(gathers: Sequence[Mapping[str, Any]]) -> str:
+    """A line a direction: the first gather of a unit is for the forward pass."""
+    lines = []
+    for name, is_forward in (("forward", True), ("backward", False)):
+        own = [each for each in gathers if (each["turn"] == 1) is is_forward]
+        if own:
+            ms, least = [each["ms"] for each in own], min(own, key=lambda each: each["slack_ms"])
+            late = f"{sum(each['slack_ms'] < 0 for each in own)}"
+            stall = f"{sum(each['stall_ms'] for each in own):.3f}"
+            lines.append([name, str(len(own)), f"{min(ms):.3f}", f"{statistics.median(ms):.3f}", f"{max(ms):.3f}",
+                          f"{least['slack_ms']:+.3f}", least["unit"], late, stall])  # fmt: skip
+    header = ["pass", "gathers", "shortest (ms)", "median (ms)", "longest (ms)", "least slack (ms)", "of", "late",
+              "stall (ms)"]  # fmt: skip
+    return (
+        f"Slack is the time between a gather's end and the first use of its weights:\n\n{markdown_table(header, lines)}"
     )
 
 

@@ -43,7 +43,8 @@ def memory_table(rows: Sequence[Row]) -> str:
     header = ["size", "step", "attention", "precision", "peak (GiB)", "in", *SHOWN]
     tables = []
     for group in grouped(rows, ()):
-        tables.append(f"{machine(group[0])}:\n\n{markdown_table(header, map(line, latest(group, KEYS)))}")
+        table = markdown_table(header, map(line, latest(group, KEYS)))
+        tables.append(f"{machine(group[0])}; what the peak consists of in GiB:\n\n{table}")
     return "\n\n".join(tables)
 
 

@@ -87,12 +87,12 @@ VIEWS: dict[str, View] = {
         columns=(
             Column("saved (MiB)", "saved_bytes", ".4g", 2**20),
             Column("counted (MiB)", "counted_bytes", ".4g", 2**20),
-            *(Column(part.replace("_", " "), f"parts.{part}", ".4g", 2**20)
+            *(Column(f"{part.replace('_', ' ')} (MiB)", f"parts.{part}", ".4g", 2**20)
               for part in ("ln1", "qkv_proj", "attention", "output_proj", "ln2", "ffn")),
-            Column("input", "input_bytes", ".4g", 2**20),
-            Column("weight copies", "weight_copy_bytes", ".4g", 2**20),
-            Column("allocated", "held_bytes", ".4g", 2**20),
-            Column("peak", "peak_bytes", ".4g", 2**20),
+            Column("input (MiB)", "input_bytes", ".4g", 2**20),
+            Column("weight copies (MiB)", "weight_copy_bytes", ".4g", 2**20),
+            Column("allocated (MiB)", "held_bytes", ".4g", 2**20),
+            Column("peak (MiB)", "peak_bytes", ".4g", 2**20),
         ),
         plots=(
             Plot(name="saved", y=Column("saved (MiB)", "saved_bytes", ".4g", 2**20), x="context_length",

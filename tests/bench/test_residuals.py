@@ -120,7 +120,7 @@ def test_the_quick_form_has_a_table_and_the_tensors_of_each_row() -> None:
     rows = list(CASE.measure(configurations(CASE, quick=True)))
     assert [row.status for row in rows] == ["ok"] * 4
     table = rows_table(rows)
-    assert "| saved (MiB) | counted (MiB) | ln1 | qkv proj |" in table
+    assert "| saved (MiB) | counted (MiB) | ln1 (MiB) | qkv proj (MiB) |" in table
     assert table.count("saved tensors:") == 4
     assert "| attn softmax | 2x2x16x16 | float32 | 1 | 0.003906 |" in table
 

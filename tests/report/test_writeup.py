@@ -34,6 +34,7 @@ from cs336_systems.report.writeup import (
     buckets,
     build,
     claims,
+    collectives,
     measure,
     memory,
     precision,
@@ -130,7 +131,7 @@ def test_a_sentence_takes_its_figures_from_the_rows_and_changes_with_them() -> N
     said = profiling.warmup_steps(evidence(*warmups(40.0)))
     assert said is not None
     assert "the first step is longer than the others, 4.0 times the median" in said
-    assert "100% above the median. After 2 or more warm-up steps the two are within 1.0%" in said
+    assert "100% above the median. After 2 or more warm-up steps mean and median are within 1.0%" in said
     assert "7.5 times the median" in (profiling.warmup_steps(evidence(*warmups(75.0))) or "")
 
 
@@ -226,7 +227,7 @@ def test_what_communication_adds_is_beside_one_gpu_alone() -> None:
         evidence(timed("ddp", 120.0, "alone", **setting), timed("ddp", 150.0, "naive", **setting))
     )
     assert said is not None
-    assert "eager, 150 ms beside 120 ms of one rank alone, 30 ms more (+25%)" in said
+    assert "eager, 150 ms beside 120 ms of one rank alone, 30 ms more (+25%, 20% of the step)" in said
 
 
 XL = dict(devices=2, size="xl", context_length=512, batch_size=4, precision="bf16")
@@ -245,7 +246,9 @@ def test_steps_that_a_sentence_compares_are_of_one_run() -> None:
         assert "150 ms beside 100 ms of one rank alone" in (several_gpus.added("naive")(e) or "")
         assert "265 ms beside 80 ms of one rank alone" in (several_gpus.added("overlap")(e) or "")
         assert "takes 297 ms instead of 310 ms with `overlap`" in (several_gpus.sharded_time(e) or "")
-        assert additions.fsdp_step(e) == "A step of xl takes eager 90 ms beside 80 ms with `alone`, at 1 GiB."
+        assert additions.fsdp_step(e) == (
+            "A step of xl with `fsdp` takes, eager, 90 ms at a peak of 1 GiB, beside 80 ms with `alone`."
+        )
         assert several_gpus.compared("fsdp", "naive")(e) is None
 
 
@@ -479,20 +482,28 @@ def test_checkpointing_that_saves_nothing_fails() -> None:
 
 
 def test_collectives_are_compared_by_size_and_backend() -> None:
-    def call(backend: str, nbytes: int, ms: float) -> Row:
+    def call(backend: str, nbytes: int, ms: float, ranks: int = 2) -> Row:
         metrics = {"time_ms": {"p50": ms}, "bus_bytes_per_s": 2e9}
-        return row("all-reduce", backend, metrics, collective="all-reduce", backend=backend, world_size=2, bytes=nbytes)
+        what = dict(collective="all-reduce", backend=backend, world_size=ranks, bytes=nbytes)
+        return row("all-reduce", backend, metrics, **what)
 
     rows = [call("gloo", 10**6, 10.0), call("gloo", 10**8, 100.0), call("nccl", 10**8, 1.0)]
-    assert several_gpus.bandwidths(evidence(*rows)) == (
+    assert collectives.bandwidths(evidence(*rows)) == (
         "An all-reduce of 100 MB takes 100 ms with gloo over 2 (2 GB/s bus bandwidth) and 1 ms with nccl over 2 "
         "(2 GB/s bus bandwidth)."
     )
-    assert "is 100 times as fast as gloo" in (several_gpus.backends(evidence(*rows)) or "")
-    assert "100 times the bytes take 10 times the time: a small one waits for the call" in (
-        several_gpus.small_and_large(evidence(*rows)) or ""
+    assert "is 100 times as fast as gloo" in (collectives.backends(evidence(*rows)) or "")
+    assert collectives.backends(evidence(*rows[:2])) is None
+    assert collectives.by_ranks(evidence(*rows)) is None
+    rows += [call("nccl", 10**6, 0.5), call("nccl", 10**8, 1.2, 4), call("nccl", 10**6, 0.6, 4)]
+    assert collectives.small_and_large(evidence(*rows)) == (
+        "100 times the bytes take 10 times the time with gloo over 2 ranks and 2.0 times the time with nccl over 4 "
+        "ranks: at the rate of the large one, the bytes of the small one are 10% and 2.0% of its time, and the rest is "
+        "the call."
     )
-    assert several_gpus.backends(evidence(*rows[:2])) is None
+    assert collectives.by_ranks(evidence(*rows)) == (
+        "From 2 to 4 ranks nccl takes 1.20 times as long for the largest, where a ring sends 1.50 times the bytes."
+    )
 
 
 def bucket_sizes(step_ms: dict[float, float], is_recorded: bool = False, **predicted: float) -> list[Row]:
@@ -570,15 +581,17 @@ def step_8b(ms: float, strategy: str = "fsdp", attention: str = "sdpa", policy: 
 
 def test_the_8b_step_beside_pytorchs_sharding() -> None:
     said = additions.fastest_8b(evidence(step_8b(5000.0), step_8b(4000.0), step_8b(6000.0, "torch_fsdp"))) or ""
-    assert "takes 4.00 s, in the mean 4.00 s (65,536 tokens/s, 50% of the peak rate) and peaks at 1 GiB a GPU" in said
+    assert "takes 4.00 s (65,536 tokens/s, 50% of the peak rate) and peaks at 1 GiB a GPU" in said
     assert "2.5 times as fast as the handout's baseline of 10 s" in said
+    uneven = replace(step_8b(4000.0), metrics={**step_8b(4000.0).metrics, "step_ms": {"p50": 4000.0, "mean": 4100.0}})
+    assert "takes 4.00 s, in the mean 4.10 s (" in (additions.fastest_8b(evidence(uneven)) or "")
     assert said.endswith("; it takes 1.50 times as long with PyTorch's `fully_shard`.")
 
 
 def test_8b_steps_are_compared_that_differ_in_nothing_else() -> None:
     faster, alike, theirs = step_8b(4000.0, policy="first_2"), step_8b(4800.0), step_8b(4800.0, "torch_fsdp")
     said = additions.fastest_8b(evidence(faster, alike, theirs)) or ""
-    assert said.endswith("; `fsdp first_6` takes 4.80 s and 1.00 times as long with PyTorch's `fully_shard`.")
+    assert said.endswith("; `fsdp first_6` takes 4.80 s, and as long with PyTorch's `fully_shard`.")
     assert "fully_shard" not in (additions.fastest_8b(evidence(faster, theirs)) or "")
     elsewhere = replace(theirs, env={**ENV, "cpu_threads": 64})
     assert (additions.fastest_8b(evidence(alike, elsewhere)) or "").endswith("`fully_shard` (in another run).")
@@ -618,7 +631,7 @@ def test_ways_to_keep_activations_small_are_of_one_attention() -> None:
     rows = [step("sdpa", "first_6", 4000.0), step("flash_triton", "first_6", 5000.0)]
     assert additions.what_makes_it_fit(evidence(*rows)) is None
     said = additions.what_makes_it_fit(evidence(*rows, step("sdpa", "none", 4500.0)))
-    assert said == "Over 2 ways to keep activations small the step goes 4,000 to 4,500 ms and the peak 1 GiB."
+    assert said == "Over 2 ways to keep activations small the step goes from 4,000 to 4,500 ms and the peak 1 GiB."
 
 
 def test_the_time_of_a_sharded_optimizer_is_that_of_the_rows_that_have_its_memory_and_of_ddp() -> None:
@@ -646,10 +659,25 @@ def test_gathers_of_the_forward_pass_are_told_apart_from_those_of_the_backward_p
     )
 
 
+def test_every_part_of_the_accounting_of_communication_is_answered_with_a_smaller_batch_on_as_many_devices() -> None:
+    answer = build.paragraphs([several_gpus.xxl(evidence()), several_gpus.smaller_batches(evidence())])
+    assert [paragraph[2:5] for paragraph in answer] == ["(a)", "(b)", "(c)", "(d)"]
+    alpha = 4.6e14 / 1.8e11
+    assert f"{alpha * 16 / 2:,.0f} in all" in answer[2]
+    # B = alpha X / M_X, and Y may grow to F M_Y / alpha: of the divisors of 64 to 16.
+    assert (
+        f"X = 4, Y = 16 as many devices need {alpha * 4 / 2:,.0f} tokens instead of {alpha * 16 / 2:,.0f}" in answer[3]
+    )
+    assert 53248 / alpha >= 16 > 53248 / alpha / 2
+
+
 def test_what_fsdp_is_expected_to_save_is_half_of_sixteen_bytes_a_parameter() -> None:
     parameters = 2 * 10_000 * 2560 + 32 * (4 * 2560**2 + 3 * 2560 * 10_240 + 2 * 2560) + 2560
     told = f"`16 N / 2` = {claims.gib(8 * parameters)} instead of `16 N` = {claims.gib(16 * parameters)}"
     assert told in additions.expected_saving(evidence())
+    assert re.search(
+        r"peaks of \S+ GiB with FSDP, \S+ GiB with nothing sharded and", additions.expected_saving(evidence())
+    )
     state = additions.sharding_working()[0]
     assert state.value("optimizer state sharded") == 12 * parameters
     assert state.value("everything sharded") == 8 * parameters
@@ -750,6 +778,8 @@ def test_evidence_is_of_one_machine_and_the_last_measurement() -> None:
     [
         (claims.ms(3.14159), "3.14 ms"), (claims.ms(1234.5), "1,234 ms"), (claims.gib(3 << 30), "3 GiB"),
         (claims.percent(0.0567), "5.7%"), (claims.percent(0.567), "57%"), (claims.times(1.234), "1.23 times"),
+        (claims.times(1000.0), "1,000 times"),
+        (claims.about(row("c", length=16384, size="xl"), "length", "size"), "length 16,384, xl"),
         (claims.times(12.34), "12 times"), (claims.span([3, 1, 2], str), "1 to 3"), (claims.span([1, 1], str), "1"),
         (claims.span([2, 1], claims.ms), "1 to 2 ms"),
         (claims.listing(["a", "b", "c"]), "a, b and c"), (claims.listing(["a"]), "a"),
@@ -847,12 +877,12 @@ def test_rows_of_another_setting_are_shown_and_the_command_that_is_asked_for_sta
     setting = dict(devices=2, context_length=512, batch_size=4, precision="bf16", compile=False)
 
     def made(size: str) -> str:
-        file = RowFile(tmp_path / "ddp.jsonl", [timed("ddp", 1.0, "alone", size=size, **setting)])
+        file = RowFile(tmp_path / "ddp.jsonl", [timed("ddp", 1.0, "naive", size=size, **setting)])
         return "\n".join(build.problem_parts(problem, {"ddp": [file]}, tmp_path))
 
     other, asked = made("xl"), made("2.7B")
     command = problem.exhibits[0].command
-    assert "measured by `cs336 bench ddp ...`" in other
+    assert "measured by `cs336 bench ddp` at the settings in and above the table" in other
     assert f"Not measured yet as 2026 asks for it; this measures it: `cs336 {command}`." in other
     assert f"measured by `cs336 {command}`" in asked
     assert "Not measured" not in asked
@@ -874,7 +904,7 @@ def test_recordings_of_several_files_are_one_table_and_a_picture_a_mode(
         timeline = {"ms": [0.0, 1.0], "in_use": {"activations": [1, 2]}, "phases": {"forward": [0.0, 1.0]}}
         append_row(folder / "rows.jsonl", recorded(mode, 9 << 30, length=length, timeline=timeline))
         files.append(RowFile(folder / "rows.jsonl", read_rows(folder / "rows.jsonl")))
-    parts = build._exhibit_parts(problem, problem.exhibits[0], files, tmp_path / "out")
+    parts = build._exhibit_parts(problem, problem.exhibits[0], files, tmp_path / "out", None, {})
     assert len(parts) == 4  # the table, two pictures and where the rows are
     assert parts[0].count("2 x 128") == 2
     assert parts[-1].count("rows.jsonl](") == 3
@@ -894,7 +924,7 @@ def test_a_folder_that_is_none_and_needless_paths_are_named(tmp_path: Path) -> N
 @pytest.mark.parametrize("folder", ["plain", "with space (and) 100% [of] #it"])
 def test_links_lead_to_the_rows_whatever_their_folder_is_called(folder: str, tmp_path: Path) -> None:
     results, out = tmp_path / folder, tmp_path / "out"
-    append_row(results / "ddp.jsonl", timed("ddp", 1.0, "alone", devices=2, size="xl", context_length=512,
+    append_row(results / "ddp.jsonl", timed("ddp", 1.0, "naive", devices=2, size="xl", context_length=512,
                                             batch_size=4, precision="bf16", compile=False))  # fmt: skip
     arguments = ["writeup", "--results", str(results), "--out", str(out)]
     for more, start in (([], out), (["--links_from", str(tmp_path)], tmp_path)):
@@ -944,7 +974,7 @@ def test_options_may_stand_before_paths(tmp_path: Path) -> None:
 
 def test_a_document_is_typeset_as_text_and_not_as_markup() -> None:
     made = to_typst("T", '# A\n\n- b `#c["d"]` $x$\n\n| h | n |\n| --- | ---: |\n| i\\|j | 1 |\n')
-    for part in ('#heading(level: 1)[#"A";];', '#raw("#c[\\"d\\"]");', '#" $x$";', "columns: 2, align: (left, right,)",
+    for part in ('#heading(level: 1)[#"A";]\n', '#raw("#c[\\"d\\"]");', '#" $x$";', "columns: 2, align: (left, right,)",
                  '[#"i|j";], [#"1";],'):  # fmt: skip
         assert part in made
     with pytest.raises(ValueError, match="Markdown holds a blockquote, which is not typeset"):
@@ -1011,7 +1041,7 @@ def test_every_table_of_rows_names_file_command_commit_and_machine(made: Path) -
     assert len(lines) >= 15
     links = [re.findall(r"\[[^]]*\]\(([^)]*)\) \(\d+\)", line) for line in lines]
     for line, files in zip(lines, links, strict=True):
-        assert re.search(r"\(\d+\), measured by `cs336 \S.*?`; commit `.*`; \S.*\.$", line)
+        assert re.search(r"\(\d+\), (?:to be measured again|measured) by `cs336 \S.*?`.*; commit `.*`; \S.*\.$", line)
         assert files
         assert all((made / file).resolve().is_file() for file in files)
     assert any(len(files) > 1 for files in links)

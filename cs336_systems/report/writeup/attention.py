@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...accounting import naive_attention_bytes
 from ...bench.case import Row
@@ -9,11 +10,12 @@ from ...planner.cards import get_card
 from ...planner.working import GIB, Section, Term
 from ..attention import PEERS, with_speedups
 from ..tables import markdown_table
-from ..view import OUTCOMES, latest, table
+from ..view import OUTCOMES, Column, latest, table
 from ..views import VIEWS
 from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
 from .profiling import CONTEXT
+from .side_by_side import side_by_side
 
 PLAIN, FLASH = "Attention in PyTorch", "FlashAttention-2"
 _OURS = "flash_triton"
@@ -66,7 +68,7 @@ def attention_memory(e: Evidence) -> str | None:
         return None
     claim = e.claim("it grows with the square of the length", ratio > 3, ratio_when_length_doubles=ratio)
     return (
-        f"At {about(row, 'head_size', 'length')} {gib(row.metrics[name])} are in use before the backward pass, of "
+        f"At {about(row, 'head_size', 'length')}, {gib(row.metrics[name])} are in use before the backward pass, of "
         f"which {gib(counted)} are counted as saved for it ({percent(counted / row.metrics[name])}): {claim}, "
         f"{times(ratio)} as much for twice the tokens. Tile by tile, with the softmax rescaled and the scores made "
         "again in the backward pass, as FlashAttention does, that part is linear."
@@ -179,7 +181,8 @@ def against_naive(way: str, word: str) -> Callable[[Evidence], str | None]:
                 found.append(f"{span(ratios, times)} as fast in {dtype} ({longest:,} tokens)")
         if not found:
             return None
-        return f"Against plain attention at the longest inputs that it holds, `{_OURS}` {word} is {listing(found)}."
+        longest = "at the longest inputs for which that has memory"
+        return f"Against plain attention, {longest}, `{_OURS}` {word} is {listing(found)}."
 
     return say
 
@@ -223,12 +226,38 @@ def out_of_memory(e: Evidence) -> str | None:
     return f"Out of memory: {listing(parts)}; {ours} of `{_OURS}`, whose memory is linear in the length."
 
 
-def of_two_kernels(rows: Sequence[Row]) -> str:
-    """The table of our kernel and plain attention alone, with the ratios to all others."""
+def beside_naive(rows: Sequence[Row]) -> str:
+    """The table of our kernel beside plain attention, with the ratios to that and to the best of PyTorch's."""
     view = VIEWS["flash"]
-    keep = [row for row in latest(rows, view.keys) if row.config["kernel"] in ("naive", _OURS, *PEERS)]
-    measured = {id(row): row for row in view.derive(keep)}.values()
-    return table([row for row in measured if row.config["kernel"] in ("naive", _OURS)], view)
+    derived = view.derive([row for row in latest(rows, view.keys) if row.config["kernel"] in ("naive", _OURS, *PEERS)])
+    return side_by_side(
+        derived, view.keys, "kernel", {"naive": "naive", _OURS: _OURS},
+        _columns("flash", "forward (ms)", "backward (ms)", "both (ms)"),
+        _columns("flash", "forward (x naive)", "backward (x naive)", "both (x naive)", "both (x best peer)"),
+    )  # fmt: skip
+
+
+def eager_alone(rows: Sequence[Row]) -> str:
+    """The table of plain attention that is not compiled, without what compares it with itself."""
+    view = VIEWS["attention"]
+    columns = tuple(column for column in view.columns if not column.where.endswith("_speedup"))
+    return table(latest(rows, view.keys), replace(view, columns=columns))
+
+
+def eager_beside_compiled(rows: Sequence[Row]) -> str:
+    """The table of plain attention as it is and compiled."""
+    view = VIEWS["attention"]
+    return side_by_side(
+        view.derive(latest(rows, view.keys)), view.keys, "compile", {False: "eager", True: "compiled"},
+        _columns("attention", "forward (ms)", "backward (ms)", "peak (GiB)"),
+        _columns("attention", "forward (x eager)", "backward (x eager)"),
+    )  # fmt: skip
+
+
+def _columns(case: str, *names: str) -> list[Column]:
+    """Columns of a case's view, by name."""
+    by_name = {column.name: column for column in VIEWS[case].columns}
+    return [by_name[name] for name in names]
 
 
 def leaderboard(e: Evidence) -> str | None:
@@ -267,6 +296,7 @@ PROBLEMS = (
                 command="bench attention --compile false",
                 also=("bench attention --compile false --length 32768 65536",),
                 keep=is_eager,
+                show=eager_alone,
                 plots=("forward", "memory"),
             ),
         ),
@@ -280,7 +310,7 @@ PROBLEMS = (
         places=("1.3", "4.2"),
         question="What does torch.compile gain, for attention alone and for the whole model?",
         exhibits=(
-            Exhibit(case="attention", command="bench attention", plots=("backward",)),
+            Exhibit(case="attention", command="bench attention", show=eager_beside_compiled, plots=("backward",)),
             Exhibit(
                 case="model",
                 command=(
@@ -331,7 +361,7 @@ PROBLEMS = (
         question=(
             "How fast are forward and backward passes over lengths, head sizes and types, beside PyTorch's attention?"
         ),
-        exhibits=(Exhibit(case="flash", command=_FLASH, show=of_two_kernels, plots=("both",)),),
+        exhibits=(Exhibit(case="flash", command=_FLASH, show=beside_naive, plots=("both",)),),
         sentences=(
             says(against_naive("forward_backward", "in both passes"), "flash"),
             says(best_and_worst, "flash"),

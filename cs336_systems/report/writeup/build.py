@@ -15,6 +15,7 @@ from ..tables import markdown_table
 from ..view import machine
 from ..views import UNFIT, in_words, naming_the_files
 from .claims import XL_2026, ClaimError, Evidence
+from .commands import measured_by
 from .problem import Exhibit, Problem, RowFile
 from .problems import PROBLEMS
 from .render import html_page
@@ -82,12 +83,12 @@ def document(
 ) -> str:
     """The document in Markdown; draws its pictures into a folder in `out`. Links begin at that or another folder."""
     parts = [f"# {TITLE}", *_foreword()]
-    section = ""
+    section, given = "", dict[tuple[str, ...], str]()
     for problem in problems:
         if problem.section != section:
             section = problem.section
             parts.append(f"## {section}")
-        parts += problem_parts(problem, files, out, links_from)
+        parts += problem_parts(problem, files, out, links_from, given)
     return "\n\n".join(parts) + "\n"
 
 
@@ -104,15 +105,24 @@ def _foreword() -> list[str]:
         f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
         f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
         "are rows of both, sentences are of its own.",
+        "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
+        "lower, it is larger at fewer TFLOP/s.",
         "Where sentences compare steps over several GPUs, these are of one run (one file, commit and machine): of the "
         "run that has most of what is compared, of equal ones the last.",
     ]
 
 
 def problem_parts(
-    problem: Problem, files: Mapping[str, Sequence[RowFile]], out: Path, links_from: Path | None = None
+    problem: Problem,
+    files: Mapping[str, Sequence[RowFile]],
+    out: Path,
+    links_from: Path | None = None,
+    given: dict[tuple[str, ...], str] | None = None,
 ) -> list[str]:
-    """Heading, question, answer, tables and pictures, working and code of a problem."""
+    """Heading, question, answer, tables and pictures, working and code of a problem.
+
+    given: commands that stand in the document already, and the problem in which they do; those of this one are added.
+    """
     parts = [f"### {problem.name}", f"*{_places(problem)}. {problem.question}*"]
     for paragraph in paragraphs(answer_of(problem, files)):
         parts.append(paragraph)
@@ -121,7 +131,7 @@ def problem_parts(
     for exhibit in problem.exhibits:
         shown = files.get(exhibit.case, ())
         with _naming_rows(problem, files, (exhibit.case,)):
-            parts += _exhibit_parts(problem, exhibit, shown, out, links_from)
+            parts += _exhibit_parts(problem, exhibit, shown, out, links_from, {} if given is None else given)
     if problem.working is not None:
         parts += [_section_text(each) for each in problem.working()]
         parts += [f"Working: `cs336 {problem.plan}`."] if problem.plan else []
@@ -171,10 +181,14 @@ def _naming_rows(problem: Problem, files: Mapping[str, Sequence[RowFile]], cases
 
 
 def _exhibit_parts(
-    problem: Problem, exhibit: Exhibit, files: Sequence[RowFile], out: Path, links_from: Path | None = None
+    problem: Problem,
+    exhibit: Exhibit,
+    files: Sequence[RowFile],
+    out: Path,
+    links_from: Path | None,
+    given: dict[tuple[str, ...], str],
 ) -> list[str]:
-    kept = [RowFile(file.path, rows) for file in files if (rows := [row for row in file.rows if exhibit.keep(row)])]
-    parts = []
+    parts, kept = [], _kept(exhibit, files)
     for number, shown in enumerate([kept] if exhibit.together and kept else [[file] for file in kept]):
         rows = [row for file in shown for row in file.rows]
         made = [text] if (text := exhibit.show(rows)) else []
@@ -182,29 +196,32 @@ def _exhibit_parts(
         for caption, picture in exhibit.draw(shown, stem):
             made.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
         if made:
-            parts += [*made, _source(shown, _command_of(exhibit, shown, is_first=number == 0), links_from or out)]
+            parts += [*made, _source(shown, measured_by(exhibit, shown, is_first=number == 0), links_from or out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
-        commands = [f"cs336 {command}" for command in exhibit.commands]
-        if len(commands) == 1:
-            parts.append(f"{what}; this measures it: `{commands[0]}`.")
-        else:
-            parts += [f"{what}; these measure it:", _code_block(commands)]
+        parts += _to_be_measured(what, exhibit, problem.name, given)
     return parts
 
 
-def _command_of(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> str:
-    """The command that measures some rows; of several files, or for other settings, how it begins.
-
-    The settings of rows stand above their table.
-    """
-    if is_first and len(files) == 1 and any(map(exhibit.is_asked, files[0].rows)):
-        return exhibit.command
-    return " ".join([*exhibit.command.split()[:2], "..."])
+def _kept(exhibit: Exhibit, files: Sequence[RowFile]) -> list[RowFile]:
+    """The rows that an exhibit shows, by file."""
+    found = [RowFile(file.path, [row for row in file.rows if exhibit.keep(row)]) for file in files]
+    return [file for file in found if any(map(exhibit.is_about, file.rows))]
 
 
-def _source(files: Sequence[RowFile], command: str, links_from: Path) -> str:
-    """Where rows are, what measures them, of which commits and machines they are."""
+def _to_be_measured(what: str, exhibit: Exhibit, problem: str, given: dict[tuple[str, ...], str]) -> list[str]:
+    """The commands of an exhibit, or where they have been given already: in which problem, by commands."""
+    first = given.setdefault(exhibit.commands, problem)
+    commands = [f"cs336 {command}" for command in exhibit.commands]
+    if first != problem:
+        return [f"{what}; what measures it stands below [{first}](#{first})."]
+    if len(commands) == 1:
+        return [f"{what}; this measures it: `{commands[0]}`."]
+    return [f"{what}; these measure it:", _code_block(commands)]
+
+
+def _source(files: Sequence[RowFile], measured: str, links_from: Path) -> str:
+    """Where rows are, by what they were measured, of which commits and machines they are."""
     links = []
     for file in files:
         link = quote(Path(os.path.relpath(file.path.resolve(), links_from.resolve())).as_posix())
@@ -214,7 +231,7 @@ def _source(files: Sequence[RowFile], command: str, links_from: Path) -> str:
     commits = dict.fromkeys(str(row.env.get("commit") or "unknown") for row in rows)
     machines = dict.fromkeys(map(machine, rows))
     return (
-        f"Rows: {', '.join(links)}, measured by `cs336 {command}`; "
+        f"Rows: {', '.join(links)}, {measured}; "
         f"commit {', '.join(f'`{commit}`' for commit in commits)}; {', '.join(machines)}."
     )
 

@@ -139,8 +139,8 @@ def percent(share: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio: "1.25 times", "12 times"."""
-    return f"{ratio:.0f} times" if ratio >= 9.95 else f"{ratio:.1f} times" if ratio >= 1.95 else f"{ratio:.2f} times"
+    """A ratio: "1.25 times", "12 times", "1,000 times"."""
+    return f"{ratio:,.0f} times" if ratio >= 9.95 else f"{ratio:.1f} times" if ratio >= 1.95 else f"{ratio:.2f} times"
 
 
 def span(values: Iterable[float], form: Callable[[float], str]) -> str:
@@ -160,7 +160,12 @@ def about(row: Row, *fields: str) -> str:
     """What a row is of: size, length and precision, or other fields of its configuration."""
     words = {"context_length": "{} tokens", "length": "length {}", "head_size": "head size {}", "kernel": "`{}`"}
     names = fields or ("size", "context_length", "precision")
-    return ", ".join(words.get(name, "{}").format(row.config.get(name)) for name in names)
+    return ", ".join(words.get(name, "{}").format(_grouped(row.config.get(name))) for name in names)
+
+
+def _grouped(value: Any) -> Any:
+    """A long number with commas: 16,384."""
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else value
 
 
 def _digits(value: float) -> str:

@@ -35,6 +35,8 @@ class Exhibit:
     """Further commands for more of them."""
     keep: Callable[[Row], bool] = lambda row: True
     """Which rows are shown."""
+    is_about: Callable[[Row], bool] = lambda row: True
+    """Which of them it is shown for: of a file that has none, the others, which stand beside them, are not shown."""
     is_asked: Callable[[Row], bool] = lambda row: True
     """Which of them are of what the commands measure; as long as there are none, the commands stand below the table."""
     together: bool = False

@@ -96,7 +96,8 @@ def warmup_steps(e: Evidence) -> str | None:
     return (
         f"(c) {claim[0].upper()}{claim[1:]}, {span(first, times)} the median, because libraries are loaded, kernels "
         f"chosen and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. "
-        f"After {least} or more warm-up steps the two are within {percent(off)} of each other{still if few else ''}."
+        f"After {least} or more warm-up steps mean and median are within {percent(off)} of each other"
+        f"{still if few else ''}."
     )
 
 

@@ -2,11 +2,14 @@
 
 import base64
 import html
+import re
 from pathlib import Path
 from typing import Any
 
 from ...profiling.page import fill_template, framed
 
+OPTION = re.compile(r"(?<= )--\w[\w-]*")
+"""An option in a command, which is to stay in one line."""
 _FILES = Path(__file__).parent / "pages"
 
 
@@ -33,11 +36,17 @@ def html_page(title: str, text: str, folder: Path) -> str:
     body = parser.renderer.render(tokens, parser.options, {})
     content = {
         "CONTENTS": "\n".join(contents),
-        # A table that is wider than a phone is scrolled by itself.
-        "BODY": body.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>"),
+        "BODY": _scrolled(body),
     }
     style, script = ((_FILES / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     return framed(title, fill_template((_FILES / "page.html").read_text("utf-8"), content), style, script)
+
+
+def _scrolled(body: str) -> str:
+    """What may be wider than a phone, scrolled by itself: tables, and pictures, which stand in paragraphs."""
+    body = re.sub(r"<code>([^<]*)</code>", lambda code: OPTION.sub(r"<span>\g<0></span>", code[0]), body)
+    body = body.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")
+    return re.sub(r"<p>(<img [^>]*>)</p>", r'<p class="picture" tabindex="0">\1</p>', body)
 
 
 def _embedded(path: Path) -> str:

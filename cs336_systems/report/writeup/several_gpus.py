@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...bench.case import Row
@@ -14,7 +15,6 @@ from .buckets import bucket_optimum, bucket_working, buckets
 from .claims import (
     XL_2026,
     Evidence,
-    gb_s,
     gib,
     is_xl_2026,
     listing,
@@ -24,55 +24,14 @@ from .claims import (
     p50,
     peak,
     percent,
-    span,
-    times,
 )
+from .collectives import DISTRIBUTED_COMMUNICATION
 from .problem import Drawing, Exhibit, Problem, RowFile, says
 from .steps import FAR, HOWS, Steps, of_one_run, steps
 
-COMMUNICATION, DATA, SHARDED = "Communication", "Data parallelism", "Sharded optimizer state"
+DATA, SHARDED = "Data parallelism", "Sharded optimizer state"
 _ALONE = "alone"
-
-
-def bandwidths(e: Evidence) -> str | None:
-    """What an all-reduce of the largest buffer reaches, by backend and ranks."""
-    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
-    if not rows:
-        return None
-    size = max(row.config["bytes"] for row in rows)
-    large = [row for row in rows if row.config["bytes"] == size]
-    told = [
-        f"{ms(p50(row, 'time'))} with {row.config['backend']} over {row.config['world_size']} "
-        f"({gb_s(row.metrics['bus_bytes_per_s'])} bus bandwidth)"
-        for row in large
-    ]
-    return f"An all-reduce of {size / 1e6:,.0f} MB takes {listing(told)}."
-
-
-def small_and_large(e: Evidence) -> str | None:
-    """How the time of an all-reduce grows with its size."""
-    rows = one_setting(e.ok("all-reduce", "time_ms", collective="all-reduce"), "backend", "world_size")
-    if len({row.config["bytes"] for row in rows}) < 2:
-        return None
-    small, large = min(rows, key=lambda r: r.config["bytes"]), max(rows, key=lambda r: r.config["bytes"])
-    sizes, longer = large.config["bytes"] / small.config["bytes"], p50(large, "time") / p50(small, "time")
-    why = "a small one waits for the call and not for its bytes" if longer < sizes / 2 else "bytes set the pace of both"
-    return (
-        f"With {small.config['backend']} over {small.config['world_size']} ranks {times(sizes)} the bytes take "
-        f"{times(longer)} the time: {why}."
-    )
-
-
-def backends(e: Evidence) -> str | None:
-    """NCCL beside gloo at equal size and ranks."""
-    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
-    by = {(r.config["backend"], r.config["world_size"], r.config["bytes"]): p50(r, "time") for r in rows}
-    ratios = [
-        by["gloo", n, size] / t for (backend, n, size), t in by.items() if backend == "nccl" and ("gloo", n, size) in by
-    ]
-    if not ratios:
-        return None
-    return f"NCCL between GPUs is {span(ratios, times)} as fast as gloo between CPUs of the same machine."
+_WITH_ZERO1 = ("overlap", "overlap:100", "bucketed:100")
 
 
 def _setting(row: Row) -> str:
@@ -89,9 +48,10 @@ def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
             if found := of_one_run(steps(e), variant + end, _ALONE + end):
                 ours, alone = found[variant + end], found[_ALONE + end]
                 more = p50(ours) - p50(alone)
+                share = f", {percent(more / p50(ours))} of the step" if more > 0 else ""
                 parts.append(
                     f"{how}, {ms(p50(ours))} beside {ms(p50(alone))} of one rank alone, "
-                    f"{ms(more)} more ({more / p50(alone):+.0%})"
+                    f"{ms(more)} more ({more / p50(alone):+.0%}{share})"
                 )
                 setting = setting or _setting(ours)
         if not parts:
@@ -161,18 +121,37 @@ def overlapped(e: Evidence) -> str | None:
 
 
 def xxl(e: Evidence) -> str:
-    """Memory and the bounds of the handout's XXL configuration."""
+    """(a) to (c): memory and the bounds of the handout's XXL configuration."""
     model, mesh = FeedForward(), Mesh()
     memory, sharded, bound = parallelism_sections(model, mesh)
     gpus, saved = memory.value("GPUs for the state"), memory.value("saved for backward, a token")
     least = least_device_batch(model, mesh)
     device = sharded.terms[0].value
     return (
-        f"XXL has {model.parameters / 1e9:,.1f} billion parameters: {memory.value('state, float32') / 1e9:,.0f} GB of "
-        f"float32 state, {gpus:.0f} GPUs of 80 GB, and {saved / 1e6:.1f} MB of activations a token; below 95 GB a "
-        f"device it takes N_FSDP of at least {device:.0f}, before activations. With X = {mesh.x}, Y = {mesh.y} the "
+        f"(a) XXL has {model.parameters / 1e9:,.1f} billion parameters: {memory.value('state, float32') / 1e9:,.0f} GB "
+        f"of float32 state, as much as {gpus:.0f} GPUs of 80 GB hold, and {saved / 1e6:.1f} MB of activations a token. "
+        f"(b) A device has `(16 P + A / 2) / N_FSDP + A / 2` bytes; below 95 GB it takes N_FSDP of at least "
+        f"{device:.0f}, before activations. (c) With X = {mesh.x}, Y = {mesh.y} the "
         f"forward pass is bound by its products from {least:.0f} tokens a device on where transfers overlap, "
         f"{bound.value('B, overlapped'):,.0f} in all."
+    )
+
+
+def smaller_batches(e: Evidence) -> str:
+    """(d) What lets the batch be smaller, with the best mesh of as many devices."""
+    model, mesh = FeedForward(), Mesh()
+    most = int(model.d_ff * mesh.m_y / mesh.intensity)  # of Y, for T_TP <= T_math
+    y = max(n for n in range(1, most + 1) if mesh.devices % n == 0)
+    other = replace(mesh, x=mesh.devices // y, y=y)
+    batch, smaller = (least_device_batch(model, each) * each.devices for each in (mesh, other))
+    return (
+        f"(d) In all `B = alpha X / M_X` tokens are needed, so what lessens X, alpha or the bytes lessens B. More of "
+        f"the devices for tensor parallelism: it costs nothing up to `Y = F M_Y / alpha` = {most}, and with X = "
+        f"{other.x}, Y = {other.y} as many devices need {smaller:,.0f} tokens instead of {batch:,.0f}. Pipeline stages "
+        "(GPipe, Huang et al. 2019): P of them leave `X = N / (Y P)`, for a bubble of `(P - 1) / (m + P - 1)` with m "
+        "microbatches. Weights gathered in 8 bits instead of 16 (ZeRO++, Wang et al. 2023) halve T_FSDP and so B; a "
+        "third axis of the torus for X makes M_X = 3. And B counts tokens: with sequences cut over the devices "
+        "(Ring Attention, Liu et al. 2023) they may all be of one sequence."
     )
 
 
@@ -243,13 +222,26 @@ DDP_COMMAND = (
 """Of eager steps; those of xl, compiled and as CUDA graphs, are the case's default."""
 
 
-def ddp_exhibit(*names: str, options: str = r"(\+graph)?", pictures: tuple[tuple[str, Drawing], ...] = ()) -> Exhibit:
-    """The rows of some variants beside one GPU alone, with what may follow their names, as a pattern."""
-    shown = re.compile(rf"({'|'.join((_ALONE, *names))}){options}( compiled)?")
+def ddp_exhibit(
+    *names: str,
+    beside: tuple[str, ...] = (),
+    options: str = r"(\+graph)?",
+    pictures: tuple[tuple[str, Drawing], ...] = (),
+) -> Exhibit:
+    """The rows of some variants beside others and one GPU alone, of files that have any of the former.
+
+    options: what may follow the names, as a pattern.
+    """
+
+    def matching(*which: str) -> re.Pattern[str]:
+        return re.compile(rf"({'|'.join(map(re.escape, which))}){options}( compiled)?")
+
+    own, shown = matching(*names), matching(_ALONE, *beside, *names)
     return Exhibit(
         case="ddp",
         command=DDP_COMMAND,
         keep=lambda row: shown.fullmatch(row.variant) is not None,
+        is_about=lambda row: own.fullmatch(row.variant) is not None,
         is_asked=is_xl_2026,
         pictures=pictures,
     )
@@ -286,14 +278,7 @@ def trace_exhibit(*variants: str) -> Exhibit:
 
 
 PROBLEMS = (
-    Problem(
-        name="distributed_communication_single_node",
-        section=COMMUNICATION,
-        places=("2.1", "5.1"),
-        question="What does an all-reduce take, by backend, size and number of processes?",
-        exhibits=(Exhibit(case="all-reduce", command="bench all-reduce", plots=("time",)),),
-        sentences=tuple(says(each, "all-reduce") for each in (bandwidths, small_and_large, backends)),
-    ),
+    DISTRIBUTED_COMMUNICATION,
     Problem(
         name="naive_ddp",
         section=DATA,
@@ -314,7 +299,7 @@ PROBLEMS = (
         section=DATA,
         places=("2.3.1", "5.3.1"),
         question="What does a single all-reduce of all gradients gain over one a parameter?",
-        exhibits=(ddp_exhibit("naive", "flat"),),
+        exhibits=(ddp_exhibit("flat", beside=("naive",)),),
         sentences=(says(added("flat"), "ddp"), says(compared("flat", "naive"), "ddp")),
     ),
     Problem(
@@ -333,9 +318,8 @@ PROBLEMS = (
         question="What does sending during the backward pass gain, and is the overlap there in a profile?",
         exhibits=(
             ddp_exhibit(
-                "naive",
-                "flat",
                 "overlap",
+                beside=("naive", "flat"),
                 pictures=(("steps recorded with --traces, of those that there are", _draw_beside),),
             ),
             trace_exhibit("naive", "overlap"),
@@ -361,7 +345,7 @@ PROBLEMS = (
         question="What does the size of a bucket change, and what is the best one, measured and by a model?",
         exhibits=(
             Exhibit(case="bucket-size", command="bench bucket-size", plots=("added",)),
-            ddp_exhibit("overlap", "bucketed:1", "bucketed:10", "bucketed:100", "bucketed:1000", "torch_ddp"),
+            ddp_exhibit(*(f"bucketed:{size}" for size in (1, 10, 100, 1000)), beside=("overlap", "torch_ddp")),
         ),
         sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
         working=bucket_working,
@@ -372,7 +356,7 @@ PROBLEMS = (
         section=DATA,
         places=("2.4", ""),
         question="What memory and which batch does a model of 126 huge feed-forward blocks need, sharded over a mesh?",
-        sentences=(says(xxl),),
+        sentences=(says(xxl), says(smaller_batches)),
         working=lambda: parallelism_sections(FeedForward(), Mesh()),
         plan="plan parallelism",
     ),
@@ -397,7 +381,7 @@ PROBLEMS = (
                 is_asked=is_xl_2026,
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
-            ddp_exhibit("overlap", "bucketed:100", options=r"(\+zero1)?(\+graph)?"),
+            ddp_exhibit(*(f"{name}+zero1" for name in _WITH_ZERO1), beside=_WITH_ZERO1),
         ),
         sentences=(
             says(sharded_memory, "optimizer-sharding"),

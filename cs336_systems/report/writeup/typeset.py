@@ -2,11 +2,13 @@
 
 import json
 import re
+import textwrap
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .render import markdown_parser
+from .render import OPTION, markdown_parser
 
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
@@ -14,7 +16,11 @@ if TYPE_CHECKING:
 _PREAMBLE = Path(__file__).parent / "pages" / "page.typ"
 _BREAK_AFTER = re.compile(r"(?<=[_/,<(:=x-])(?=\w)")
 _LONG_WORD = re.compile(r"\S{17,}")
-_TEXT_SIZES = ((6, 8.5), (8, 7.5), (11, 6.5), (13, 6.0), (10**9, 5.2))  # columns at most, and points of a table's text
+_WIDE = 6  # columns from which names of columns are broken into lines, rather than each column as wide as its name
+_LEAST_LINE = 8
+_WHOLE = 24  # rows at most of a table that is not divided over pages
+_LABEL = re.compile(r"\w+")  # what links within a document lead to: the name of a problem
+_NUMBER = re.compile(r"[-+]?\d")
 _CALLS = {"em": "emph", "strong": "strong", "list_item": "list.item"}
 
 
@@ -36,19 +42,24 @@ def _typst(node: "SyntaxTreeNode", in_table: bool = False) -> str:
         case "text":
             return f"#{_string(_breakable(node.content) if in_table else node.content)};"
         case "code_inline":
-            return f"#raw({_string(_breakable(node.content))});"
+            return _code(node.content)
         case "softbreak" | "hardbreak":
             return '#" ";'
         case "fence" | "code_block":
             return f"#raw({_string(node.content)}, block: true);\n\n"
         case "image":
-            return f"#image({_string(str(node.attrs['src']))}, width: 88%, alt: {_string(node.content)});"
+            return f"#picture({_string(str(node.attrs['src']))}, {_string(node.content)});"
         case "table":
             return _table(node)
+        case "paragraph" if _leads(node):
+            return f"#block(sticky: true)[{''.join(map(_typst, node.children))}];\n\n"  # on the page of what follows
     inner = "".join(_typst(child, in_table) for child in node.children)
     match node.type:
         case "heading":
-            return f"#heading(level: {node.tag[1:]})[{inner}];\n\n"
+            label = f" <{name}>" if _LABEL.fullmatch(name := _plain(node)) and node.tag == "h3" else ""
+            return f"#heading(level: {node.tag[1:]})[{inner}]{label}\n\n"
+        case "link" if str(node.attrs["href"]).startswith("#"):
+            return f"#link(label({_string(str(node.attrs['href'])[1:])}))[{inner}];"
         case "link":
             return f"#link({_string(str(node.attrs['href']))})[{inner}];"
         case "em" | "strong" | "list_item":
@@ -60,18 +71,52 @@ def _typst(node: "SyntaxTreeNode", in_table: bool = False) -> str:
     raise ValueError(f"Markdown holds a {node.type}, which is not typeset")
 
 
+def _leads(node: "SyntaxTreeNode") -> bool:
+    """Whether a paragraph belongs to what follows it: a question below its heading, or the line above a table."""
+    before, after = node.previous_sibling, node.next_sibling
+    return (after is not None and after.type == "table") or (before is not None and before.type == "heading")
+
+
+def _code(text: str) -> str:
+    """Code in a line of text; options in it are not broken at their hyphens."""
+    parts, end = [], 0
+    for option in OPTION.finditer(text):
+        parts += [f"#raw({_string(_breakable(text[end : option.start()]))});", f"#box(raw({_string(option[0])}));"]
+        end = option.end()
+    return "".join([*parts, f"#raw({_string(_breakable(text[end:]))});"])
+
+
 def _table(node: "SyntaxTreeNode") -> str:
     head, *bodies = node.children
     header = head.children[0].children
-    aligned = ("right" if "right" in str(cell.attrs.get("style", "")) else "left" for cell in header)
-    size = next(points for most, points in _TEXT_SIZES if len(header) <= most)
+    body = [row.children for each in bodies for row in each.children]
+    texts = [[_plain(row[at]) for row in body] for at in range(len(header))]
+    aligned = (
+        "right" if "right" in str(cell.attrs.get("style", "")) and any(map(_NUMBER.match, column)) else "left"
+        for cell, column in zip(header, texts, strict=True)
+    )
 
-    def cells(row: "SyntaxTreeNode") -> str:
-        return ", ".join(f"[{''.join(_typst(child, True) for child in cell.children)}]" for cell in row.children)
+    def cells(row: Iterable["SyntaxTreeNode"]) -> str:
+        return ", ".join(f"[{''.join(_typst(child, True) for child in cell.children)}]" for cell in row)
 
-    rows = "".join(f"  {cells(row)},\n" for body in bodies for row in body.children)
-    columns = f"columns: {len(header)}, align: ({', '.join(aligned)},)"
-    return f"#rows(size: {size}pt, {columns},\n  table.header({cells(head.children[0])}),\n{rows});\n\n"
+    names = cells(header)
+    if len(header) > _WIDE:
+        widths = [max(map(len, column), default=0) for column in texts]
+        names = ", ".join(map(_in_lines, map(_plain, header), widths))
+    rows = "".join(f"  {cells(row)},\n" for row in body)
+    columns = f"whole: {str(len(body) <= _WHOLE).lower()}, columns: {len(header)}, align: ({', '.join(aligned)},)"
+    return f"#rows({columns},\n  table.header({names}),\n{rows});\n\n"
+
+
+def _plain(node: "SyntaxTreeNode") -> str:
+    """The text of a cell without its markup."""
+    return "".join(map(_plain, node.children)) if node.children else node.content
+
+
+def _in_lines(name: str, width: int) -> str:
+    """The name of a column in lines that are no wider than what stands below it, where its words allow that."""
+    lines = textwrap.wrap(name, max(width, _LEAST_LINE), break_long_words=False, break_on_hyphens=False)
+    return f"[{'#linebreak();'.join(f'#{_string(line)};' for line in lines)}]"
 
 
 def _breakable(text: str) -> str:

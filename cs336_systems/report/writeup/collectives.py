@@ -1,0 +1,99 @@
+"""What collectives take: the problem distributed_communication_single_node."""
+
+from collections.abc import Sequence
+
+from ...bench.case import Row
+from .claims import Evidence, gb_s, listing, ms, one_setting, p50, percent, span, times
+from .problem import Exhibit, Problem, says
+
+
+def bandwidths(e: Evidence) -> str | None:
+    """What an all-reduce of the largest buffer reaches, by backend and ranks."""
+    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
+    if not rows:
+        return None
+    size = max(row.config["bytes"] for row in rows)
+    large = [row for row in rows if row.config["bytes"] == size]
+    told = [
+        f"{ms(p50(row, 'time'))} with {row.config['backend']} over {row.config['world_size']} "
+        f"({gb_s(row.metrics['bus_bytes_per_s'])} bus bandwidth)"
+        for row in large
+    ]
+    return f"An all-reduce of {size / 1e6:,.0f} MB takes {listing(told)}."
+
+
+def small_and_large(e: Evidence) -> str | None:
+    """How the time of an all-reduce grows with its size, by backend, over the most ranks that it has."""
+    told: list[str] = []
+    shares = []
+    for rows in _by_backend(e):
+        own = one_setting([row for row in rows if row.config["world_size"] == _most_ranks(rows)], "world_size")
+        small, large = min(own, key=lambda r: r.config["bytes"]), max(own, key=lambda r: r.config["bytes"])
+        sizes, longer = large.config["bytes"] / small.config["bytes"], p50(large, "time") / p50(small, "time")
+        if sizes > 1:
+            what = f"{times(sizes)} the bytes take " if not told else ""
+            told.append(f"{what}{times(longer)} the time with {_over(large)}")
+            shares.append(percent(min(1.0, longer / sizes)))
+    if not told:
+        return None
+    return (
+        f"{listing(told)[0].upper()}{listing(told)[1:]}: at the rate of the large one, the bytes of the small one are "
+        f"{listing(shares)} of its time, and the rest is the call."
+    )
+
+
+def by_ranks(e: Evidence) -> str | None:
+    """How the time of the largest all-reduce grows with the ranks, beside the bytes that a ring sends."""
+    told = []
+    for rows in _by_backend(e):
+        size, most = max(row.config["bytes"] for row in rows), _most_ranks(rows)
+        large = {row.config["world_size"]: row for row in rows if row.config["bytes"] == size}
+        few = min(large)
+        if 1 < few < most and most in large:
+            longer = p50(large[most], "time") / p50(large[few], "time")
+            told.append(
+                f"from {few} to {most} ranks {large[few].config['backend']} takes {times(longer)} as long for the "
+                f"largest, where a ring sends {times(_ring_share(most) / _ring_share(few))} the bytes"
+            )
+    return f"{'; '.join(told)[0].upper()}{'; '.join(told)[1:]}." if told else None
+
+
+def _by_backend(e: Evidence) -> list[list[Row]]:
+    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
+    return [[row for row in rows if row.config["backend"] == name]
+            for name in dict.fromkeys(row.config["backend"] for row in rows)]  # fmt: skip
+
+
+def _most_ranks(rows: Sequence[Row]) -> int:
+    return max(row.config["world_size"] for row in rows)
+
+
+def _over(row: Row) -> str:
+    return f"{row.config['backend']} over {row.config['world_size']} ranks"
+
+
+def _ring_share(ranks: int) -> float:
+    """Bytes that a rank sends in a ring all-reduce, of those of the buffer."""
+    return 2 * (ranks - 1) / ranks
+
+
+def backends(e: Evidence) -> str | None:
+    """NCCL beside gloo at equal size and ranks."""
+    rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
+    by = {(r.config["backend"], r.config["world_size"], r.config["bytes"]): p50(r, "time") for r in rows}
+    ratios = [
+        by["gloo", n, size] / t for (backend, n, size), t in by.items() if backend == "nccl" and ("gloo", n, size) in by
+    ]
+    if not ratios:
+        return None
+    return f"NCCL between GPUs is {span(ratios, times)} as fast as gloo between the CPUs of such a machine."
+
+
+DISTRIBUTED_COMMUNICATION = Problem(
+    name="distributed_communication_single_node",
+    section="Communication",
+    places=("2.1", "5.1"),
+    question="What does an all-reduce take, by backend, size and number of processes?",
+    exhibits=(Exhibit(case="all-reduce", command="bench all-reduce", plots=("time",)),),
+    sentences=tuple(says(each, "all-reduce") for each in (bandwidths, small_and_large, by_ranks, backends)),
+)

@@ -1,0 +1,102 @@
+"""The commands that have measured rows, or that would measure the same again."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from ...bench.case import Row
+from ...bench.cases import NAMES, get_case
+from ...model_config import MODEL_SIZES, ModelConfig
+from ..view import value_of
+from .problem import Exhibit, RowFile
+
+_SHOWN = 3
+_OF_THE_MACHINE = ("device",)
+_PATHS = ("traces", "rows")
+"""Fields that name files, which say nothing of what is measured."""
+
+
+def measured_by(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> str:
+    """By what rows were measured, for a sentence: the commands that they bear, of rows of before those that would do.
+
+    A command that would do is the exhibit's, where the first file has what is asked for; else it is put together from
+    the rows' own fields. Where no single command gives just these rows, it is said where their settings stand.
+    """
+    borne, others = [], []
+    for file in files:
+        borne += [command for row in file.rows if (command := row.env.get("command"))]
+        if older := [row for row in file.rows if not row.env.get("command")]:
+            others.append(older)
+    told = [f"measured by {_listed(borne)}"] if borne else []
+    if others:
+        told.append(_older(exhibit, others, is_asked=is_first and any(map(exhibit.is_asked, files[0].rows))))
+    return ", others ".join(told)
+
+
+def _older(exhibit: Exhibit, files: Sequence[Sequence[Row]], is_asked: bool) -> str:
+    if is_asked and len(files) == 1:
+        return f"measured by `cs336 {exhibit.command}`"
+    made = [command_for(rows) for rows in files]
+    found = [command for command in made if command is not None]
+    if len(found) == len(made):
+        return f"to be measured again by {_listed(found)}"
+    return f"measured by `cs336 {' '.join(exhibit.command.split()[:2])}` at the settings in and above the table"
+
+
+def _listed(commands: Sequence[str]) -> str:
+    """The first of some commands, each once, and how many more there are."""
+    each = list(dict.fromkeys(map(_as_code, commands)))
+    more = [f"{len(each) - _SHOWN} more"] if len(each) > _SHOWN else []
+    *most, last = [*each[:_SHOWN], *more]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _as_code(command: str) -> str:
+    """A command as one span of code, whatever is in it."""
+    text = " ".join(str(command).split())
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def command_for(rows: Sequence[Row]) -> str | None:
+    """The command of a case that measures just these configurations again; None where no single one does.
+
+    A field's values are options where they are others than the case takes by itself. All their products are measured,
+    so they must all be among the rows.
+    """
+    case = rows[0].case
+    if case not in NAMES:
+        return None
+    options, values = [], []
+    for field in fields(get_case(case).config):
+        if field.name in (*_OF_THE_MACHINE, *_PATHS):
+            continue
+        usual = list(field.metadata.get("values", (field.default,)))
+        found = list({str(value): value for row in rows for value in [_given(row, field.name, usual)]}.values())
+        if not all(field.name in row.config for row in rows):
+            if len(usual) > 1 or any(field.name in row.config for row in rows):
+                return None  # rows of before there was the field; which of its values they are of, they do not say
+            continue
+        values.append(found)
+        if sorted(map(str, found)) != sorted(map(str, usual)):
+            if any(isinstance(value, list | dict | None) for value in found):  # which no option gives
+                return None
+            options += [f"--{field.name}", *map(_word, found)]
+    measured = {str([value_of(row, field.name) for field in fields(get_case(case).config)]) for row in rows}
+    if len(measured) != math.prod(map(len, values)):
+        return None
+    return shlex.join(["cs336", "bench", case, *options])
+
+
+def _given(row: Row, name: str, usual: Sequence[Any]) -> Any:
+    """A field of a row as it was asked for: None where that is the default and the size has the value by itself."""
+    value, size = value_of(row, name), row.config.get("size")
+    if usual != [None] or size not in MODEL_SIZES:
+        return value
+    return None if value == getattr(ModelConfig(size=size).shape, name, None) else value
+
+
+def _word(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
