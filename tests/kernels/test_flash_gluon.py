@@ -96,7 +96,7 @@ def test_the_vectors_are_those_of_triton(launched: list[str]) -> None:
     flash_triton.gluon_dq_launch(q, k, v, o, do, torch.empty_like(q), True)(
         q, k, v, o, do, torch.empty_like(q), logsumexp, found
     )
-    tile = flash_triton._tile("dq", q, True)
+    tile = flash_triton._tile("dq", q, True, False)
     flash_triton.dq_launch(q, k, v, o, do, None, True, tile, True)(q, k, v, o, do, q, logsumexp, expected)
     torch.testing.assert_close(found, expected)
     assert torch.equal(found[:3, 200:], torch.full((3, 56), math.inf))

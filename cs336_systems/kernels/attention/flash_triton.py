@@ -66,12 +66,14 @@ def tile_table() -> dict[str, Tile]:
     return {key: Tile(**tile) for key, tile in rows.items()}
 
 
-def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool) -> str:
+def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, apart: bool = False) -> str:
     """The phase (forward, dq, dkv, or backward for both), the padded head size, and float, half or half-tma.
 
-    half-tma is for 16 bits moved by the copy engine.
+    half-tma is for 16 bits moved by the copy engine. float-apart is for float32 tensors whose columns are `apart`, not
+    next to each other in memory: small tiles that are not tuned. With the tuned ones Triton 3.6 makes kernels for
+    Hopper that read beyond the tensors at head sizes 32 and 64.
     """
-    kind = "float" if dtype == torch.float32 else "half-tma" if tma else "half"
+    kind = ("float-apart" if apart else "float") if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
 
 
@@ -80,17 +82,17 @@ def padded_head_size(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def _tile(phase: str, q: Tensor, tma: bool) -> Tile:
+def _tile(phase: str, q: Tensor, tma: bool, apart: bool) -> Tile:
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
         return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
-    if properties.shared_memory_per_block_optin < 160 * 1024:
+    if properties.shared_memory_per_block_optin < 160 * 1024 and not (apart and q.dtype == torch.float32):
         # The table is for the larger cards; these fit all.
         if q.dtype != torch.float32:
             return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
         rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
         return Tile(BM=rows, BN=rows, num_warps=4, num_stages=1)
-    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma)]
+    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, apart)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,6 +257,11 @@ def _use_gluon(q: Tensor, tma: bool) -> bool:
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
+def _are_columns_apart(*tensors: Tensor) -> bool:
+    """Outputs and gradients lie as these do; dO is made contiguous."""
+    return any(x.stride(-1) != 1 for x in tensors)
+
+
 def _num_scores(q: Tensor, k: Tensor) -> int:
     return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
@@ -299,7 +306,7 @@ def _forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool)
     tma = _use_tma(q, k, v, o)
     if _use_gluon(q, tma):
         return gluon_forward_launch(q, k, v, o, is_causal)
-    return forward_launch(q, k, v, o, is_causal, _tile("forward", q, tma), tma)
+    return forward_launch(q, k, v, o, is_causal, _tile("forward", q, tma, _are_columns_apart(q, k, v)), tma)
 
 
 def _backward_launches(
@@ -316,17 +323,19 @@ def _backward_launches(
 ) -> tuple[Launch, ...]:
     gradients = [x for x in (dq, dk, dv) if x is not None]
     tma = _use_tma(q, k, v, o, do, *gradients)
+    apart = _are_columns_apart(q, k, v)
     is_small = not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES
-    if is_small and dq is not None and need_dkv and tile_key("backward", q.shape[-1], q.dtype, tma) in tile_table():
-        return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, _tile("backward", q, tma)),)
+    in_one = tile_key("backward", q.shape[-1], q.dtype, tma, apart) in tile_table()
+    if is_small and dq is not None and need_dkv and in_one:
+        return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, _tile("backward", q, tma, apart)),)
     in_gluon = _use_gluon(q, tma)
     if in_gluon and dq is not None:
         first = gluon_dq_launch(q, k, v, o, do, dq, is_causal)
     else:  # without dq the vectors alone, which are the same from both
-        first = dq_launch(q, k, v, o, do, dq, is_causal, _tile("dq", q, tma), tma)
+        first = dq_launch(q, k, v, o, do, dq, is_causal, _tile("dq", q, tma, apart), tma)
     if in_gluon:
         return first, gluon_dkv_launch(q, k, v, do, dk, dv, is_causal)
-    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, _tile("dkv", q, tma), tma)
+    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, _tile("dkv", q, tma, apart), tma)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
