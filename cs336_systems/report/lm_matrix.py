@@ -17,6 +17,7 @@ _MEMORY = Column("peak memory of a process (GiB)", "peak_memory_bytes", ".3g", 2
 _THROUGHPUT = Column("tokens/s", "tokens_per_s", ",.0f")
 _LOSS = Column("final loss", "final_loss", ".5f")
 _DIFFERENCE = Column("differs by", "loss_difference", ".1e")
+_NORMS = Column("first gradient norms differ by", "norm_difference", ".1e")
 _PLOTS = {TIME: _EPOCH, MEMORY: _MEMORY, THROUGHPUT: _THROUGHPUT}
 _SETTING = ("size", "d_model", "num_layers", "vocab_size", "context_length", "batch_size", "precision", "compile",
             "devices", "train_path", "epochs", "max_steps", "lr", "seed", "device")  # fmt: skip
@@ -71,6 +72,7 @@ VIEW = View(
     columns=(
         _LOSS,
         _DIFFERENCE,
+        _NORMS,
         Column("last training loss", "train_loss", ".5f"),
         Column("steps", "steps", ".0f"),
         _EPOCH,

@@ -87,11 +87,15 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         loss = found.get(strategy, 2.0)
         if isinstance(loss, Exception):
             raise loss
+        norms = found.get(f"{strategy}'s gradient norms", {})
         folder = Path(str(run.run_dir))
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(run.to_dict()))
         steps = run.train.max_steps
-        lines = [{"step": step, "loss": 2.0, "step_ms": 100.0} for step in range(1, steps + 1)]
+        lines = [
+            {"step": step, "loss": 2.0, "grad_norm": norms.get(step, 3.0), "step_ms": 100.0}
+            for step in range(1, steps + 1)
+        ]
         lines.append({"step": steps, "valid_loss": loss})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return SimpleNamespace(
@@ -111,6 +115,24 @@ def test_another_loss_is_an_error_that_says_so(files: Any, losses: dict[str, Any
     ]  # fmt: skip
     assert rows[2].error == ("final_loss is 2.0011 with strategy flashddp, and 2 with none: they must be within 0.001")
     assert "final_loss is nan" in str(rows[3].error)
+
+
+@pytest.mark.parametrize("norms, status", [({4: 3.029}, "ok"), ({4: 2.969}, "error"), ({6: 9.0}, "ok")])
+def test_the_first_gradients_are_compared_more_closely(
+    norms: dict[int, float], status: str, files: Any, losses: dict[str, Any]
+) -> None:
+    losses["naive's gradient norms"] = norms
+    _, row = CASE.measure(quick(files | {"strategy": ("none", "naive")}))
+    assert row.status == status
+    told = "gradient norm of step 4 is 2.969 with strategy naive, and 3 with none: they must be within 0.03"
+    assert row.error == (told if status == "error" else None)
+    assert row.metrics["norm_difference"] == pytest.approx(abs(norms.get(4, 3.0) / 3 - 1))
+
+
+def test_steps_in_which_float16_overflowed_are_not_compared(files: Any, losses: dict[str, Any]) -> None:
+    losses["naive's gradient norms"] = {1: None, 2: 3.003}
+    _, row = CASE.measure(quick(files | {"strategy": ("none", "naive")}))
+    assert (row.status, row.metrics["norm_difference"]) == ("ok", pytest.approx(0.001))
 
 
 def test_without_a_row_of_one_process_it_is_trained_to_be_compared_with(files: Any, losses: dict[str, Any]) -> None:
@@ -176,7 +198,7 @@ def test_the_command_writes_the_files(
         assert (out / f"lm_matrix_{name}").read_bytes().startswith(b"\x89PNG")
     report = (out / "lm_matrix_report.md").read_text()
     assert "**Final losses differ:** naive torch_ddp: final_loss is 2.5 with strategy torch_ddp" in report
-    assert "| naive | flashddp | 2.00000 | 0.0e+00 | 2.00000 | 8 | 1.5 | 100.00 | 640 | 1 |" in report
+    assert "| naive | flashddp | 2.00000 | 0.0e+00 | 0.0e+00 | 2.00000 | 8 | 1.5 | 100.00 | 640 | 1 |" in report
     lines = (out / "lm_matrix_results.csv").read_text().splitlines()
     assert len(lines) == 7
     assert "run_dir" not in lines[1]
