@@ -18,7 +18,12 @@ from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.flash_triton import Tile, tile_key, tile_table
 
-WAYS = ((80, 64, torch.bfloat16, False), (90, 128, torch.bfloat16, True), (80, 16, torch.float32, False))
+WAYS = (
+    (80, 64, torch.bfloat16, False),
+    (90, 128, torch.bfloat16, True),
+    (80, 16, torch.float32, False),
+    (80, 128, torch.float32, False),
+)
 """Compute capability, head size, dtype, whether by descriptors."""
 
 
@@ -65,8 +70,8 @@ class Hopper:
 
 
 EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
-SHARED_MEMORY = 227 * 1024
-"""Of a program on Hopper."""
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+"""The most of a program, by compute capability. Tiles were measured on Hopper, and the A100 takes them too."""
 
 
 def spilled(cubin: bytes) -> int:
@@ -109,7 +114,7 @@ def compile_gluon() -> None:
             compiled = launch._kernel.warmup(*launch.arguments(*tensors), grid=(6,), **launch.options)
             case = phase, d, dtype
             assert "setmaxnreg.dec" in compiled.asm["ptx"], case
-            assert compiled.metadata.shared <= SHARED_MEMORY, case
+            assert compiled.metadata.shared <= SHARED_MEMORY[90], case
             assert spilled(compiled.asm["cubin"]) <= 8, case  # of the head of the kernel, not of its loops
             sass = compiled.asm["sass"]
             # In every walk the exponentials are taken while another product runs: a thread has a 128th of the tile's.
@@ -130,9 +135,9 @@ def main(everything: bool) -> None:
     for phase in ("forward", "dq", "dkv", "backward"):
         kernel = getattr(kernels, f"{phase}_kernel")
         for capability, d, dtype, tma in WAYS:
-            if (phase == "backward" and tma) or (phase != "forward" and capability == 80 and d == 16):
+            if (phase == "backward" and tma) or (phase != "forward" and dtype == torch.float32):
                 continue  # there is none; in float32 the forward pass will do: all have the same product
-            if not everything and tma != (phase in ("forward", "dkv")):
+            if not everything and (tma != (phase in ("forward", "dkv")) or dtype == torch.float32):
                 continue  # these have what the others do, with descriptors and without
             tile = tile_table()[tile_key(phase, d, dtype, tma)]
             compiled = triton.compile(
@@ -140,6 +145,7 @@ def main(everything: bool) -> None:
                 target=GPUTarget("cuda", capability, 32),
                 options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
             )
+            assert compiled.metadata.shared <= SHARED_MEMORY[capability], (phase, capability, d, dtype)
             product = {80: "mma.sync", 90: "wgmma.mma_async"}[capability]
             assert product in compiled.asm["ptx"], (phase, capability, dtype)
             assert ".bf16.bf16" in compiled.asm["ptx"], (phase, capability, dtype)  # float32 is put together from it
