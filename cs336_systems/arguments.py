@@ -121,7 +121,8 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
     known |= {theirs: ours for theirs, ours in _OURS.items() if ours in known and theirs not in known}
     last = name.rpartition(".")[2]
     same_last = [field for field in known if field.rpartition(".")[2] in (last, _OURS.get(last))]
-    near = same_last or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    nearly = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.9)
+    near = nearly or same_last or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     return f"unknown field {name}" + (f": did you mean {known[near[0]]}?" if near else "")
 
 

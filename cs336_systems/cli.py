@@ -280,7 +280,11 @@ def _usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `cs336` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    start_logging(quiet=bool(launched_rank()))
+    try:
+        start_logging(quiet=bool(launched_rank()))
+    except ValueError as error:  # which `_fail` would meet again
+        print(f"cs336: {error}", file=sys.stderr)
+        sys.exit(2)
     if arguments == ["--version"]:
         print(f"cs336 {metadata.version('cs336-systems')}")
         sys.exit(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import shlex
 import signal
@@ -22,7 +23,20 @@ def launched_rank() -> int | None:
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
-    return int(os.environ["RANK"])
+    return count_in_environment("RANK", 0, below="WORLD_SIZE")
+
+
+def count_in_environment(name: str, default: int, below: str | None = None) -> int:
+    """A number that whoever starts several processes leaves in their environment.
+
+    Raises ValueError naming the variable where it is no number from 0 on, or not below that of another variable.
+    """
+    value = os.environ.get(name, str(default))
+    most = math.inf if below is None else count_in_environment(below, 1)
+    if not (value.isascii() and value.isdigit() and int(value) < most):
+        accepted = "a whole number from 0 on" + (f", below {below}, which is {most}" if below else "")
+        raise ValueError(f"{name} is {value!r} in the environment: it must be {accepted}")
+    return int(value)
 
 
 @contextlib.contextmanager
@@ -35,11 +49,14 @@ def by_command(words: Sequence[str]) -> Iterator[None]:
             left = left[1:]
         elif word != "--resume" and not word.startswith(tuple(f"{option}=" for option in _WHERE)):
             kept.append(word)
-    os.environ[COMMAND] = shlex.join(kept)
+    before = os.environ.get(COMMAND)
+    os.environ[COMMAND] = "".join(letter if letter.isprintable() else "?" for letter in shlex.join(kept))
     try:
         yield
     finally:
         del os.environ[COMMAND]
+        if before is not None:
+            os.environ[COMMAND] = before
 
 
 def say(line: str) -> None:

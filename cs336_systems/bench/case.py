@@ -37,6 +37,9 @@ class Row:
             value = getattr(self, name)
             if not isinstance(value, cls):
                 raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
+        command = self.env.get("command", "-")
+        if not (isinstance(command, str) and command.strip() and command.isprintable()):
+            raise ValueError(f"env.command of a row is {command!r}: it must be a line of printable text")
         if not isinstance(self.error, str | None):
             raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")
         if self.status not in _STATUSES:

@@ -83,4 +83,6 @@ class DDPBucketed(DDP):
         return p not in self._touched  # its gradient may be the zeros of its view
 
     def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
+        if not self._buckets:  # a step without a forward pass
+            self._make_buckets()
         return [self._buckets[self._group_of[group[0]]].collect()]

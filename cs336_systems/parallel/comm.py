@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..console import launched_rank
+from ..console import count_in_environment, launched_rank
 from .failure import CollectiveError, Watchdog, first_line, named
 from .meeting import meeting_place
 
@@ -60,12 +60,12 @@ def environment_rank() -> int:
 
 def local_rank() -> int:
     """This process among those of its machine, which is also the number of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return count_in_environment("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
     """Number of processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return count_in_environment("LOCAL_WORLD_SIZE", 1)
 
 
 def launched() -> bool:

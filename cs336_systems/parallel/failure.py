@@ -31,6 +31,10 @@ NOT_DONE = "was not done after"
 """By these words the launcher knows a message of the watchdog."""
 
 
+TIMED_OUT = "Timed out"
+"""In the message of gloo of a transfer in which another rank is late."""
+
+
 class CollectiveError(RuntimeError):
     """A transfer between ranks failed or was not done in time. Says which rank, which operation, which step."""
 

@@ -23,7 +23,7 @@ from cs336_basics.nn_utils import gradient_norms
 from ..hardware import to_host
 from . import comm
 from .fsdp_units import EMBEDDINGS, Unit, divide
-from .strategy import Strategy, weak_hook
+from .strategy import Strategy, check_wire_dtype, weak_hook
 
 
 class FSDP(Strategy):
@@ -55,6 +55,7 @@ class FSDP(Strategy):
     def __init__(
         self, module: nn.Module, compute_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
     ) -> None:
+        check_wire_dtype("compute_dtype", compute_dtype)
         for name, child in module.named_modules():
             if isinstance(child, nn.Embedding) and (child.sparse or child.max_norm is not None):
                 option = "sparse=True" if child.sparse else f"max_norm={child.max_norm}"

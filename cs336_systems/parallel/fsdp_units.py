@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cs336_basics.model import Embedding, Linear
 
 from . import comm
+from .strategy import mark_as_part
 
 EMBEDDINGS = (Embedding, nn.Embedding)
 SHARDED = (Linear, nn.Linear, *EMBEDDINGS)
@@ -80,6 +81,7 @@ class Weight:
         self.padded = torch.Size((world_size * self.piece[0], *self.shape[1:]))
         self.first_row = min(comm.rank() * self.piece[0], rows)
         parameter.grad = None
+        mark_as_part(parameter)
         parameter.data = parameter.data[self.first_row : self.first_row + self.piece[0]]  # its unit copies them
 
     def lay(self, room: Tensor) -> None:

@@ -23,23 +23,29 @@ class Strategy(nn.Module):
     `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards; one that some have used has one,
     with zeros for the others.
 
-    Raises ValueError where the ranks' modules are not alike.
+    Not to be copied or pickled: its hooks are on the parameters that it was given. Its `module` and what
+    `full_state_dict` gives are.
+
+    Raises ValueError where the ranks' modules are not alike, and for a grad_dtype that gradients cannot travel in.
     """
 
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        check_wire_dtype("grad_dtype", grad_dtype)
         self.module = module
         self.grad_dtype = grad_dtype
         self._synchronizing = True
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        comm.check_same(
-            {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors.items()},
-            "parameters",
-        )
+        comm.check_same({name: _describe(t) for name, t in tensors.items()}, "parameters")
         comm.broadcast([t.detach() for t in tensors.values()], "broadcast of the parameters")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Which copy.deepcopy and torch.save ask too. A copy would have parameters without hooks.
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: its module can, before it is wrapped, "
+                        "and so can what full_state_dict gives")  # fmt: skip
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,6 +101,19 @@ class Strategy(nn.Module):
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
+def check_wire_dtype(name: str, dtype: Any) -> None:
+    """Raise ValueError for a type in which neither gradients nor weights can travel."""
+    known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if not any(dtype is one for one in known):
+        raise ValueError(f"{name} is {dtype!r}: it must be one of {', '.join(map(str, known))}")
+
+
+def _describe(t: Tensor) -> str:
+    frozen = "frozen " if isinstance(t, nn.Parameter) and not t.requires_grad else ""
+    where = " on meta, without values" if t.is_meta else ""
+    return f"{frozen}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{where}"
+
+
 def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:
     """What a whole tensor leaves here: itself, or a copy in main memory on the rank that it is for and else nothing."""
     if rank is None:
@@ -126,6 +145,16 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if alive is None else alive(*args)
 
     return hook
+
+
+def mark_as_part(parameter: Tensor) -> None:
+    """Let `is_part` know that a parameter is this rank's part of one that is sharded."""
+    parameter._is_part_of_a_sharded_one = True  # type: ignore[attr-defined]
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether other ranks have other parts of this parameter, by this project's `FSDP` or PyTorch's `fully_shard`."""
+    return getattr(parameter, "_is_part_of_a_sharded_one", False) or hasattr(parameter, "device_mesh")
 
 
 class UsedParameters:

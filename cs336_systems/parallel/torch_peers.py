@@ -28,6 +28,9 @@ class TorchDDP(Strategy):
         super().__init__(module, grad_dtype)
         self._ddp: Any = None
         if dist.is_initialized():
+            if grad_dtype == torch.bfloat16 and not all(p.is_cuda for p in module.parameters()):
+                raise ValueError("parallel.grad_dtype is bf16: it must be same, fp32 or fp16 with parallel.strategy "
+                                 "torch_ddp on a CPU, where PyTorch's DDP does not compress to bfloat16")  # fmt: skip
             # Not a submodule of this one, which would name every parameter twice.
             ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True)
             if grad_dtype in _COMPRESS:  # float32 is what they are

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
+from .strategy import is_part
 
 # By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank steps 4 GB in 7 ms (28 bytes a parameter at
 # 4 TB/s) and sends them in 13 ms (at 300 GB/s). Hidden is neither the first round's step, 1 ms at 512 MB, nor the host
@@ -240,6 +241,9 @@ def _check(parameters: list[Tensor]) -> None:
     # First what differs, so that all ranks raise together.
     comm.check_same({f"parameter {i}": _describe(p) for i, p in enumerate(parameters)}, "parameters in the optimizer")
     for i, p in enumerate(parameters if comm.world_size() > 1 else []):
+        if is_part(p):
+            raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: only whole ones are "
+                             "taken; of parts an ordinary optimizer has its part of the state alone")  # fmt: skip
         if not p.is_contiguous() or p.device != parameters[0].device:
             raise ValueError(f"parameter {i} is {_describe(p)}, parameter 0 on {parameters[0].device.type}: "
                              "only contiguous ones on one device can be sent")  # fmt: skip

@@ -144,7 +144,8 @@ def check_launch(config: RunConfig) -> None:
     if config.parallel.devices not in (1, comm.local_world_size()):
         raise ValueError(
             f"parallel.devices is {config.parallel.devices}: {comm.local_world_size()} processes have been started on "
-            "this machine; leave it out under torchrun"
+            f"this machine; leave it out under torchrun, or, where a run's config.json has it, give "
+            f"--parallel.devices {comm.local_world_size()}"
         )
 
 
@@ -162,7 +163,8 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
         return failure.CollectiveError("; ".join(ended))
     report = reports[0]["message"]
-    by_launcher = failure.NOT_DONE in report or {*by_signal.values()} <= {"SIGTERM"}
+    waited = failure.NOT_DONE in report or failure.TIMED_OUT in report  # so the others were there, and hung
+    by_launcher = waited or {*by_signal.values()} <= {"SIGTERM"}
     told = [report, *ended] if by_launcher else [*ended, report]
     return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join(told))
 

@@ -96,6 +96,10 @@ def test_rows_bear_the_command_that_was_given_without_what_says_where_they_go(tm
         rows = run(tmp_path / "rows.jsonl", kinds=("none", "is killed"))
     commands = [row.env["command"] for row in rows]
     assert commands == ["cs336 bench accident --kind 'a b' --number 1"] * 2
+    with by_command(["outer"]):
+        with by_command(["inner", "a\nb"]):  # which a file of rows could not hold as a line
+            assert Row(case="a", variant="b", config={}).env["command"] == "inner 'a?b'"
+        assert Row(case="a", variant="b", config={}).env["command"] == "outer"
     (without,) = run(tmp_path / "others.jsonl", kinds=("none",))
     assert "command" not in without.env
 
@@ -393,3 +397,9 @@ def test_a_quick_help_has_the_quick_defaults() -> None:
     whole, quick = (" ".join(_parser(flash.CASE, is_quick).format_help().split()) for is_quick in (False, True))
     assert "(default: 128 256 512" in whole
     assert "(default: 32 64)" in quick
+
+
+@pytest.mark.parametrize("command", [5, ["a"], "", " ", "a\x1bb", "a\nb", "\ud800"])
+def test_a_command_of_a_row_is_a_line_of_text(command: Any) -> None:
+    with pytest.raises(ValueError, match=r"^env\.command of a row is .*: it must be a line of printable text$"):
+        Row(case="a", variant="b", config={}, env={"command": command})

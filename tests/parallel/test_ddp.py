@@ -1,5 +1,7 @@
 """Data parallelism on gloo: equal to one process on the whole batch, whatever the model does with its parameters."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.bucketed import DDPBucketed
 from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
+from cs336_systems.parallel.fsdp import FSDP
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
 
@@ -319,3 +322,56 @@ def test_a_step_that_is_dropped_leaves_nothing_behind(name: str) -> None:
     states = run_ranks(after_a_dropped_step, 2, name)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone("transformer", 2, sgd), rtol=1e-4, atol=1e-5)
+
+
+def frozen_on_one_rank() -> str:
+    with pytest.raises(ValueError, match="different parameters") as error:
+        DDP(nn.Linear(2, 3).requires_grad_(comm.rank() == 0))
+    return str(error.value)
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_only_is_refused() -> None:
+    for message in run_ranks(frozen_on_one_rank, 2):
+        assert "weight is frozen float32 (3, 2) on rank 1 and float32 (3, 2) on rank 0" in message
+
+
+def without_a_backward_pass(name: str) -> list[bool]:
+    module = nn.Linear(2, 3)
+    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    strategy.finish_gradient_synchronization()
+    strategy(torch.ones(1, 2)).sum().backward()
+    strategy.finish_gradient_synchronization()
+    strategy.finish_gradient_synchronization()
+    return [p.grad is None for p in module.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+def test_a_step_may_be_finished_without_a_backward_pass(name: str, world_size: int) -> None:
+    assert len(run_ranks(without_a_backward_pass, world_size, name)) == world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "bf16", torch.float8_e5m2, torch.complex64, int])
+def test_gradients_travel_in_floating_point(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"^grad_dtype is .*: it must be one of None, torch.float64"):
+        FlatDDP(nn.Linear(2, 2), dtype)
+    with pytest.raises(ValueError, match=r"^compute_dtype is "):
+        FSDP(nn.Linear(2, 2), dtype)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("cls", [DDP, DDPBucketed, FSDP])
+def test_a_strategy_is_not_copied(cls: type[Any], copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=f"^a {cls.__name__} cannot be copied or pickled"):
+        copied(cls(nn.Linear(2, 2)))
+
+
+def compressed_by_torch() -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        STRATEGIES["torch_ddp"](nn.Linear(2, 2), Options(grad_dtype=torch.bfloat16))
+    return str(error.value)
+
+
+def test_what_pytorchs_ddp_does_not_compress_to_is_said_at_the_start() -> None:
+    for message in run_ranks(compressed_by_torch, 2):
+        assert message.startswith("parallel.grad_dtype is bf16: it must be same, fp32 or fp16 with parallel.strategy ")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from cs336_basics.optimizer import AdamW
 from cs336_systems.parallel import comm
+from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.parallel.torch_peers import TorchFSDP
 from cs336_systems.parallel.zero1 import ShardedOptimizer
 from tests.distributed import run_ranks
 from tests.parallel.models import batch_of, build, mean_loss
@@ -551,6 +553,20 @@ def of_another_dtype() -> str:
 def test_refuses_a_parameter_whose_dtype_has_changed() -> None:
     message = "a parameter was torch.float32 (2, 3) and is torch.float16 (2, 3): it needs a new optimizer"
     assert run_ranks(of_another_dtype, 2) == [message] * 2
+
+
+def of_shards(name: str) -> str:
+    model = nn.Sequential(nn.Linear(4, 4))
+    wrap_model = {"fsdp": FSDP, "torch_fsdp": TorchFSDP}[name](model)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        ShardedOptimizer(wrap_model.parameters(), torch.optim.SGD, lr=0.1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "torch_fsdp"])
+def test_refuses_parameters_that_are_sharded_already(name: str) -> None:
+    for message in run_ranks(of_shards, 2, name):
+        assert "this rank's part of a sharded one: only whole ones are taken" in message
 
 
 def trained(compiled: bool, sharded: bool) -> dict[str, Tensor]:

@@ -1002,3 +1002,26 @@ def test_any_json_text_comes_through_a_file(write_config: WriteConfig) -> None:
             ["--config", write_config({"model": {"size": "small"}, "sample": {"prompt": prompt}})]
         )
         assert config.sample.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (
+            {"RANK": "x"},
+            "RANK is 'x' in the environment: it must be a whole number from 0 on, below WORLD_SIZE, which is 2",
+        ),
+        ({"RANK": "2"}, "RANK is '2' in the environment"),
+        ({"RANK": "-1"}, "RANK is '-1' in the environment"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '' in the environment"),
+    ],
+)
+def test_an_environment_that_no_launcher_has_made_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "memory"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"cs336: {message}")
