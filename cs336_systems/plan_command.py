@@ -17,6 +17,8 @@ from .planner.working import Section, as_json, as_text
 _MODEL = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
 _STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
          "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
+_ALIASES = {"flashddp": "bucketed"}
+"""Names of strategies in training that are other names for one of the planner's."""
 _SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
 _OPTIONS: dict[str, tuple[Any, str]] = {
     "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
@@ -85,6 +87,8 @@ def _card(options: Any) -> Card:
 def _job(options: Any) -> Job:
     """The job of some options. Raises ValueError naming the option that is wrong."""
     given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
+    if "strategy" in given:
+        given["strategy"] = _ALIASES.get(given["strategy"], given["strategy"])
     if "strategy" not in given and (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
         given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given

@@ -261,6 +261,12 @@ def largest_batch(job: Job, memory_bytes: float) -> int:
     return low
 
 
+def _rounding(job: Job) -> str:
+    """Why terms of all weights are more than what their formula gives."""
+    more = parameter_bytes(job.shape, 4) / (4 * num_parameters(job.shape)) - 1
+    return f"tensors are counted in blocks of PyTorch's allocator: float32 weights take {more:.1%} more than 4 N bytes"
+
+
 def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
     """The parts at the moment of the peak, all moments, and the largest batch of a card."""
     at = moments(job)
@@ -268,7 +274,7 @@ def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
     when = max(sums, key=lambda name: sums[name])
     terms = [term for term in at[when] if term.value]
     sections = [
-        Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms))),
+        Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms)), (_rounding(job),)),
         Section("At each moment", tuple(Term(name, "", value) for name, value in sums.items())),
     ]
     if memory_gib is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.planner.cards import CARDS
-from cs336_systems.planner.check import check_json, check_text, compare, error
+from cs336_systems.planner.check import Comparison, check_json, check_text, compare, error
 from cs336_systems.planner.memory import peak_bytes
 from cs336_systems.planner.rows import card_of, job_of, transfer_points
 from cs336_systems.planner.step import step_seconds
@@ -168,9 +168,15 @@ def test_what_is_not_predicted_says_why(row: Any, note: str) -> None:
     assert f"not compared, 1 rows: {note}" in check_text([found])
 
 
-def test_an_unknown_card_has_memory_but_no_time() -> None:
+def test_of_a_cpu_nothing_is_predicted() -> None:
     row = model_row()
     row.env = {"gpu": None}
+    assert compare(row) == Comparison(name=compare(row).name, note="of a CPU nothing is predicted")
+
+
+def test_an_unknown_card_has_memory_but_no_time() -> None:
+    row = model_row()
+    row.env = {"gpu": "NVIDIA X"}
     found = compare(row)
     assert card_of(row) is None
     assert found.memory is not None

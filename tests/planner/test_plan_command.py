@@ -37,6 +37,17 @@ def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert first[-1]["value"] == pytest.approx(sum(term["value"] for term in first[:-1]))
 
 
+def test_a_note_says_why_weights_take_more_than_their_formula_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(
+        run(capsys, "memory", "--size", "xl", "--strategy", "flashddp", "--world_size", "2", "--json")[1]
+    )
+    (weights,) = (term for term in found[0]["terms"] if term["name"] == "weights")
+    more = weights["value"] / (4 * 1_998_235_200) - 1
+    assert 0.02 < more < 0.03
+    assert f"float32 weights take {more:.1%} more than 4 N bytes" in found[0]["notes"][0]
+    assert any(term["name"] == "gradients in buckets" for term in found[0]["terms"])  # flashddp is bucketed
+
+
 def test_step_takes_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
     def step(*more: str) -> float:
         terms = json.loads(run(capsys, "step", "--size", "small", "--json", *more)[1])[1]["terms"]

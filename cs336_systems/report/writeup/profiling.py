@@ -146,12 +146,15 @@ def profiled_time(e: Evidence) -> str | None:
     if row is None:
         return None
     m, share = row.metrics, row.metrics["kernel_ms"] / row.metrics["wall_ms"]
-    busy = "the GPU is busy nearly all the time" if share >= _BUSY else "the GPU waits for the host in the rest of it"
+    busy = (
+        ": the GPU is busy nearly all the time" if share >= _BUSY else ": the GPU waits for the host in the rest of it"
+    )
+    busy = busy if row.env.get("gpu") else ", on a CPU"
     slowed = m["profiled_wall_ms"]
     under = f" Under the profiler the same takes {ms(slowed)}." if slowed else ""
     return (
         f"(a) A forward pass of {setting(row)} takes {ms(m['wall_ms'])} by the host's clock, and its kernels add up to "
-        f"{ms(m['kernel_ms'])}, {percent(share)} of that: {busy}.{under}" + _over_all(e, "that share", _busy, percent)
+        f"{ms(m['kernel_ms'])}, {percent(share)} of that{busy}.{under}" + _over_all(e, "that share", _busy, percent)
     )
 
 
