@@ -351,6 +351,9 @@ def test_which_kernel_dominates_is_of_the_rows() -> None:
     assert "In 2 of 2 settings it is a matmul kernel." in (profiling.longest_kernel(two) or "")
     assert "Over" not in (profiling.profiled_time(found) or "Over")
     assert "Under the profiler" not in (profiling.profiled_time(found) or "")
+    assert (profiling.profiled_time(found) or "").endswith("90% of that: the GPU is busy nearly all the time.")
+    here = replace(profile("forward", "gemm_a", 0.5), env=ENV | {"gpu": None})
+    assert (profiling.profiled_time(evidence(here)) or "").endswith("90% of that, on a CPU.")
 
 
 def recorded(mode: str, peak: int, size: str = "2.7B", length: int = 128, precision: str = "fp32", **more: Any) -> Row:
