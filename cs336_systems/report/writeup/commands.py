@@ -1,6 +1,7 @@
 """The commands that have measured rows, or that would measure the same again."""
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -54,9 +55,9 @@ def _listed(commands: Sequence[str]) -> str:
 
 
 def _as_code(command: str) -> str:
-    """A command as one span of code, whatever is in it."""
-    text = " ".join(str(command).split())
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
+    """A command, which is a line of text, as one span of code: between more backticks than it has in a row."""
+    fence = "`" * (max(map(len, re.findall("`+", command)), default=0) + 1)
+    return f"`{command}`" if fence == "`" else f"{fence} {command} {fence}"
 
 
 def command_for(rows: Sequence[Row]) -> str | None:
