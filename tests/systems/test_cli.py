@@ -395,6 +395,7 @@ def test_a_wrong_type_in_the_file_says_in_words_what_is_accepted(field: str, wri
         (["--train", '{"seed": "x"}'], "train.seed is x: it must be an integer"),
         (["--train", '{"seeds": 1}'], "unknown field train.seeds: did you mean train.seed?"),
         (["--train.seed.x=1"], "unknown field train.seed.x: did you mean train.seed?"),
+        (["--parallel.device=2"], "unknown field parallel.device: did you mean parallel.devices?"),
         (["--train.seed=a\nb"], "train.seed is a b: it must be an integer"),
         (["--sample.top_k=a\nb"], "sample.top_k is a b: it must be an integer or null"),
     ],

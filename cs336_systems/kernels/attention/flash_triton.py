@@ -73,7 +73,7 @@ def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, apart: bool = Fa
     next to each other in memory: small tiles that are not tuned. With the tuned ones Triton 3.6 makes kernels for
     Hopper that read beyond the tensors at head sizes 32 and 64.
     """
-    kind = ("float-apart" if apart else "float") if dtype == torch.float32 else "half-tma" if tma else "half"
+    kind = "float-apart" if apart else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
 
 
@@ -86,7 +86,7 @@ def _tile(phase: str, q: Tensor, tma: bool, apart: bool) -> Tile:
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
         return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
-    if properties.shared_memory_per_block_optin < 160 * 1024 and not (apart and q.dtype == torch.float32):
+    if properties.shared_memory_per_block_optin < 160 * 1024 and not apart:
         # The table is for the larger cards; these fit all.
         if q.dtype != torch.float32:
             return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
@@ -257,9 +257,9 @@ def _use_gluon(q: Tensor, tma: bool) -> bool:
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
-def _are_columns_apart(*tensors: Tensor) -> bool:
-    """Outputs and gradients lie as these do; dO is made contiguous."""
-    return any(x.stride(-1) != 1 for x in tensors)
+def _is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether tiles are those of float-apart. Outputs and gradients lie as q, k and v do; dO is made contiguous."""
+    return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
 
 
 def _num_scores(q: Tensor, k: Tensor) -> int:
@@ -306,7 +306,7 @@ def _forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool)
     tma = _use_tma(q, k, v, o)
     if _use_gluon(q, tma):
         return gluon_forward_launch(q, k, v, o, is_causal)
-    return forward_launch(q, k, v, o, is_causal, _tile("forward", q, tma, _are_columns_apart(q, k, v)), tma)
+    return forward_launch(q, k, v, o, is_causal, _tile("forward", q, tma, _is_float_apart(q, k, v)), tma)
 
 
 def _backward_launches(
@@ -323,7 +323,7 @@ def _backward_launches(
 ) -> tuple[Launch, ...]:
     gradients = [x for x in (dq, dk, dv) if x is not None]
     tma = _use_tma(q, k, v, o, do, *gradients)
-    apart = _are_columns_apart(q, k, v)
+    apart = _is_float_apart(q, k, v)
     is_small = not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES
     in_one = tile_key("backward", q.shape[-1], q.dtype, tma, apart) in tile_table()
     if is_small and dq is not None and need_dkv and in_one:

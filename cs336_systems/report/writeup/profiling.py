@@ -146,10 +146,12 @@ def profiled_time(e: Evidence) -> str | None:
     if row is None:
         return None
     m, share = row.metrics, row.metrics["kernel_ms"] / row.metrics["wall_ms"]
-    busy = (
-        ": the GPU is busy nearly all the time" if share >= _BUSY else ": the GPU waits for the host in the rest of it"
-    )
-    busy = busy if row.env.get("gpu") else ", on a CPU"
+    if not row.env.get("gpu"):
+        busy = ", on a CPU"
+    elif share >= _BUSY:
+        busy = ": the GPU is busy nearly all the time"
+    else:
+        busy = ": the GPU waits for the host in the rest of it"
     slowed = m["profiled_wall_ms"]
     under = f" Under the profiler the same takes {ms(slowed)}." if slowed else ""
     return (
