@@ -35,6 +35,7 @@ from cs336_systems.report.writeup import (
     build,
     claims,
     collectives,
+    leaderboard_2026,
     measure,
     memory,
     precision,
@@ -583,47 +584,49 @@ def step_8b(ms: float, strategy: str = "fsdp", attention: str = "sdpa", policy: 
 
 
 def test_the_8b_step_beside_pytorchs_sharding() -> None:
-    said = additions.fastest_8b(evidence(step_8b(5000.0), step_8b(4000.0), step_8b(6000.0, "torch_fsdp"))) or ""
+    said = leaderboard_2026.fastest_8b(evidence(step_8b(5000.0), step_8b(4000.0), step_8b(6000.0, "torch_fsdp"))) or ""
     assert "takes 4.00 s (65,536 tokens/s, 50% of the peak rate) and peaks at 1 GiB a GPU" in said
     assert "2.5 times as fast as the handout's baseline of 10 s" in said
     uneven = replace(step_8b(4000.0), metrics={**step_8b(4000.0).metrics, "step_ms": {"p50": 4000.0, "mean": 4100.0}})
-    assert "takes 4.00 s, in the mean 4.10 s (" in (additions.fastest_8b(evidence(uneven)) or "")
+    assert "takes 4.00 s, in the mean 4.10 s (" in (leaderboard_2026.fastest_8b(evidence(uneven)) or "")
     assert said.endswith("; it takes 1.50 times as long with PyTorch's `fully_shard`.")
 
 
 def test_8b_steps_are_compared_that_differ_in_nothing_else() -> None:
     faster, alike, theirs = step_8b(4000.0, policy="first_2"), step_8b(4800.0), step_8b(4800.0, "torch_fsdp")
-    said = additions.fastest_8b(evidence(faster, alike, theirs)) or ""
+    said = leaderboard_2026.fastest_8b(evidence(faster, alike, theirs)) or ""
     assert said.endswith("; `fsdp first_6` takes 4.80 s, and as long with PyTorch's `fully_shard`.")
-    assert "fully_shard" not in (additions.fastest_8b(evidence(faster, theirs)) or "")
+    assert "fully_shard" not in (leaderboard_2026.fastest_8b(evidence(faster, theirs)) or "")
     elsewhere = replace(theirs, env={**ENV, "cpu_threads": 64})
-    assert (additions.fastest_8b(evidence(alike, elsewhere)) or "").endswith("`fully_shard` (in another run).")
+    assert (leaderboard_2026.fastest_8b(evidence(alike, elsewhere)) or "").endswith("`fully_shard` (in another run).")
     own = step_8b(5040.0, attention="flash_triton")
-    assert additions.own_8b(evidence(faster, alike, own)) == (
+    assert leaderboard_2026.own_8b(evidence(faster, alike, own)) == (
         "With our own attention, `flash_triton`, the step takes 5.04 s; `fsdp first_6` is with it 5.0% longer than the "
         "same with PyTorch's attention."
     )
-    assert additions.own_8b(evidence(faster, own)) == ("With our own attention, `flash_triton`, the step takes 5.04 s.")
+    assert leaderboard_2026.own_8b(evidence(faster, own)) == (
+        "With our own attention, `flash_triton`, the step takes 5.04 s."
+    )
 
 
 def test_how_many_8b_steps_do_not_fit_is_said_as_it_is_spoken() -> None:
     failed = [replace(step_8b(0.0, policy=policy), status="oom", metrics={}) for policy in ("none", "first_1")]
-    one, two = (additions.fastest_8b(evidence(step_8b(4000.0), *failed[:n])) or "" for n in (1, 2))
+    one, two = (leaderboard_2026.fastest_8b(evidence(step_8b(4000.0), *failed[:n])) or "" for n in (1, 2))
     assert one.endswith("; 1 variant is out of memory: `fsdp none`.")
     assert two.endswith("; 2 variants are out of memory: `fsdp none` and `fsdp first_1`.")
 
 
 def test_the_8b_step_with_our_own_attention_and_from_empty_caches() -> None:
     rows = [step_8b(4000.0, startup_s=90.0), step_8b(5000.0, attention="flash_triton", startup_s=120.0)]
-    assert additions.own_8b(evidence(*rows)) == (
+    assert leaderboard_2026.own_8b(evidence(*rows)) == (
         "With our own attention, `flash_triton`, the step takes 5.00 s; `fsdp first_6` is with it 25% longer than the "
         "same with PyTorch's attention."
     )
-    assert additions.own_8b(evidence(rows[0])) is None
+    assert leaderboard_2026.own_8b(evidence(rows[0])) is None
     assert "up to 120 s; with the 40 s of the handout's timer that is within the 600 s" in (
-        additions.from_empty_caches(evidence(*rows)) or ""
+        leaderboard_2026.from_empty_caches(evidence(*rows)) or ""
     )
-    assert "beyond the 600 s" in (additions.from_empty_caches(evidence(step_8b(1.0, startup_s=570.0))) or "")
+    assert "beyond the 600 s" in (leaderboard_2026.from_empty_caches(evidence(step_8b(1.0, startup_s=570.0))) or "")
 
 
 def test_ways_to_keep_activations_small_are_of_one_attention() -> None:
@@ -632,8 +635,8 @@ def test_ways_to_keep_activations_small_are_of_one_attention() -> None:
         return timed("leaderboard-2026", ms, f"fsdp {policy}", **fields)
 
     rows = [step("sdpa", "first_6", 4000.0), step("flash_triton", "first_6", 5000.0)]
-    assert additions.what_makes_it_fit(evidence(*rows)) is None
-    said = additions.what_makes_it_fit(evidence(*rows, step("sdpa", "none", 4500.0)))
+    assert leaderboard_2026.what_makes_it_fit(evidence(*rows)) is None
+    said = leaderboard_2026.what_makes_it_fit(evidence(*rows, step("sdpa", "none", 4500.0)))
     assert said == "Over 2 ways to keep activations small the step goes from 4,000 to 4,500 ms and the peak 1 GiB."
 
 
