@@ -1,4 +1,4 @@
-"""The problems that the handout of 2026 adds, but for its leaderboard: checkpointing, fully sharded data parallelism."""
+"""The problems that the handout of 2026 adds, but its leaderboard: checkpointing, fully sharded data parallelism."""
 
 from ...accounting import num_parameters
 from ...bench.case import Row
