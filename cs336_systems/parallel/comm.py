@@ -87,7 +87,7 @@ def process_group(
     Where the others are is in the environment, as torchrun sets it, or in `where`: what `init_process_group` takes
     (init_method, rank, world_size). A collective that is not done within step_timeout_s ends the process (on a GPU) or
     raises CollectiveError. Raises it too where the others do not come within init_timeout_s. NCCL takes at most
-    nccl_max_ctas thread blocks of a GPU; ValueError where the environment has another limit.
+    nccl_max_ctas thread blocks of a GPU; ValueError where the environment has another limit, or no number as a port.
     """
     global _watchdog
     if nccl_max_ctas is not None:  # NCCL reads it when it first connects, once a process
@@ -96,6 +96,8 @@ def process_group(
             raise ValueError(f"nccl_max_ctas is {nccl_max_ctas}: NCCL_MAX_CTAS is {given!r} in the environment")
     # gloo beside NCCL carries Python objects, which would otherwise wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not where:
+        count_in_environment("MASTER_PORT", 0)
     try:
         where = where or meeting_place(init_timeout_s)
         dist.init_process_group(backend, timeout=timedelta(seconds=init_timeout_s), **where)

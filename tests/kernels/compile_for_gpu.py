@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from cs336_systems.kernels.attention import flash_triton
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
-from cs336_systems.kernels.attention.flash_triton import Tile, tile_key, tile_table
+from cs336_systems.kernels.attention.flash_triton_tiles import Tile, tile_key, tile_table
 
 WAYS = (
     (80, 64, torch.bfloat16, False),

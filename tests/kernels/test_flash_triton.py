@@ -24,6 +24,7 @@ from tests.kernels.attention_cases import (
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 flash_triton = pytest.importorskip("cs336_systems.kernels.attention.flash_triton")
+tiles = pytest.importorskip("cs336_systems.kernels.attention.flash_triton_tiles")
 
 on_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled where there is a GPU")
 
@@ -194,7 +195,7 @@ class TestInGluon:
         found, expected = (flash_triton.new_vectors(q).fill_(math.nan) for _ in range(2))
         dq = torch.empty_like(q)
         flash_triton.gluon_dq_launch(q, k, v, o, do, dq, True)(q, k, v, o, do, dq, logsumexp, found)
-        tile = flash_triton._tile("dq", q, True, False)
+        tile = tiles.choose_tile("dq", q, True, False)
         launch = flash_triton.dq_launch(q, k, v, o, do, None, True, tile, True)
         launch(q, k, v, o, do, dq, logsumexp, expected)
         torch.testing.assert_close(found, expected)
@@ -270,14 +271,14 @@ def test_float32_tiles_are_small_where_columns_are_apart(of: int, monkeypatch: p
     """Triton 3.6 makes of others kernels for Hopper that read beyond the tensors."""
     device = SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
-    monkeypatch.setattr(flash_triton, "INTERPRET", False)
+    monkeypatch.setattr(tiles, "INTERPRET", False)
     wide = torch.zeros(1, 2, 64, 128)
     tensors = [wide[..., :64], wide[..., :64], wide[..., 64:]]
-    tuned = {phase: flash_triton._tile(phase, tensors[0], False, flash_triton._is_float_apart(*tensors))
+    tuned = {phase: tiles.choose_tile(phase, tensors[0], False, flash_triton._is_float_apart(*tensors))
              for phase in ("forward", "dq", "dkv", "backward")}  # fmt: skip
     tensors[of] = wide[..., ::2]
     for phase, tile in tuned.items():
-        small = flash_triton._tile(phase, tensors[0], False, flash_triton._is_float_apart(*tensors))
+        small = tiles.choose_tile(phase, tensors[0], False, flash_triton._is_float_apart(*tensors))
         assert max(small.BM, small.BN) <= 32 < max(tile.BM, tile.BN)
         assert small.num_stages == 1
 

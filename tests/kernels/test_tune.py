@@ -37,10 +37,8 @@ def test_one_launch_for_both_walks_is_left_out_where_it_takes_much_longer(
 def test_there_is_something_to_try_for_every_entry(d: int, kind: str) -> None:
     tried = tune.candidates(d, kind)
     assert len(tried) == len(set(tried))
-    table = tune.flash.tile_table()
-    keys = {
-        phase: tune.flash.tile_key(phase, d, tune.KINDS[kind].dtype, tune.KINDS[kind].tma) for phase in tune._PHASES
-    }
+    table = tune.tile_table()
+    keys = {phase: tune.tile_key(phase, d, tune.KINDS[kind].dtype, tune.KINDS[kind].tma) for phase in tune._PHASES}
     assert {(phase, table[key]) for phase, key in keys.items() if key in table} <= {(x.phase, x.tile) for x in tried}
     in_one_launch = {"backward"} if kind != "half-tma" else set()
     assert {each.phase for each in tried} == {"forward", "dq", "dkv"} | in_one_launch

@@ -78,3 +78,9 @@ def test_nccls_thread_blocks_are_limited_where_the_environment_has_no_other_limi
     where = dict(init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     with comm.process_group(torch.device("cpu"), nccl_max_ctas=8, **where):
         assert os.environ["NCCL_MAX_CTAS"] == "8"
+
+
+def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "abc")
+    with pytest.raises(ValueError, match=r"^MASTER_PORT is 'abc' in the environment: it must be a whole number"):
+        comm.process_group(torch.device("cpu")).__enter__()

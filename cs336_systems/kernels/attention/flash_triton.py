@@ -5,7 +5,8 @@ backward pass computes the probabilities again from the logsumexp, twice: once a
 queries for dK and dV. That costs two matrix products more than a single walk that adds to dQ with atomics, and gives
 the same bits every time.
 
-The kernels and the legend of their names are in `flash_triton_kernels.py`; here is what is launched, with what tiles.
+The kernels and the legend of their names are in `flash_triton_kernels.py`; here is what is launched, with the tiles of
+`flash_triton_tiles.py`.
 On Hopper, long sequences at head sizes from 65 to 128, in 16 bits, go to the kernels of `flash_gluon_kernels.py` and
 `flash_gluon_backward_kernels.py`, which compute the same with the exponentials beside the matrix products.
 
@@ -14,11 +15,8 @@ that are no numbers where the length is not a multiple of a tile.
 """
 
 import contextlib
-import functools
-import json
 import math
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +30,7 @@ from . import flash_gluon_kernels as gluon_forward
 from .contract import as_4d, check_qkv
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
+from .flash_triton_tiles import Tile, choose_tile, padded_head_size, tile_key, tile_table
 from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
@@ -41,58 +40,6 @@ TMA_FROM_SCORES = 2**27
 """From here on tensors are moved by descriptors. They make a launch some 30 us longer on the host."""
 ONE_LAUNCH_BELOW_SCORES = 2**26
 """Below this the backward pass is one launch, which does more work but waits less for the host."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tile configurations
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Tile(NamedTuple):
-    """How one phase cuts its work: queries and keys of a tile, and what the compiler is to make of a program."""
-
-    BM: int
-    BN: int
-    num_warps: int
-    num_stages: int
-    TOGETHER: bool = False
-    """Of the phases that walk along the keys; see the kernels' legend."""
-
-
-@functools.cache
-def tile_table() -> dict[str, Tile]:
-    """The measured tiles, by `tile_key`. `tune.py` beside this module measures them again."""
-    rows = json.loads(Path(__file__).with_name("flash_triton_tiles.json").read_text())
-    return {key: Tile(**tile) for key, tile in rows.items()}
-
-
-def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, apart: bool = False) -> str:
-    """The phase (forward, dq, dkv, or backward for both), the padded head size, and float, half or half-tma.
-
-    half-tma is for 16 bits moved by the copy engine. float-apart is for float32 tensors whose columns are `apart`, not
-    next to each other in memory: small tiles that are not tuned. With the tuned ones Triton 3.6 makes kernels for
-    Hopper that read beyond the tensors at head sizes 32 and 64.
-    """
-    kind = "float-apart" if apart else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
-    return f"{phase}-{padded_head_size(d)}-{kind}"
-
-
-def padded_head_size(d: int) -> int:
-    """The columns that a tile has in the kernels: a power of two, and at least what a matrix instruction takes."""
-    return max(16, triton.next_power_of_2(d))
-
-
-def _tile(phase: str, q: Tensor, tma: bool, apart: bool) -> Tile:
-    if INTERPRET:  # small, so that a short test has several tiles, whole and partial
-        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
-    properties: Any = torch.cuda.get_device_properties(q.device)
-    if properties.shared_memory_per_block_optin < 160 * 1024 and not apart:
-        # The table is for the larger cards; these fit all.
-        if q.dtype != torch.float32:
-            return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
-        rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
-        return Tile(BM=rows, BN=rows, num_warps=4, num_stages=1)
-    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, apart)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,7 +253,7 @@ def _forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool)
     tma = _use_tma(q, k, v, o)
     if _use_gluon(q, tma):
         return gluon_forward_launch(q, k, v, o, is_causal)
-    return forward_launch(q, k, v, o, is_causal, _tile("forward", q, tma, _is_float_apart(q, k, v)), tma)
+    return forward_launch(q, k, v, o, is_causal, choose_tile("forward", q, tma, _is_float_apart(q, k, v)), tma)
 
 
 def _backward_launches(
@@ -327,15 +274,15 @@ def _backward_launches(
     is_small = not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES
     in_one = tile_key("backward", q.shape[-1], q.dtype, tma, apart) in tile_table()
     if is_small and dq is not None and need_dkv and in_one:
-        return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, _tile("backward", q, tma, apart)),)
+        return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, choose_tile("backward", q, tma, apart)),)
     in_gluon = _use_gluon(q, tma)
     if in_gluon and dq is not None:
         first = gluon_dq_launch(q, k, v, o, do, dq, is_causal)
     else:  # without dq the vectors alone, which are the same from both
-        first = dq_launch(q, k, v, o, do, dq, is_causal, _tile("dq", q, tma, apart), tma)
+        first = dq_launch(q, k, v, o, do, dq, is_causal, choose_tile("dq", q, tma, apart), tma)
     if in_gluon:
         return first, gluon_dkv_launch(q, k, v, do, dk, dv, is_causal)
-    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, _tile("dkv", q, tma, apart), tma)
+    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, choose_tile("dkv", q, tma, apart), tma)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..launch import Launch
 from . import flash_triton as flash
-from .flash_triton import Tile
+from .flash_triton_tiles import Tile, tile_key, tile_table
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 COMPILE_S = 6.0
@@ -70,9 +70,9 @@ class Candidate(NamedTuple):
 def candidates(d: int, kind: str) -> list[Candidate]:
     """What is worth trying, and what the table has."""
     tried = dict.fromkeys(_candidates(d, kind))
-    table = flash.tile_table()
+    table = tile_table()
     for phase in _PHASES:
-        if (tile := table.get(flash.tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma))) is not None:
+        if (tile := table.get(tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma))) is not None:
             tried[Candidate(phase, d, kind, tile)] = None
     return list(tried)
 
@@ -153,7 +153,7 @@ def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[t
                     print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {d}, is not for us: {error}")
             x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
             for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
-                tile = flash.tile_table()[flash.tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma)]
+                tile = tile_table()[tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma)]
                 _launch(Candidate(phase, d, kind, tile), x)()
             found: dict[str, list[tuple[float, Tile]]] = {_key(candidate): [] for candidate in tried}
             for candidate in ran:
@@ -164,7 +164,7 @@ def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[t
 
 def _key(candidate: Candidate) -> str:
     kind = KINDS[candidate.kind]
-    return flash.tile_key(candidate.phase, candidate.d, kind.dtype, kind.tma)
+    return tile_key(candidate.phase, candidate.d, kind.dtype, kind.tma)
 
 
 def write_table(tiles: dict[str, Tile], file: Path) -> None:
@@ -197,7 +197,7 @@ def main() -> None:
 
 def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: Path) -> None:
     """Print what `measure` finds and write the table with it, anew after each head size."""
-    tiles = dict(flash.tile_table())
+    tiles = dict(tile_table())
     for found in measured:
         fastest = {key: times[0][0] for key, times in found.items() if times}
         for key, times in found.items():
