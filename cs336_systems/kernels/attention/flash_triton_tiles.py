@@ -1,0 +1,60 @@
+"""The tiles that the kernels of `flash_triton_kernels.py` work on: measured for large cards, small ones for others."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..launch import INTERPRET
+
+
+class Tile(NamedTuple):
+    """How one phase cuts its work: queries and keys of a tile, and what the compiler is to make of a program."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    TOGETHER: bool = False
+    """Of the phases that walk along the keys; see the kernels' legend."""
+
+
+@functools.cache
+def tile_table() -> dict[str, Tile]:
+    """The measured tiles, by `tile_key`. `tune.py` beside this module measures them again."""
+    rows = json.loads(Path(__file__).with_name("flash_triton_tiles.json").read_text())
+    return {key: Tile(**tile) for key, tile in rows.items()}
+
+
+def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, apart: bool = False) -> str:
+    """The phase (forward, dq, dkv, or backward for both), the padded head size, and float, half or half-tma.
+
+    half-tma is for 16 bits moved by the copy engine. float-apart is for float32 tensors whose columns are `apart`, not
+    next to each other in memory: small tiles that are not tuned. With the tuned ones Triton 3.6 makes kernels for
+    Hopper that read beyond the tensors at head sizes 32 and 64.
+    """
+    kind = "float-apart" if apart else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
+    return f"{phase}-{padded_head_size(d)}-{kind}"
+
+
+def padded_head_size(d: int) -> int:
+    """The columns that a tile has in the kernels: a power of two, and at least what a matrix instruction takes."""
+    return max(16, triton.next_power_of_2(d))
+
+
+def choose_tile(phase: str, q: Tensor, tma: bool, apart: bool) -> Tile:
+    """The tile of a phase for tensors like q (B, H, N, D) on their device; `tma` and `apart` as in `tile_key`."""
+    if INTERPRET:  # small, so that a short test has several tiles, whole and partial
+        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
+    properties: Any = torch.cuda.get_device_properties(q.device)
+    if properties.shared_memory_per_block_optin < 160 * 1024 and not apart:
+        # The table is for the larger cards; these fit all.
+        if q.dtype != torch.float32:
+            return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
+        rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
+        return Tile(BM=rows, BN=rows, num_warps=4, num_stages=1)
+    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, apart)]
