@@ -5,6 +5,7 @@ longer than a short kernel runs. A `Launch` does it once.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,6 +40,7 @@ class Launch:
         layouts: Mapping[int, Any] | None = None,
         max_registers: int | None = None,
     ) -> None:
+        _hash_in_order(kernel.__module__)
         self._kernel = kernel
         self._grid = (num_programs, 1, 1)
         self._blocks = blocks if any(block is not None for block in blocks) else None
@@ -61,7 +63,7 @@ class Launch:
 
     @contextlib.contextmanager
     def compiling(self, *tensors: Tensor) -> Iterator[None]:
-        """Compile it for these tensors in a thread, while what is inside does something else, as compile another."""
+        """Compile and load it for these tensors in a thread, while what is inside does so with another."""
         if INTERPRET:
             yield
             return
@@ -69,7 +71,7 @@ class Launch:
 
         def compile_it() -> None:
             torch.cuda.set_device(device)  # a thread begins on the first
-            self._kernel.warmup(*arguments, grid=self._grid, **self.options)
+            _ = self._kernel.warmup(*arguments, grid=self._grid, **self.options).run  # which loads it
 
         with ThreadPoolExecutor(1) as pool:
             compiled = pool.submit(compile_it)
@@ -83,6 +85,23 @@ class Launch:
         pairs = zip(tensors, self._blocks)  # noqa: B905
         given = (x if block is None else _descriptor(x, block, self._layouts) for x, block in pairs)
         return [*given, *self._constants]
+
+
+_hashed: set[str] = set()
+
+
+def _hash_in_order(module: str) -> None:
+    """Have Triton hash all of a module's functions, each after those that it calls, which stand before it.
+
+    The hash is a kernel's name in Triton's cache. Until it was mended (3.6 has it, 3.9 does not) it depends on which of
+    the functions called were hashed before for another kernel. With two threads that is by chance, and a kernel that
+    lies in the cache would now and then be compiled again.
+    """
+    if module not in _hashed:
+        for each in vars(sys.modules[module]).values():
+            if isinstance(each, triton.JITFunction):
+                _ = each.cache_key
+        _hashed.add(module)
 
 
 def _descriptor(

@@ -341,6 +341,29 @@ def test_the_compiled_backward_pass_is_the_one_that_runs(monkeypatch: pytest.Mon
     assert ran == [(1, 260, 16)]  # one call over all scores
 
 
+HASHES = """
+import sys
+from cs336_systems.kernels.attention import flash_triton_kernels as kernels
+from cs336_systems.kernels.launch import Launch
+first, *others = (getattr(kernels, name) for name in sys.argv[1:])
+Launch(first, 1, [], [], 4, 1)
+assert all(each.hash is not None for each in others)
+keys = {each.__name__: each.cache_key for each in (first, *others)}
+print(*sorted(keys.items()))
+"""
+
+
+def test_the_name_of_a_kernel_in_the_cache_does_not_depend_on_which_was_first() -> None:
+    """It does in Triton 3.6, and two are compiled at once: one already in the cache was compiled anew, by chance."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    names = ["forward_kernel", "dq_kernel", "dkv_kernel", "backward_kernel"]
+    found = [
+        subprocess.run([sys.executable, "-c", HASHES, *order], env=environ, capture_output=True, text=True, check=True)
+        for order in (names, names[::-1])
+    ]
+    assert found[0].stdout == found[1].stdout != ""
+
+
 FIRST_CALL = """
 import sys, time
 import torch
