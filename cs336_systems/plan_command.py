@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,16 @@ def _print(sections: Sequence[Section], options: Any) -> int:
     return 0
 
 
+def _of_one_gpu(sections: Sequence[Section], job: Job) -> list[Section]:
+    """The sections, the first with a note where a strategy, or sharding, has nobody to share with."""
+    first, *others = sections
+    if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
+        first = replace(
+            first, notes=(*first.notes, "of one GPU, where nothing is shared: --world_size has their number")
+        )
+    return [first, *others]
+
+
 def _memory(arguments: Sequence[str]) -> int:
     parser = _parser("memory", "Memory of a training step on each GPU, and the largest batch.", *_OPTIONS)
     parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)} (default: H200).")
@@ -116,7 +126,8 @@ def _memory(arguments: Sequence[str]) -> int:
 
     limit, card = options.memory_gib, get_card(options.card)
     require(limit is None or 0 < limit < 1e6, "memory_gib", limit, "above 0 and below 1e6")
-    return _print(memory_sections(_job(options), limit or card.memory_gib), options)
+    job = _job(options)
+    return _print(_of_one_gpu(memory_sections(job, limit or card.memory_gib), job), options)
 
 
 def _step(arguments: Sequence[str]) -> int:
@@ -125,7 +136,8 @@ def _step(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     from .planner.step import step_sections
 
-    return _print(step_sections(_job(options), _card(options)), options)
+    job = _job(options)
+    return _print(_of_one_gpu(step_sections(job, _card(options)), job), options)
 
 
 def _activation(arguments: Sequence[str]) -> int:

@@ -166,7 +166,11 @@ def overhead_sections(
     ]
     if measured:
         found = (Term(f"{size / MIB:g} MiB", how, added, "s") for how, size, added in measured)
-        sections.append(Section("Measured", tuple(found)))
+        more = (
+            "the model counts what is sent after the backward pass; what is sent during it takes memory bandwidth and",
+            "multiprocessors from the products beside it, and an eager step waits for the host at every call",
+        )
+        sections.append(Section("Measured", tuple(found), more))
     return sections
 
 

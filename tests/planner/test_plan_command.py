@@ -91,7 +91,26 @@ def test_ddp_overhead_fits_rows_and_draws(capsys: pytest.CaptureFixture[str], tm
     measured = json.loads(out)[3]
     assert measured["title"] == "Measured"
     assert len(measured["terms"]) >= 5
+    assert "waits for the host" in measured["notes"][1]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (("--strategy", "fsdp"), True),
+        (("--shard_optimizer",), True),
+        ((), False),
+        (("--strategy", "fsdp", "--world_size", "2"), False),
+    ],
+)
+@pytest.mark.parametrize("what", ["memory", "step"])
+def test_a_strategy_on_one_gpu_is_said_to_share_nothing(
+    what: str, options: tuple[str, ...], expected: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, what, *options)
+    assert code == 0
+    assert ("of one GPU, where nothing is shared: --world_size" in out) == expected
 
 
 def test_parallelism_prints_the_handouts_answers(capsys: pytest.CaptureFixture[str]) -> None:
