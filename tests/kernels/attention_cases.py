@@ -9,13 +9,14 @@ A kernel's test file says `class TestX(KernelTests): name = "x"`, with what the 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_basics.model import TransformerLM
@@ -419,6 +420,55 @@ class FlashKernelTests(KernelTests):
         with FlopCounterMode(display=False) as counter:
             o.backward(dO)
         assert counter.get_total_flops() == attention_flops(q.shape, 40, is_causal, products=5)
+
+    @pytest.mark.parametrize("needs, products", [("q", 3), ("k", 4), ("kv", 4)])
+    def test_products_that_no_gradient_needs_are_not_counted(self, needs: str, products: int) -> None:
+        q, k, v, dO = Case(17, 40, 16, needs=needs).inputs(self.dtypes[0], self.device)
+        o = self.attention(q, k, v, True)
+        with FlopCounterMode(display=False) as counter:
+            o.backward(dO)
+        assert counter.get_total_flops() == attention_flops(q.shape, 40, True, products)
+
+    def test_a_tensor_that_is_negated_when_it_is_read(self) -> None:
+        """As the imaginary part of a conjugate is: memory has the other sign."""
+        plain = [x.detach() for x in Case(17, 40, 16).inputs(self.dtypes[0], self.device)]
+        given = [torch._neg_view(x) for x in plain]
+        for x in (*plain[:3], *given[:3]):
+            x.requires_grad_()
+        found = gradients(self.attention(*given[:3], True), given[:3], given[3])
+        with torch.no_grad():
+            negative = [-x for x in plain]
+        expected = gradients(
+            self.attention(*(x.requires_grad_() for x in negative[:3]), True), negative[:3], negative[3]
+        )
+        assert all(torch.equal(found[name], expected[name]) for name in NAMES)
+
+    def test_one_tensor_as_keys_and_values_compiles(self) -> None:
+        torch._dynamo.reset()
+        q, k, _ = self.normal(2, 33, 16)
+        compiled = torch.compile(self.attention, fullgraph=True, backend="aot_eager")
+        found = torch.autograd.grad(compiled(q, k, k, True).sum(), (q, k))
+        expected = torch.autograd.grad(self.attention(q, k, k, True).sum(), (q, k))
+        assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.parametrize("is_causal", [1, [True], "no", None], ids=str)
+    def test_is_causal_is_checked_also_for_a_shape_that_was_there_before(self, is_causal: Any) -> None:
+        q, k, v = self.normal(2, 17, 16)
+        self.attention(q, k, v, True)
+        with pytest.raises(ValueError, match=r"^is_causal is .*: it must be True or False"):
+            self.attention(q, k, v, is_causal)
+
+    def test_what_is_no_tensor_is_named(self) -> None:
+        q, k, v = self.normal(2, 17, 16)
+        for wrong in (None, [1.0], v.detach().cpu().numpy() if v.dtype == torch.float32 else 1.0):
+            with pytest.raises(ValueError, match=r"^v is a \w+: it must be a tensor"):
+                self.attention(q, k, wrong, True)
+
+    def test_tensors_without_values_are_checked_too(self) -> None:
+        with FakeTensorMode():
+            q = torch.empty(2, 3, 16, dtype=self.dtypes[0], device=self.device)
+            with pytest.raises(ValueError, match=r"^k has shape"):
+                self.attention(q, q[:1], q, True)
 
     def test_memory_does_not_grow_with_the_square_of_the_length(self) -> None:
         if self.device != "cuda":

@@ -144,6 +144,26 @@ def test_sizes_share_their_compilations(monkeypatch: pytest.MonkeyPatch) -> None
         check_backward(case, torch.float32, flash_torch._backward)
     # On the diagonal and below it; each where there are as many queries as keys, and where there are not.
     assert counter.frame_count <= 4
+    before = counter.frame_count
+    for needs in ("q", "kv", "v"):
+        q, k, v, dO = Case(64, 64, 32, is_causal=True, needs=needs).inputs(torch.float32, "cpu")
+        flash_torch.flash_torch(q, k, v, True).backward(dO)
+    assert counter.frame_count == before  # whatever gradients are asked for
+
+
+def test_more_kinds_of_tiles_than_pytorch_would_compile_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(flash_torch._gradients, dynamic=True, backend=counter)
+    monkeypatch.setattr(flash_torch, "_compiled_gradients", lambda: compiled)
+    monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", 1)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for case in (Case(64, 64, 32, is_causal=True), Case(64, 40, 32), Case(64, 64, 32, leading=(1,))):
+            check_backward(case, torch.float32, flash_torch.compiled_backward)
+    assert counter.frame_count == 3
+    assert "recompile_limit" not in caplog.text
 
 
 def test_without_a_compiler_it_runs_eagerly_after_one_warning(

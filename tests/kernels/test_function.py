@@ -85,6 +85,22 @@ def test_fake_tensors_do_not_reach_the_kernel() -> None:
     assert calls == []
 
 
+@pytest.mark.parametrize("name", ["", "a b", "1x", "a::b", "é"])
+def test_a_name_that_is_no_identifier_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^name is .*: it must be an identifier"):
+        flash_function(name, forward, backward)
+
+
+def test_a_name_is_for_one_function() -> None:
+    def other(*arguments: Any) -> Any:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=rf"^name is 'toy', which is the name of {__name__}.forward"):
+        flash_function("toy", other, backward)
+    for _ in range(2):  # as a cell of a notebook that runs again
+        assert flash_function("again", forward, backward).__name__ == "again"
+
+
 def test_one_compilation_serves_all_lengths() -> None:
     compiled = torch.compile(Toy.apply, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):

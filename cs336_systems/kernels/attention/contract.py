@@ -25,9 +25,12 @@ def check_qkv(
 
     q is (..., N_q, D), k and v are (..., N_k, D), of one dtype, on one device, with the same leading dimensions.
     """
-    if not isinstance(is_causal, bool):  # a text or a mask would be taken for true
-        raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
+    check_is_causal(is_causal)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} is {tensor.layout}: it must be dense")
         if tensor.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be (..., length, head size)")
         if tensor.dtype != q.dtype:
@@ -49,7 +52,14 @@ def check_qkv(
         raise ValueError(f"q is {q.dtype}: it must be one of {', '.join(map(str, dtypes))}")
     largest = max_head_size or q.shape[-1]
     if not 1 <= q.shape[-1] <= largest:
-        raise ValueError(f"q has head size {q.shape[-1]}: it must be 1 to {max_head_size or 'any'}")
+        accepted = "at least 1" if max_head_size is None else f"1 to {max_head_size}"
+        raise ValueError(f"q has head size {q.shape[-1]}: it must be {accepted}")
+
+
+def check_is_causal(is_causal: bool) -> None:
+    """Raise a ValueError where it is no bool: a text or a mask would be taken for true."""
+    if is_causal is not True and is_causal is not False:
+        raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
 
 
 def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:

@@ -44,7 +44,7 @@ def flash_cuda(
 
     Raises ValueError for arguments it does not accept and RuntimeError where the kernels cannot be compiled.
     """
-    return FlashAttentionCuda.apply(q, k, v, is_causal)
+    return FlashAttentionCuda.of(q, k, v, is_causal)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -75,9 +75,6 @@ def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[T
     return gradients
 
 
-FlashAttentionCuda = flash_function("flash_cuda", forward, backward)
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     check_qkv(q, k, v, is_causal)
     if q.device.type != "cuda":
@@ -95,6 +92,9 @@ def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.shape[-2] > _MAX_LENGTH:
             raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")
+
+
+FlashAttentionCuda = flash_function("flash_cuda", forward, backward, _check_served)
 
 
 @functools.cache

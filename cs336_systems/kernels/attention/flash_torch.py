@@ -2,7 +2,8 @@
 
 Legend: B all leading dimensions in one, N_q queries, N_k keys, D size of a head, S = Q K^T / sqrt(D) the scores,
 P = exp(S - L) the softmax, L its logsumexp a query, delta_i = sum_d dO_id O_id. A tile is a square of S: queries i to
-i + size, keys j to j + size. Everything inside is float32, or float64 where that is given.
+i + size, keys j to j + size. Forward, `maximum` is the paper's m, `denominator` its l, and p = exp(S - m). Everything
+inside is float32, or float64 where that is given.
 """
 
 import functools
@@ -27,17 +28,23 @@ logger = logging.getLogger(__name__)
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**24}
 # Fewer scores than this are done before a compiled function has checked its guards.
 _WORTH_COMPILING = 2**16
+# Kinds of tiles, each compiled once: on the diagonal, square, of one head, sizes that happen to be equal, ...
+_KINDS = 64
 
 
 def tile_size(batch: int, device_type: str) -> int:
-    """Queries and keys a tile: a power of two, at least 16, that keeps batch x size x size scores in the cache."""
+    """Queries and keys a tile: a power of two, at least 16, of batch x size x size scores where that allows it."""
     scores = _TILE_SCORES.get(device_type, _TILE_SCORES["cpu"]) // max(batch, 1)
     return max(16, 2 ** (int(math.log2(max(scores, 1))) // 2))
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Algorithm 1 over copies in float32; the results in the dtypes and layouts that the operator has promised."""
-    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+    _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
     with without_autocast(q.device.type):
         wide_o, wide_logsumexp = _forward_tiles(_as_wide_3d(q), _as_wide_3d(k), _as_wide_3d(v), is_causal)
@@ -84,8 +91,8 @@ def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
     Takes and gives what `function.Backward` says and holds N_q x N_k scores.
-    Compiled for all sizes, not for each. Small problems, and machines without a compiler after one warning, run it
-    eagerly.
+    Compiled on first use, which takes seconds, for kinds of sizes (`_KINDS`), not for each. Small problems, and
+    machines without a compiler after one warning, run it eagerly.
     Source: CS336 assignment 2, equations 13 to 19.
     """
     size = max(saved.q.shape[-2], saved.k.shape[-2], 1)
@@ -95,7 +102,7 @@ def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -
 def _gradients_by_tiles(
     size: int, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every tile of S and P computed again, and what it adds to dQ, dK and dV."""
+    """Every tile of S and P computed again, and what it adds to dQ, dK and dV, which are made whether needed or not."""
     q, k, v, o, logsumexp, is_causal = saved
     with torch.no_grad(), without_autocast(q.device.type):
         wide_q, wide_k, wide_v, wide_dO = (_as_wide_3d(x) for x in (q, k, v, dO))
@@ -157,7 +164,8 @@ def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Ten
     if k.shape[0] * k.shape[1] * dO.shape[1] < _WORTH_COMPILING or device_type in _no_compiler_for:
         return _gradients(k, v, dO, *others)
     try:
-        return _compiled_gradients()(k, v, dO, *others)
+        with torch._dynamo.config.patch(recompile_limit=_KINDS):  # PyTorch's own is 8
+            return _compiled_gradients()(k, v, dO, *others)
     except torch._dynamo.exc.TorchDynamoException as error:
         _no_compiler_for.add(device_type)
         reason = str(error).strip().splitlines()[0]
@@ -166,11 +174,12 @@ def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Ten
 
 
 def _as_wide_3d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B N D"]:
-    x = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+    # Detached: a compiled function would be compiled again for every set of inputs that want gradients.
+    x = x.detach().reshape(x.shape[:-2].numel(), *x.shape[-2:])
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
-FlashAttentionTorch = flash_function("flash_torch", _forward, _backward)
+FlashAttentionTorch = flash_function("flash_torch", _forward, _backward, _check)
 
 
 def flash_torch(
@@ -181,7 +190,9 @@ def flash_torch(
 ) -> Float[Tensor, "... queries d"]:
     """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
 
+    The backward pass of a tile is compiled on first use, by torch.compile, which takes seconds; where there is no
+    compiler it runs as it is.
     Raises ValueError, naming the argument, where q, k and v do not fit each other or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
-    return FlashAttentionTorch.apply(q, k, v, is_causal)
+    return FlashAttentionTorch.of(q, k, v, is_causal)

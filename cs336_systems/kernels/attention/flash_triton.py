@@ -236,9 +236,13 @@ def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=MAX_HEAD_SIZE)
-    if INTERPRET:
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    _check_served(q, k, v, is_causal)
+    if INTERPRET and q.device.type in ("cpu", "cuda"):
         return
     if not q.is_cuda:
         raise ValueError(
@@ -331,8 +335,8 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
 # The public functions
 # ---------------------------------------------------------------------------------------------------------------------
 
-FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward)
-FlashAttentionTritonCompiled = flash_function("flash_triton_compiled", flash_forward, compiled_backward)
+FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward, _check_served)
+FlashAttentionTritonCompiled = flash_function("flash_triton_compiled", flash_forward, compiled_backward, _check_served)
 
 
 def flash_triton(
@@ -351,7 +355,7 @@ def flash_triton(
 
     Raises ValueError naming the argument that it does not take.
     """
-    return FlashAttentionTriton.apply(q, k, v, is_causal)
+    return FlashAttentionTriton.of(q, k, v, is_causal)
 
 
 def flash_triton_compiled(
@@ -364,4 +368,4 @@ def flash_triton_compiled(
 
     Takes what `flash_triton` takes, and keeps as little for the backward pass, which holds N_q x N_k scores in float32.
     """
-    return FlashAttentionTritonCompiled.apply(q, k, v, is_causal)
+    return FlashAttentionTritonCompiled.of(q, k, v, is_causal)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from .contract import attention_flops
+from .contract import attention_flops, check_is_causal, check_qkv
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """forward(q, k, v, is_causal) -> o, logsumexp"""
@@ -30,23 +30,55 @@ class Saved(NamedTuple):
 
 
 Backward = Callable[[Tensor, Saved, bool, bool], tuple[Tensor, Tensor, Tensor]]
-"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv; what is not needed may be empty. Called with at least one query
-and one key, a dO without repeated elements and a contiguous logsumexp."""
+"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv, as from `new_gradients`: what is not needed has no elements.
+Called with at least one query and one key, a dO without repeated elements and a contiguous logsumexp."""
+Check = Callable[[Tensor, Tensor, Tensor, bool], None]
+
+_places: dict[str, str] = {}
+"""Of every name the function that it is the name of."""
 
 
-def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) -> type[torch.autograd.Function]:
-    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` gives O.
+class FlashFunction(torch.autograd.Function):
+    """What `flash_function` makes is a class of this kind."""
+
+    @classmethod
+    def of(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        """As `apply`, and compiled as one operator: torch.compile does not take a tensor twice in `apply`."""
+        raise NotImplementedError
+
+
+def flash_function(
+    name: str, forward_pass: Forward, backward_pass: Backward, check: Check = check_qkv
+) -> type[FlashFunction]:
+    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` gives O, and so does `.of`.
 
     Saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64), for backward.
     Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Called eagerly, the kernel is reached
-    directly: the dispatch of a custom operator costs more than the launch of a small kernel.
-    """
-    forward_op, backward_op = _register_operators(name, forward_pass, backward_pass)
+    directly: the dispatch of a custom operator costs more than the launch of a small kernel. forward_pass checks its
+    arguments; `check` does so for tensors without values, of which it may ask the shape, the dtype and the device.
 
-    class FlashAttention(torch.autograd.Function):
+    Raises ValueError for a name that is no identifier or that another function has.
+    """
+    place = f"{forward_pass.__module__}.{forward_pass.__qualname__}"
+    if not (name.isascii() and name.isidentifier()):
+        raise ValueError(f"name is {name!r}: it must be an identifier")
+    if _places.setdefault(name, place) != place:  # a function defined anew, as in a notebook, is the same
+        raise ValueError(f"name is {name!r}, which is the name of {_places[name]}")
+    forward_op, backward_op = _register_operators(name, forward_pass, backward_pass, check)
+
+    class FlashAttention(FlashFunction):
+        @classmethod
+        def of(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+            if torch.compiler.is_compiling():
+                return forward_op(Q, K, V, is_causal)[0]
+            return cls.apply(Q, K, V, is_causal)
+
         @staticmethod
         def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-            o, logsumexp = (forward_op if _traced() else forward_pass)(Q, K, V, is_causal)
+            if _traced():
+                o, logsumexp = forward_op(Q, K, V, is_causal)
+            else:
+                o, logsumexp = _run_forward(forward_pass, Q, K, V, is_causal)
             ctx.save_for_backward(Q, K, V, o, logsumexp)
             ctx.is_causal = is_causal
             return o
@@ -64,8 +96,8 @@ def flash_function(name: str, forward_pass: Forward, backward_pass: Backward) ->
                 dQ, dK, dV = _run_backward(backward_pass, dO, saved, *needs)
             return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
 
-    FlashAttention.__doc__ = f"FlashAttention-2 as an autograd.Function: `{name}`."
-    return FlashAttention
+    # A class of this name, which a tensor's grad_fn shows.
+    return type(name, (FlashAttention,), {"__doc__": f"FlashAttention-2 as an autograd.Function: `{name}`."})
 
 
 def _traced() -> bool:
@@ -80,11 +112,11 @@ def _check_not_differentiated_again(name: str) -> None:
 
 
 def _register_operators(
-    name: str, forward: Forward, backward: Backward
+    name: str, forward: Forward, backward: Backward, check: Check
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     @torch.library.custom_op(f"cs336::{name}_forward", mutates_args=())
     def forward_op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, is_causal)
+        return _run_forward(forward, q, k, v, is_causal)
 
     @torch.library.custom_op(f"cs336::{name}_backward", mutates_args=())
     def backward_op(
@@ -102,6 +134,7 @@ def _register_operators(
 
     @forward_op.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+        check(q, k, v, is_causal)
         return new_outputs(q)
 
     @backward_op.register_fake
@@ -131,10 +164,24 @@ def _register_operators(
 
     @register_flop_formula(getattr(operators, f"{name}_backward"))
     def _(*shapes_and_flags: Any, **kwargs: Any) -> int:
-        _, q_shape, k_shape, _, _, _, is_causal, *_ = shapes_and_flags
-        return attention_flops(q_shape, k_shape[-2], is_causal, products=5)
+        _, q_shape, k_shape, _, _, _, is_causal, need_dq, need_dkv = shapes_and_flags
+        products = 2 + need_dq + 2 * need_dkv  # the scores and dP for either, then dQ, or dK and dV
+        return attention_flops(q_shape, k_shape[-2], is_causal, products)
 
     return forward_op, backward_op
+
+
+def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """A kernel's forward pass, for arguments of which it remembers what it has checked, or reads the memory."""
+    check_is_causal(is_causal)
+    try:
+        is_negated = q.is_neg() or k.is_neg() or v.is_neg()
+    except AttributeError:
+        name, given = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        raise ValueError(f"{name} is a {type(given).__name__}: it must be a tensor") from None
+    if is_negated:
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    return forward(q, k, v, is_causal)
 
 
 def _run_backward(
@@ -142,6 +189,9 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A kernel's backward pass, without the cases that are the same for all of them."""
     q, k, v = saved[:3]
+    if dO.is_neg() or q.is_neg() or k.is_neg() or v.is_neg():  # to be read with the other sign than memory has
+        dO, q, k, v = (x.resolve_neg() for x in (dO, q, k, v))
+        saved = saved._replace(q=q, k=k, v=v)
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
         return dq.zero_(), dk.zero_(), dv.zero_()
