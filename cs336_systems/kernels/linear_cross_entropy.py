@@ -30,22 +30,38 @@ def chunked_linear_cross_entropy(
 
     Products are computed in the type of x and weight, or of autocast; softmax, sums over tokens and the gradient of the
     weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, perhaps compiled.
-    Backward may be called once. Raises ValueError for another reduction and for less than one token.
+    Every target counts: none is ignored. Backward may be called once, and not be differentiated again. Raises
+    ValueError for another reduction, less than one token, and tensors that do not fit each other.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}: it must be 'mean' or 'sum'")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}: it must be at least 1")
+    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens!r}: it must be an integer of at least 1")
+    _check(x, weight, targets)
     device = x.device.type
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     is_training = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     scale = 1 / max(1, len(flat)) if reduction == "mean" else 1.0
     settings = dtype, scale, chunk_tokens, is_training, rows_loss or loss_and_gradient
     with without_autocast(device):
         return _Chunked.apply(flat, weight, wanted, *settings)
+
+
+def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if x.ndim < 1:
+        raise ValueError("x has no dimensions: it must be (..., d)")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be (vocab, {x.shape[-1]}), as x has columns")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"targets have shape {tuple(targets.shape)}: it must be {tuple(x.shape[:-1])}, as x has rows")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ValueError(f"targets are {targets.dtype}: they must be integers")
+    for name, tensor in (("weight", weight), ("targets", targets)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: it must be on x's device, which is {x.device}")
 
 
 def loss_and_gradient(logits: Float[Tensor, "T V"], targets: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
@@ -56,6 +72,9 @@ def loss_and_gradient(logits: Float[Tensor, "T V"], targets: Int[Tensor, "T"]) -
     # Not written into the target's place, which compiled would be a pass of its own over all of them.
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return loss, (wide - logsumexp).exp_().add_(is_target, alpha=-1).to(logits.dtype)
+
+
+_NO_TARGET = torch.iinfo(torch.int64).min  # instead of -100, which the loss with gradients does not ignore either
 
 
 class _Chunked(torch.autograd.Function):
@@ -84,7 +103,9 @@ class _Chunked(torch.autograd.Function):
             rows = x[here].to(dtype)
             logits = rows @ w.T
             if not is_training:
-                loss += torch.nn.functional.cross_entropy(logits.to(wide), targets[here], reduction="sum")
+                loss += torch.nn.functional.cross_entropy(
+                    logits.to(wide), targets[here], reduction="sum", ignore_index=_NO_TARGET
+                )
                 continue
             summed, gradient = rows_loss(logits, targets[here])
             del logits
@@ -100,6 +121,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # autograd would take the gradients for constants and go on without a word
+            raise RuntimeError(
+                "chunked_linear_cross_entropy has no second derivatives: it was called with create_graph=True"
+            )
         if ctx.gradients is None:
             raise RuntimeError("chunked_linear_cross_entropy: backward was called before, and gradients are kept once")
         found, ctx.gradients = ctx.gradients, None

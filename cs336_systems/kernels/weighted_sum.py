@@ -70,7 +70,7 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         _check(x, weight)
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight = _as_in_memory(x), _as_in_memory(weight)
         ctx.save_for_backward(x, weight)
         y = x.new_empty(x.shape[:-1])
         if y.numel():  # a grid of no programs cannot be launched
@@ -82,13 +82,13 @@ class WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled():  # autograd would take the gradients for constants and go on without a word
             raise RuntimeError("weighted_sum has no second derivatives: it was called with create_graph=True")
-        x, weight = (saved.contiguous() for saved in ctx.saved_tensors)  # hooks may have given other strides
+        x, weight, dy = map(_as_in_memory, (*ctx.saved_tensors, dy))  # hooks may have given other strides
         rows, d = dy.numel(), x.shape[-1]
         dx = torch.empty_like(x)
         partial_dw = x.new_empty((_programs(rows), d), dtype=torch.float32)
         if rows:
             with torch.cuda.device_of(x):
-                _backward_kernel[(_programs(rows),)](x, weight, dy.contiguous(), dx, partial_dw, rows, d, **_tiles(x))
+                _backward_kernel[(_programs(rows),)](x, weight, dy, dx, partial_dw, rows, d, **_tiles(x))
         return dx, partial_dw.sum(dim=0).to(weight.dtype)
 
 
@@ -96,7 +96,8 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
     """sum_j weight_j x_...j over the last dimension, added up in float32, of x's dtype; differentiable once in both.
 
     On a CUDA device, or on a CPU in Triton's interpreter; float32, bfloat16 and float16. The same inputs give the same
-    bits. Raises ValueError naming the argument that it does not take. Source: CS336 assignment 2, weighted sum.
+    bits. Not for torch.compile: it is there to be read. Raises ValueError naming the argument that it does not take.
+    Source: CS336 assignment 2, weighted sum.
     """
     return WeightedSum.apply(x, weight)
 
@@ -112,11 +113,16 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"weight is {weight.dtype}: it must be of x's dtype, which is {x.dtype}")
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}: it must be on x's device, which is {x.device}")
-    if not (x.is_cuda or INTERPRET):
+    if not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
         raise ValueError(
             f"x is on {x.device}: weighted_sum needs a CUDA device, or TRITON_INTERPRET=1 in the environment, with "
             "which Triton's interpreter runs it slowly on a CPU"
         )
+
+
+def _as_in_memory(x: Tensor) -> Tensor:
+    """x contiguous, and with the sign that its memory has: the imaginary part of a conjugate has the other one."""
+    return x.contiguous().resolve_neg()
 
 
 def _programs(rows: int) -> int:

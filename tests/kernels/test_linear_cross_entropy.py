@@ -134,6 +134,49 @@ def test_only_what_asks_for_a_gradient_gets_one(frozen: int, chunk_tokens: int) 
     assert [t.grad is None for t in (x, weight)] == [frozen == 0, frozen == 1]
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_target_that_is_no_token_is_refused_with_gradients_and_without(is_training: bool) -> None:
+    x, weight, targets = inputs()
+    targets[1, 2] = -100  # which PyTorch's loss would ignore
+    with torch.set_grad_enabled(is_training), pytest.raises((RuntimeError, IndexError), match=r"-100 is out of bounds"):
+        chunked_linear_cross_entropy(x, weight, targets, chunk_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(targets=torch.zeros(7, 3, dtype=torch.long)), r"targets have shape \(7, 3\): it must be \(3, 7\)"),
+        (dict(targets=torch.zeros(1, dtype=torch.long)), r"targets have shape \(1,\)"),
+        (dict(targets=torch.zeros(3, 7)), r"targets are torch.float32: they must be integers"),
+        (dict(weight=torch.zeros(53, 15).double()), r"weight has shape \(53, 15\): it must be \(vocab, 16\)"),
+        (dict(weight=torch.zeros(53, 16, device="meta").double()), r"weight is on meta: it must be on x's device"),
+        (dict(x=torch.tensor(1.0)), r"x has no dimensions"),
+        (dict(chunk_tokens=2.5), r"chunk_tokens is 2.5: it must be an integer"),
+        (dict(chunk_tokens=None), r"chunk_tokens is None"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+    given = dict(zip(("x", "weight", "targets"), inputs(), strict=True)) | {"chunk_tokens": 4}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        chunked_linear_cross_entropy(**(given | change))
+
+
+def test_targets_may_be_any_integers() -> None:
+    x, weight, targets = inputs()
+    expected = chunked_linear_cross_entropy(x, weight, targets, chunk_tokens=4)
+    for dtype in (torch.int32, torch.uint8):
+        assert torch.equal(chunked_linear_cross_entropy(x, weight, targets.to(dtype), chunk_tokens=4), expected)
+        with torch.no_grad():
+            found = chunked_linear_cross_entropy(x, weight, targets.to(dtype), chunk_tokens=4)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, weight, targets = inputs()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(chunked_linear_cross_entropy(x, weight, targets, chunk_tokens=4), x, create_graph=True)
+
+
 def test_a_second_backward_is_refused() -> None:
     loss = chunked_linear_cross_entropy(*inputs(), chunk_tokens=4)
     loss.backward(retain_graph=True)

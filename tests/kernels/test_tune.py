@@ -4,9 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
 tune = pytest.importorskip("cs336_systems.kernels.attention.tune")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["tune"])
+    with pytest.raises(SystemExit) as stop:
+        tune.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("tiles are measured on a CUDA GPU, and there is none\n")
 
 
 def test_the_table_has_the_fastest_and_keeps_what_nothing_will_do_for(tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def test_takes_any_strides(device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_takes_tensors_that_are_negated_when_they_are_read(device) -> None:
+    given = [t.detach() for t in inputs((6, 40), torch.float32, device)]
+    negated = [torch._neg_view(t) for t in given]
+    found, expected = (
+        results(weighted_sum, *(t.requires_grad_() for t in some[:2]), some[2])
+        for some in (negated, [-t for t in given])
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_gives_the_same_bits_twice(device) -> None:
     first, second = (results(WeightedSum.apply, *inputs((100, 70), torch.float32, device)) for _ in range(2))
     assert all(map(torch.equal, first, second))

@@ -183,6 +183,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--workers", type=int, default=16, help="processes that compile")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("tiles are measured on a CUDA GPU, and there is none")
     entries = [
         candidate
         for d in arguments.head_sizes
