@@ -1,8 +1,10 @@
 """docs/extending.md does what it says: its kernel and its strategy are registered, tested, measured, trained with."""
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
@@ -19,6 +21,8 @@ from tests.distributed import run_ranks
 from tests.extending import STEPS, code, module_of, train_together
 from tests.kernels.attention_cases import QUICK_CASES, check_case
 from tests.parallel.models import train_alone
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -45,6 +49,22 @@ def test_the_kernel_keeps_the_criterion_of_all_kernels(by_rows: str, one_thread:
     for wrong in ("one dimension", "v of another length", "whole numbers"):
         tests.test_refuses_wrong_inputs(wrong)
     tests.test_is_not_changed_by_autocast()
+
+
+def test_a_kernel_with_a_backward_pass_of_its_own_passes_the_tests_of_all(tmp_path: Path, one_thread: None) -> None:
+    """In a process of its own, for what it registers stays."""
+    test = tmp_path / "test_recomputed.py"
+    test.write_text(
+        "import sys\n"
+        "from cs336_systems.kernels import attention\n"
+        "from tests.extending import module_of\n"
+        'written = module_of("recomputed.py", attention)\n'
+        "sys.modules[written.__name__] = written\n"
+        'attention._PLACES["recomputed"] = "recomputed:recomputed"\n' + code("test of recomputed")
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
 
 
 @pytest.mark.parametrize("name", ["kernels", "flash", "attention-sweep"])

@@ -1,6 +1,8 @@
+import importlib.util
 import sys
 
 import pytest
+import torch
 
 from cs336_basics import model
 from cs336_systems.kernels import attention
@@ -34,7 +36,7 @@ def test_the_models_default_is_naive_under_both_its_names() -> None:
 @pytest.mark.parametrize("name", ["", "Naive", "sdpa ", "flash"])
 def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(
-        ValueError, match=r"^model.attention is .*: it must be auto or one of naive, .*flash_triton"
+        ValueError, match=r"^model.attention is .*: it must be auto or one of .*naive, .*flash_triton"
     ) as e:
         get_attention(name)
     assert "\n" not in str(e.value)
@@ -46,6 +48,19 @@ def test_a_kernel_that_cannot_be_imported_is_refused_by_name(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, f"{attention.__name__}.flash_triton", None)  # as if Triton were not there
     with pytest.raises(ValueError, match=r"^model.attention is 'flash_triton', which cannot be imported here: "):
         get_attention("flash_triton")
+
+
+@pytest.mark.parametrize("place", ["reference:nayve", "reference", "reference:", "nowhere:naive"])
+def test_a_wrong_place_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention._PLACES, "mine", place)
+    with pytest.raises(ValueError, match=rf"^model.attention is 'mine', .*({place}|nowhere)"):
+        get_attention("mine")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="it is installed")
+def test_fa4_names_its_package() -> None:
+    with pytest.raises(ImportError, match=r"^fa4 needs the package flash-attn-4: "):
+        ATTENTION["fa4"](*(torch.zeros(1, 16, 64),) * 3)
 
 
 def test_auto_is_what_pytorch_picks() -> None:

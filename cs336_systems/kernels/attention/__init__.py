@@ -31,8 +31,12 @@ class _Kernels(Mapping[str, Attention]):
     """Names to functions. Reading a name imports its module and raises ImportError where that cannot be done."""
 
     def __getitem__(self, name: str) -> Attention:
-        module, function = _PLACES[name].split(":")
-        return getattr(importlib.import_module(f".{module}", __name__), function)
+        place = _PLACES[name]
+        module, _, function = place.partition(":")
+        found = importlib.import_module(f".{module}", __name__)
+        if not hasattr(found, function):
+            raise ImportError(f"{name} is registered as {place!r}, module:function, and there is no {function!r}")
+        return getattr(found, function)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_PLACES)
@@ -53,7 +57,8 @@ def get_attention(name: str) -> Attention:
     On an H200 it takes cuDNN, which the rows in results/h200/kernels.jsonl show ahead of flash_triton, and on a CPU
     there is nothing faster here.
 
-    Raises ValueError naming `model.attention` where no kernel has the name, or what the kernel needs is not installed.
+    Raises ValueError naming `model.attention` where no kernel has the name, or its module cannot be imported. What a
+    kernel needs besides, as a GPU or a package, it says itself when it is called; `check_attention` calls it.
     """
     if name == "auto":
         name = "sdpa"

@@ -189,7 +189,7 @@ def _dq_keys(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, lines 11 to 14 and 15, along the keys lo to hi."""
+    """Algorithm 2, lines 10, 11 and 13 to 15, along the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
         k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
         if TOGETHER:
@@ -272,7 +272,7 @@ def _dkv_queries(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, lines 11 to 14 and 16, along the queries lo to hi.
+    """Algorithm 2, lines 10 to 14 and 16, along the queries lo to hi.
 
     All scores are transposed, (BN, BM): the probabilities then leave one matrix product in the registers in which the
     next takes its left operand.

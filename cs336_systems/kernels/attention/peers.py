@@ -89,8 +89,10 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     CUDA, other dtypes than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or no
     keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
     """
-    from flash_attn.cute import flash_attn_func
-
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as error:
+        raise ImportError(f"fa4 needs the package flash-attn-4: {error}") from error
     _check_cuda(q, "fa4")
     check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
     if q.shape[-1] % 8:
