@@ -224,10 +224,13 @@ def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has `flash_triton` choose for a card of a capability, which need not be there. A launch is its kernel's name."""
 
     def choose_on(capability: tuple[int, int]) -> None:
-        device = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, L2_cache_size=50 * 2**20)
+        device = SimpleNamespace(
+            shared_memory_per_block_optin=227 * 1024, L2_cache_size=50 * 2**20, multi_processor_count=132
+        )
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
-        monkeypatch.setattr(flash_triton, "INTERPRET", False)
+        for module in (flash_triton, tiles):
+            monkeypatch.setattr(module, "INTERPRET", False)
         monkeypatch.setattr(flash_triton, "TMA_FROM_SCORES", 2 * 64 * 64)
         monkeypatch.setattr(flash_triton, "Launch", lambda kernel, *_, **__: name_of(kernel))
 
@@ -245,7 +248,12 @@ def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
         # rows of 200 bytes, which the copy engine cannot move
         (HOPPER, Case(d=100), torch.bfloat16, "triton forward, triton backward"),
         (HOPPER, Case(d=64), torch.float32, "triton forward, triton backward"),
-        (HOPPER, Case(d=128), torch.float32, "triton forward, triton dq, triton dkv"),  # not in one launch: too slow
+        # tiles that fill a third of the multiprocessors: not in one launch, which is too slow; otherwise small ones
+        (HOPPER, Case(n_q=704, d=128), torch.float32, "triton forward, triton backward"),
+        (HOPPER, Case(n_q=705, d=128), torch.float32, "triton forward, triton dq, triton dkv"),
+        (HOPPER, Case(n_q=2816, d=16), torch.float32, "triton forward, triton backward"),
+        (HOPPER, Case(n_q=2817, d=32), torch.float32, "triton forward, triton dq, triton dkv"),
+        (HOPPER, Case(d=256), torch.float32, "triton forward, triton dq, triton dkv"),  # takes long to compile
         (HOPPER, Case(d=128, layout="columns_apart"), torch.bfloat16, "triton forward, triton backward"),
         (HOPPER, Case(d=128, layout="columns_apart"), torch.float32, "triton forward, triton backward"),
         (HOPPER, Case(n_q=63, d=128), torch.bfloat16, "triton forward, triton backward"),  # too short

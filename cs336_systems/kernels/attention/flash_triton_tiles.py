@@ -30,14 +30,13 @@ def tile_table() -> dict[str, Tile]:
     return {key: Tile(**tile) for key, tile in rows.items()}
 
 
-def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, apart: bool = False) -> str:
+def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, small: bool = False) -> str:
     """The phase (forward, dq, dkv, or backward for both), the padded head size, and float, half or half-tma.
 
-    half-tma is for 16 bits moved by the copy engine. float-apart is for float32 tensors whose columns are `apart`, not
-    next to each other in memory: small tiles that are not tuned. With the tuned ones Triton 3.6 makes kernels for
-    Hopper that read beyond the tensors at head sizes 32 and 64.
+    half-tma is for 16 bits moved by the copy engine. float-small is for float32 too: `small` tiles, which are not
+    tuned, and a backward pass in one launch at every head size.
     """
-    kind = "float-apart" if apart else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
+    kind = "float-small" if small else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
 
 
@@ -46,15 +45,15 @@ def padded_head_size(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def choose_tile(phase: str, q: Tensor, tma: bool, apart: bool) -> Tile:
-    """The tile of a phase for tensors like q (B, H, N, D) on their device; `tma` and `apart` as in `tile_key`."""
+def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
+    """The tile of a phase for tensors like q (B, H, N, D) on their device; `tma` and `small` as in `tile_key`."""
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
         return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
-    if properties.shared_memory_per_block_optin < 160 * 1024 and not apart:
+    if properties.shared_memory_per_block_optin < 160 * 1024 and not small:
         # The table is for the larger cards; these fit all.
         if q.dtype != torch.float32:
             return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
         rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
         return Tile(BM=rows, BN=rows, num_warps=4, num_stages=1)
-    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, apart)]
+    return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, small)]
