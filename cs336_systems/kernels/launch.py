@@ -97,11 +97,14 @@ def _hash_in_order(module: str) -> None:
     the functions called were hashed before for another kernel. With two threads that is by chance, and a kernel that
     lies in the cache would now and then be compiled again.
     """
-    if module not in _hashed:
-        for each in vars(sys.modules[module]).values():
-            if isinstance(each, triton.JITFunction):
-                _ = each.cache_key
-        _hashed.add(module)
+    if module in _hashed:
+        return
+    _hashed.add(module)
+    functions = [each for each in vars(sys.modules[module]).values() if isinstance(each, triton.JITFunction)]
+    for each in functions:  # what is imported first, in the order of its own module
+        _hash_in_order(each.__module__)
+    for each in functions:
+        _ = each.cache_key
 
 
 def _descriptor(

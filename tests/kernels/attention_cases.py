@@ -458,6 +458,13 @@ class FlashKernelTests(KernelTests):
         with pytest.raises(ValueError, match=r"^is_causal is .*: it must be True or False"):
             self.attention(q, k, v, is_causal)
 
+    def test_compiled_it_refuses_with_the_same_error(self) -> None:
+        torch._dynamo.reset()
+        q, k, v = self.normal(2, 17, 16)
+        compiled = torch.compile(self.attention, backend="aot_eager")
+        with pytest.raises(ValueError, match=r"^v has 8 positions"):
+            compiled(q, k, v[:, :8], True)
+
     def test_what_is_no_tensor_is_named(self) -> None:
         q, k, v = self.normal(2, 17, 16)
         for wrong in (None, [1.0], v.detach().cpu().numpy() if v.dtype == torch.float32 else 1.0):

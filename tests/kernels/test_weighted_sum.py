@@ -52,12 +52,12 @@ def test_takes_any_strides(device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_takes_tensors_that_are_negated_when_they_are_read(device) -> None:
+@pytest.mark.parametrize("which", range(3), ids=["x", "weight", "dy"])
+def test_takes_tensors_that_are_negated_when_they_are_read(which, device) -> None:
     given = [t.detach() for t in inputs((6, 40), torch.float32, device)]
-    negated = [torch._neg_view(t) for t in given]
+    negated = [torch._neg_view(-t) if i == which else t.clone() for i, t in enumerate(given)]
     found, expected = (
-        results(weighted_sum, *(t.requires_grad_() for t in some[:2]), some[2])
-        for some in (negated, [-t for t in given])
+        results(weighted_sum, *(t.requires_grad_() for t in some[:2]), some[2]) for some in (negated, given)
     )
     assert all(map(torch.equal, found, expected))
 

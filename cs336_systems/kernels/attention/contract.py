@@ -58,7 +58,7 @@ def check_qkv(
 
 def check_is_causal(is_causal: bool) -> None:
     """Raise a ValueError where it is no bool: a text or a mask would be taken for true."""
-    if is_causal is not True and is_causal is not False:
+    if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
 
 

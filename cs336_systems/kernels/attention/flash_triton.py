@@ -213,15 +213,18 @@ def _is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
 
 
-def _is_float_of_few_programs(q: Tensor) -> bool:
-    """Whether, in float32, the tuned tiles of dQ are so few that small ones, in one launch, take less time.
+def _is_float_of_few_programs(q: Tensor, k: Tensor) -> bool:
+    """Whether, in float32, tuned tiles are so few that small ones, in one launch, take less time.
 
-    A third of the multiprocessors is what parts the two in the rows of one head (results/h200/flash.jsonl). Not where
-    tuned tiles have one launch too, nor at a head size of 256, where it takes long to compile and tiles are small.
+    A third of the multiprocessors is about where the two cross, by the rows of one head (docs/log.md). Not where tuned
+    tiles have one launch too, nor at a head size of 256, where it takes long to compile and all tiles are small.
     """
-    if INTERPRET or q.dtype != torch.float32 or padded_head_size(q.shape[-1]) in (64, 256):
+    d = q.shape[-1]
+    has_both = tile_key("backward", d, q.dtype, False) in tile_table()
+    if INTERPRET or q.dtype != torch.float32 or has_both or padded_head_size(d) == 256:
         return False
-    programs = triton.cdiv(q.shape[2], choose_tile("dq", q, False, False).BM) * q.shape[0] * q.shape[1]
+    longest = max(q.shape[2], k.shape[2])
+    programs = triton.cdiv(longest, choose_tile("dq", q, False, False).BM) * q.shape[0] * q.shape[1]
     return 3 * programs <= torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
@@ -262,8 +265,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
         return
     if not q.is_cuda:
         raise ValueError(
-            f"q is on {q.device}: flash_triton needs a CUDA device, or TRITON_INTERPRET=1 in the environment, "
-            "with which Triton's interpreter runs it slowly on a CPU"
+            f"q is on {q.device}: flash_triton needs a CUDA device, or a CPU and TRITON_INTERPRET=1 in the "
+            "environment, with which Triton's interpreter runs it slowly"
         )
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: flash_triton needs compute capability 8.0")
@@ -290,19 +293,19 @@ def _backward_launches(
 ) -> tuple[Launch, ...]:
     gradients = [x for x in (dq, dk, dv) if x is not None]
     tma = _use_tma(q, k, v, o, do, *gradients)
-    small = _is_float_apart(q, k, v) or _is_float_of_few_programs(q)
-    is_short = not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES
-    in_one = tile_key("backward", q.shape[-1], q.dtype, tma, small) in tile_table()
-    if is_short and dq is not None and need_dkv and in_one:
-        return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, choose_tile("backward", q, tma, small)),)
+    apart = _is_float_apart(q, k, v)
+    if dq is not None and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
+        small = apart or _is_float_of_few_programs(q, k)
+        if tile_key("backward", q.shape[-1], q.dtype, tma, small) in tile_table():
+            return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, choose_tile("backward", q, tma, small)),)
     in_gluon = _use_gluon(q, tma)
     if in_gluon and dq is not None:
         first = gluon_dq_launch(q, k, v, o, do, dq, is_causal)
     else:  # without dq the vectors alone, which are the same from both
-        first = dq_launch(q, k, v, o, do, dq, is_causal, choose_tile("dq", q, tma, small), tma)
+        first = dq_launch(q, k, v, o, do, dq, is_causal, choose_tile("dq", q, tma, apart), tma)
     if in_gluon:
         return first, gluon_dkv_launch(q, k, v, do, dk, dv, is_causal)
-    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, choose_tile("dkv", q, tma, small), tma)
+    return first, dkv_launch(q, k, v, do, dk, dv, is_causal, choose_tile("dkv", q, tma, apart), tma)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
