@@ -26,11 +26,8 @@ def check_qkv(
     q is (..., N_q, D), k and v are (..., N_k, D), of one dtype, on one device, with the same leading dimensions.
     """
     check_is_causal(is_causal)
+    check_tensors(q, k, v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name} is {tensor.layout}: it must be dense")
         if tensor.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be (..., length, head size)")
         if tensor.dtype != q.dtype:
@@ -54,6 +51,15 @@ def check_qkv(
     if not 1 <= q.shape[-1] <= largest:
         accepted = "at least 1" if max_head_size is None else f"1 to {max_head_size}"
         raise ValueError(f"q has head size {q.shape[-1]}: it must be {accepted}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise a ValueError naming the argument that is no tensor, or not a dense one."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name} is {tensor.layout}: it must be dense")
 
 
 def check_is_causal(is_causal: bool) -> None:

@@ -5,14 +5,14 @@ for torch.compile, which then has no graph break, for fake tensors, and for the 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from .contract import attention_flops, check_is_causal, check_qkv
+from .contract import attention_flops, check_is_causal, check_qkv, check_tensors
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """forward(q, k, v, is_causal) -> o, logsumexp"""
@@ -41,10 +41,8 @@ _places: dict[str, str] = {}
 class FlashFunction(torch.autograd.Function):
     """What `flash_function` makes is a class of this kind."""
 
-    @classmethod
-    def of(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        """As `apply`, and compiled as one operator: torch.compile does not take a tensor twice in `apply`."""
-        raise NotImplementedError
+    of: ClassVar[Any]
+    """As `apply`, and compiled as one operator: torch.compile does not take a tensor twice in `apply`."""
 
 
 def flash_function(
@@ -182,8 +180,8 @@ def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: b
     try:
         is_negated = q.is_neg() or k.is_neg() or v.is_neg()
     except AttributeError:
-        name, given = next((n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
-        raise ValueError(f"{name} is a {type(given).__name__}: it must be a tensor") from None
+        check_tensors(q, k, v)
+        raise
     if is_negated:
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     return forward(q, k, v, is_causal)
