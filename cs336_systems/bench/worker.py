@@ -48,9 +48,10 @@ class Worker:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
         resource_tracker.ensure_running()  # which the server needs; where it is started, it lets interrupts through
-        with _interrupts_later():  # the server is to get none: a terminal's Ctrl-C is for this process
+        with _later(signal.SIGINT):  # the server is to get none: a terminal's Ctrl-C is for this process
             forkserver.ensure_running()
-        self._process.start()
+        with _later(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a half-sent request is a traceback of the server's
+            self._process.start()
         theirs.close()
         lifeline.close()
 
@@ -96,9 +97,9 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """An interrupt that comes now is not lost but comes afterwards; a process that is started now gets none at all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _later(*signals: signal.Signals) -> Iterator[None]:
+    """A signal that comes now is not lost but comes afterwards; a process that is started now gets none at all."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

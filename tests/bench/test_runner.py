@@ -331,10 +331,35 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
             os.killpg(sweep.pid, signal.SIGKILL)
 
 
+_IN_A_REQUEST = """
+import signal, sys
+from multiprocessing import popen_forkserver
+from cs336_systems.cli import main
+
+connect = popen_forkserver.forkserver.connect_to_new_process
+
+def connect_and_signal(files):
+    pipes = connect(files)
+    signal.raise_signal(int(sys.argv[1]))
+    return pipes
+
+popen_forkserver.forkserver.connect_to_new_process = connect_and_signal
+sys.exit(main(["bench", "model", "--quick", "--mode", "forward", "--out", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_process_is_asked_for_makes_no_traceback(number: int, heard: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _IN_A_REQUEST, str(int(number)), str(tmp_path)]
+    sweep = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert sweep.returncode == 128 + number
+    assert sweep.stderr == ("cs336: interrupted\n" if number == signal.SIGINT else "")
+
+
 @pytest.fixture
 def heard(number: int) -> Iterator[int]:
-    """The signal, which is not ignored, as it is under nohup."""
-    before = signal.signal(number, signal.SIG_DFL)
+    """The signal, which is not ignored, as it is under nohup and in a shell's background jobs."""
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield number
     signal.signal(number, before)
 
