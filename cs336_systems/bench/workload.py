@@ -22,7 +22,7 @@ from ..fields import check_types, require, without_groups
 from ..hardware import check_precision, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
-from ..training.build import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model
+from ..training.build import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model, compiled
 from .ranges import named_range
 
 QUICK_SIZE = "quick"
@@ -119,7 +119,7 @@ class Workbench:
         if config.compile:
             compile_model(self.model)
         checkpoint_activations(self.model, config.train_config)
-        self._loss = torch.compile(cross_entropy) if config.compile else cross_entropy
+        self._loss = compiled(cross_entropy) if config.compile else cross_entropy
         self._logits_dtype: torch.dtype | None = None
 
     @property

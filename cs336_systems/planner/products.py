@@ -5,7 +5,11 @@ from collections.abc import Iterator
 from .cards import Card
 from .job import Job
 
-TILES = ((128, 256), (256, 128), (128, 128))  # rows and columns of the result that one multiprocessor makes at a time
+# Rows and columns of the result that one multiprocessor makes at a time, and what is left of its rate: smaller tiles
+# load each operand more often. In float32, where products take ten times as long, libraries choose them for results that
+# few large ones would cover. The shares are assumed; with them 25 float32 steps are predicted (docs/log.md).
+_LARGE = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.0))
+TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85))}
 
 
 def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
@@ -22,7 +26,7 @@ def gradients_of(m: int, n: int, k: int) -> tuple[tuple[int, int, int], tuple[in
     return (m, k, n), (n, k, m)
 
 
-def rounded_up(m: int, n: int, multiprocessors: int) -> float:
+def rounded_up(m: int, n: int, multiprocessors: int, number_bytes: int = 2) -> float:
     """How many times longer a product takes than one of the same operations that fills the card, for the best tile.
 
     Tiles that stick out of the result compute nothing that is used (tile quantization), and the multiprocessors go
@@ -30,17 +34,17 @@ def rounded_up(m: int, n: int, multiprocessors: int) -> float:
     Background User's Guide".
     """
     times = []
-    for rows, columns in TILES:
+    for rows, columns, share in TILES[number_bytes]:
         tiles = -(-m // rows) * -(-n // columns)
         waves = -(-tiles // multiprocessors)
-        times.append(waves * multiprocessors * rows * columns / (m * n))
+        times.append(waves * multiprocessors * rows * columns / (m * n) / share)
     return min(times)
 
 
 def product_seconds(m: int, n: int, k: int, number_bytes: int, card: Card) -> float:
     """The longer of 2 M N K operations, rounded up, and c (M K + K N + M N) bytes (roofline, Williams et al. 2009)."""
     rate = card.matmul if number_bytes == 2 else card.matmul_fp32
-    operations = 2 * m * n * k / rate * rounded_up(m, n, card.multiprocessors)
+    operations = 2 * m * n * k / rate * rounded_up(m, n, card.multiprocessors, number_bytes)
     return max(operations, number_bytes * (m * k + k * n + m * n) / card.bandwidth)
 
 

@@ -22,6 +22,13 @@ GAP_S = 1.7e-6
 CHANNELS = 24
 PASSES = 4
 
+# Plain attention. Share of the rate of large products that those of heads of 64 and 80 have, eager 32 of 50 TFLOP/s,
+# and how often its scores pass through memory, forward and backward: of the kernels in results/h200/profile-kernels and
+# 2.7B/profile-kernels. Compiled: a product writes or reads them, and each fused kernel reads and writes them; the rate
+# is then that of the forward passes in results/h200/compiled.
+SCORES_RATE = {False: 0.64, True: 0.8}
+SCORES_PASSES = {False: (10, 13), True: (4, 7)}
+
 
 def elementwise_bytes(job: Job) -> tuple[int, int]:
     """Bytes that a block's elementwise operations read and write: forward and backward.
@@ -57,7 +64,8 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
 
     flash: 2 L B N^2 d operations forward, what the causal mask leaves, and 2.5 times as many backward (Dao 2023,
     FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
-    4 L B N^2 d and twice that, and its scores, 4 B H N^2 bytes, 6 times through memory and 9 times.
+    4 L B N^2 d and twice that, for which the rate of large products is too much, and SCORES_PASSES over its scores,
+    4 B H N^2 bytes. Compiled, what lies between two products is one kernel.
     """
     s, n = job.shape, job.shape.context_length
     flops = s.num_layers * job.batch_size * 2 * n * n * s.d_model
@@ -65,7 +73,9 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
         rate = card.attention_rate(n)
         return flops / rate, 2.5 * flops / rate
     scores = s.num_layers * 4 * job.batch_size * s.num_heads * n * n / card.bandwidth
-    return 2 * flops / card.matmul_fp32 + 6 * scores, 4 * flops / card.matmul_fp32 + 9 * scores
+    rate = SCORES_RATE[job.compile] * card.matmul_fp32
+    forward, backward = SCORES_PASSES[job.compile]
+    return 2 * flops / rate + forward * scores, 4 * flops / rate + backward * scores
 
 
 def compute_terms(job: Job, card: Card) -> list[Term]:
@@ -104,7 +114,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
 
 def _attention_working(job: Job, card: Card) -> str:
     if job.holds_scores:
-        return "float32 products of all scores, 15 passes over them"
+        return f"float32 products of all scores, {sum(SCORES_PASSES[job.compile])} passes over them"
     s, n = job.shape, job.shape.context_length
     flops = 3.5 * (forward_flops(s, job.batch_size, n) - 2 * matmul_parameters(s) * job.tokens)
     return f"{flops / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -17,6 +17,9 @@ from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_an
 from ..parallel import STRATEGIES, Options, comm
 from ..parallel.strategy import Strategy
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,7 +31,7 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
         compile_model(model, config.compile_memory_budget)
     checkpoint_activations(model, config)
     if config.loss_chunk_tokens is not None:
-        rows_loss = torch.compile(loss_and_gradient) if config.compile else loss_and_gradient
+        rows_loss = compiled(loss_and_gradient) if config.compile else loss_and_gradient
         settings: dict[str, Any] = dict(chunk_tokens=config.loss_chunk_tokens, rows_loss=rows_loss)
         model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, **settings)
 
@@ -61,6 +64,17 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bo
     return cls(groups, **common)
 
 
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile, with a backward pass that computes in the types of its tensors, as the uncompiled one does.
+
+    PyTorch's default is to trace it under the autocast around the forward pass, also what had switched that off inside:
+    `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The setting is one of the
+    process and is made here, because compiling takes place at the first call.
+    """
+    torch._functorch.config.backward_pass_autocast = "off"
+    return torch.compile(function)
+
+
 def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
     """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them.
 
@@ -68,7 +82,7 @@ def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
     memory_budget: as `TrainConfig.compile_memory_budget` has it.
     """
     for layer in model.layers:
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = compiled(layer.forward)
         if memory_budget < 1:
             layer.forward = functools.partial(_within_budget, layer.forward, memory_budget)
     model.ln_final.compile()

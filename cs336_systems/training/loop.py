@@ -32,7 +32,7 @@ from ..accounting import training_flops
 from ..config import RunConfig
 from ..hardware import device_peak_flops, to_host, use_device_in_thread, with_index
 from ..parallel import comm, failure
-from .build import AUTOCAST_DTYPES, build_optimizer, prepare_model, wrap_model
+from .build import AUTOCAST_DTYPES, build_optimizer, compiled, prepare_model, wrap_model
 from .graph import RecordedStep
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Trainer:
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
-        self._loss = torch.compile(cross_entropy) if config.train.compile else cross_entropy
+        self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
         """Whether any rank has asked, by `train_step`'s argument, to stop."""
         self._recorded = RecordedStep(self._gradients, self.optimizer.zero_grad) if config.train.cuda_graph else None

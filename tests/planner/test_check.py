@@ -65,6 +65,20 @@ def test_step_time_within_twelve_per_cent_where_the_gpu_sets_the_pace(row: Any) 
         assert found < 0  # the host takes longer
 
 
+def test_steps_with_plain_attention_where_the_gpu_sets_the_pace() -> None:
+    """In float32 that is from large on at every length, in bfloat16 at 1,024 tokens."""
+    found = {
+        (row.config["precision"], row.config["size"], row.config["context_length"]): error(compare(row).seconds) or 1.0
+        for row in rows("model")
+        if row.config["size"] in ("large", "xl", "2.7B")
+    }
+    float32 = [value for (precision, *_), value in found.items() if precision == "fp32"]
+    narrow = [value for (precision, _, length), value in found.items() if (precision, length) == ("bf16", 1024)]
+    assert (len(float32), len(narrow)) == (12, 3)
+    assert max(map(abs, float32)) < 0.05
+    assert max(map(abs, narrow)) < 0.06
+
+
 def test_the_readme_says_how_far_off_the_rows_are() -> None:
     readme = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
     memory: dict[bool, list[float]] = {True: [], False: []}

@@ -28,6 +28,9 @@ def test_a_product_in_tiles_and_waves_by_hand() -> None:
     assert rounded_up(128 * 132, 256, 132) == 1
     # One number keeps one multiprocessor busy with a tile of 128 x 128.
     assert rounded_up(1, 1, 132) == 132 * 128 * 128
+    # In float32 32 tiles of 128 x 128 leave three quarters idle; 128 of 64 x 64 fill one wave, at 0.85 of the rate.
+    assert rounded_up(512, 1024, 132) == pytest.approx(132 / 32)
+    assert rounded_up(512, 1024, 132, number_bytes=4) == pytest.approx(132 / 128 / 0.85)
 
 
 def test_a_product_is_bound_by_operations_or_by_bytes() -> None:
@@ -151,6 +154,17 @@ def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:
 def test_what_is_longer_than_the_backward_pass_is_exposed() -> None:
     slow = get_card("H200", link=1e9)  # 8 s
     assert parts(slow, strategy="bucketed", world_size=2)["communication exposed"] > 7.5
+
+
+@pytest.mark.parametrize(("compile", "rate", "passes"), [(False, 0.64, (10, 13)), (True, 0.8, (4, 7))])
+def test_plain_attention_by_hand(compile: bool, rate: float, passes: tuple[int, int]) -> None:
+    # 48 layers, 4 sequences, 25 heads, 512 x 512 scores: 5.03 GB; two products of 2 x 512 x 512 x 64 for each head.
+    found = attention_seconds(Job(shape=XL, attention="naive", compile=compile), H200)
+    heads = 48 * 4 * 25
+    for seconds, products_of_a_head, times in zip(found, (2, 4), passes, strict=True):
+        flops = products_of_a_head * 2 * 512 * 512 * 64 * heads
+        nbytes = times * 4 * 512 * 512 * heads
+        assert seconds == pytest.approx(flops / (rate * H200.matmul_fp32) + nbytes / H200.bandwidth)
 
 
 def test_mfu_is_useful_operations_by_time_by_the_datasheet() -> None:

@@ -148,3 +148,26 @@ def test_below_a_budget_of_one_a_compiled_block_keeps_what_its_products_give(mon
     assert everything == 9 * td + 3 * tf + inverse_rms + logsumexp
     assert less == 6 * td + 2 * tf + inverse_rms + logsumexp
     torch.testing.assert_close(gradient, truth, rtol=1e-4, atol=1e-5)
+
+
+def gradients_under_autocast(dtype: torch.dtype, compile: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("naive"))
+    if compile:
+        compile_model(model)
+    with torch.autocast("cpu", dtype):
+        loss = model(torch.arange(64).view(2, 32) % 8).square().mean()
+    loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_backward_pass_computes_in_the_types_of_the_uncompiled_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: `naive` switches autocast off for its products, whose gradients are products of float32 too."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    eager, compiled = (gradients_under_autocast(dtype, compile) for compile in (False, True))
+    assert len(eager) == 12
+    assert all(map(torch.equal, compiled, eager))

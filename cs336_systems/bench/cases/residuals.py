@@ -18,7 +18,7 @@ from cs336_basics.model import RotaryEmbedding, TransformerBlock
 from ...accounting import activation_bytes, weight_copy_bytes
 from ...hardware import check_precision, requested_gpu_bytes, use_device
 from ...kernels.attention import get_attention
-from ...training.build import AUTOCAST_DTYPES
+from ...training.build import AUTOCAST_DTYPES, compiled
 from ..outcome import each
 from ..saved_tensors import Saved, SavedTensors
 from ..sweep import Case, swept
@@ -71,7 +71,7 @@ class BlockBench:
             self.block = TransformerBlock(shape.d_model, shape.num_heads, shape.d_ff, rope, attention)
             self.x = torch.randn(config.batch_size, config.context_length, shape.d_model, requires_grad=True)
         if config.compile:
-            self.block.forward = torch.compile(self.block.forward)  # type: ignore[method-assign]
+            self.block.forward = compiled(self.block.forward)  # type: ignore[method-assign]
         self.forward().sum().backward()  # compiles, tunes, and allocates what libraries keep
 
     def forward(self) -> Tensor:
