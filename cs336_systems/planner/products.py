@@ -6,8 +6,8 @@ from .cards import Card
 from .job import Job
 
 # Rows and columns of the result that one multiprocessor makes at a time, and what is left of its rate: smaller tiles
-# load each operand more often. In float32, where products take ten times as long, libraries choose them for results that
-# few large ones would cover. The shares are assumed; with them 25 float32 steps are predicted (docs/log.md).
+# load each operand more often. In float32, where products take over ten times as long, libraries choose them for
+# results that few large ones would cover. The shares are assumed; what comes of them is in docs/log.md.
 _LARGE = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.0))
 TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85))}
 
