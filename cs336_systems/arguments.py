@@ -63,10 +63,11 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
     """The arguments, with what other solutions call an option or its value replaced by our name, where we have it.
 
     A parser's own options stay what they are: `--config` is a file in `cs336 train`. Raises ValueError for two names of
-    one option, of which only the last would count.
+    one option, and for one of several values that is given twice, of which only the last would count.
     """
     names: dict[str, str] = {}
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
+    lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     words: list[str] = []
     values: dict[str, str] = {}
     for word in arguments:
@@ -74,8 +75,11 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
         if option.startswith("--"):
             ours = f"--{_OURS.get(option[2:])}"
             given, option = option, ours if option not in known and ours in known else option
-            if names.setdefault(known.get(option, option), given) != given:
-                raise ValueError(f"{names[known[option]]} and {given} are one option: give one of them")
+            name = known.get(option, option)
+            if name in names and name in lists and names[name] == given:
+                raise ValueError(f"{given} is given twice: give all its values after one")
+            if names.setdefault(name, given) != given:
+                raise ValueError(f"{names[name]} and {given} are one option: give one of them")
             values = _OUR_VALUES.get(known.get(option, ""), {})
             words.append(f"{option}{equals}{values.get(value, value)}")
         else:

@@ -34,7 +34,7 @@ _LONGEST_S = 1e7
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, read_rows
-    from .bench.sweep import check_sized_for_gpu, configurations, is_of
+    from .bench.sweep import check_sized_for_gpu, configurations, differing, is_of
     from .report.views import rows_table, write_views
 
     options = parse(_parser(case, "--quick" in arguments), arguments)
@@ -53,10 +53,11 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     rows = _measure(case, configs, path, options)
     known = [row for row in read_rows(path) if row.case == case.name]
     asked = [row for row in known if any(is_of(row, config) for config in configs)]
-    say(f"\n{rows_table(asked or rows)}\n")
+    swept = differing(configs)
+    say(f"\n{rows_table(asked or rows, swept)}\n")
     if options.quick:
         say("A quick run shows that it works; its times mean little.")
-    files = ", ".join(map(str, write_views(known, folder)))
+    files = ", ".join(map(str, write_views(known, folder, swept)))
     say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
     return int(bool(rows) and all(row.status == "error" for row in rows))
 

@@ -294,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0 if asked else 2)
     try:
         code = _COMMANDS[arguments[0]][0](arguments[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where it was closed before: `>&-`
+            sys.stdout.flush()
         sys.exit(code)
     except KeyboardInterrupt:
         _fail(RuntimeError("interrupted"), 130)

@@ -91,6 +91,11 @@ def make_report(arguments: Sequence[str]) -> str:
         table = headline(paths)
         return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table
     text = (streams_table if options.what == "streams" else runs_table)(paths)
-    if options.plot:
-        (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
+    if options.plot is not None:
+        try:
+            Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
+            (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
+        except OSError as error:
+            where = f"plot is {options.plot!r}: it must be a file that can be written"
+            raise ValueError(f"{where} ({error.strerror})") from error
     return text

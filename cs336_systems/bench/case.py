@@ -15,6 +15,7 @@ from ..console import COMMAND
 from ..hardware import environment
 
 logger = logging.getLogger(__name__)
+_BEGIN = b'{"case"'
 _STATUSES = ("ok", "oom", "error")
 _TYPES = {"case": str, "variant": str, "config": dict, "status": str, "metrics": dict, "env": dict}
 _JSON_NAMES = {str: "a string", dict: "an object"}
@@ -37,9 +38,10 @@ class Row:
             value = getattr(self, name)
             if not isinstance(value, cls):
                 raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
-        command = self.env.get("command", "-")
-        if not (isinstance(command, str) and command.strip() and command.isprintable()):
-            raise ValueError(f"env.command of a row is {command!r}: it must be a line of printable text")
+        lines = {"variant": self.variant} | {f"env.{name}": self.env.get(name) for name in ("command", "gpu", "commit")}
+        for name, line in lines.items():
+            if line is not None and not (isinstance(line, str) and line.strip() and line.isprintable()):
+                raise ValueError(f"{name} of a row is {line!r}: it must be a line of printable text")
         if not isinstance(self.error, str | None):
             raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")
         if self.status not in _STATUSES:
@@ -78,7 +80,8 @@ def append_row(path: Path, row: Row) -> None:
         file.seek(0)
         last = file.read().rpartition(b"\n")[2]
         length = file.seek(0, os.SEEK_END)
-        if last.startswith(b'{"case"') and not _is_json(last):  # half a row, which a process that was killed has left
+        begun = last.startswith(_BEGIN) or _BEGIN.startswith(last)
+        if last and begun and not _is_json(last):  # part of a row, which a process that was killed has left
             length = file.truncate(length - len(last))
         elif last:
             left = b"\n" + left

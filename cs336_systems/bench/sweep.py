@@ -158,13 +158,17 @@ def as_json(config: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
+def differing(configs: Sequence[Any]) -> list[str]:
+    """The fields in which some configurations differ."""
+    everyone = [as_json(config) for config in configs]
+    return [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
+
+
 def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Callable[[Any], str]:
     """What names a configuration, or that of a row, among some: the fields in which they differ, but for some."""
-    everyone = [as_json(config) for config in configs]
-    differing = [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
-    differing = [name for name in differing if name not in without]
+    told = [name for name in differing(configs) if name not in without]
 
     def describe(config: Any) -> str:
-        return ", ".join(f"{name} {value}" for name, value in as_json(config).items() if name in differing)
+        return ", ".join(f"{name} {value}" for name, value in as_json(config).items() if name in told)
 
     return describe

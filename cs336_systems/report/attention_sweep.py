@@ -30,12 +30,12 @@ def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all of it into a folder; the files. CSV and table have all rows, plots those of the last row's setting."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [row for row in rows if _setting(row) == _setting(rows[-1])]
-    (folder / CSV).write_text(csv_text(rows, VIEW))
+    (folder / CSV).write_text(csv_text(rows, VIEW), "utf-8")
     bars = Plot(name="forward", y=_TIME, x="tier", lines=("kernel",), kind="bar", log="y")
     draw(bars, drawn, folder / FORWARD, _SETTING[:-1])
     draw_heatmap(drawn, folder / HEATMAP)
     draw_scaling(drawn, folder / SCALING)
-    (folder / REPORT).write_text(report(rows, drawn))
+    (folder / REPORT).write_text(report(rows, drawn), "utf-8")
     return [folder / name for name in (CSV, FORWARD, HEATMAP, SCALING, REPORT)]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..bench.case import Row
 from .tables import markdown_table, row_fields
-from .view import OUTCOMES, grouped, machine
+from .view import OUTCOMES, grouped, is_of_cpu, machine
 
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 
@@ -38,10 +38,11 @@ def _setting_table(rows: Sequence[Row]) -> str:
         return step, added, peak
 
     facts = row_fields(rows[0])
+    whose = "a process, with what it has loaded," if is_of_cpu(rows[0]) else "a GPU"
     head = (
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
-        f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory a GPU in GiB:"
+        f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory {whose} in GiB:"
     )
     names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]
     lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]

@@ -28,7 +28,7 @@ _MEASURES = {"--help", "-h", "--measure"}
 def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
     """The text with every block's body replaced by what `make` returns for its command's arguments.
 
-    Raises ValueError naming the command of a block that has no end.
+    Raises ValueError naming the command of a block that has no end, or whose body would end it or begin another.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -38,6 +38,8 @@ def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
         if not words or words[0] in _NO_BLOCK or not _MEASURES.isdisjoint(words):
             raise ValueError(f"a block is of `cs336 report {match['arguments']}`, which is no text to fill it with")
         body = f"\n{make(words)}\n\n"
+        if "<!--" in body:  # from a row, say: the next time it would be taken for a command
+            raise ValueError(f"`cs336 report {match['arguments']}` gives text with a comment (<!--) in it")
         return match["begin"] + body.replace("\n", match["newline"]) + match["end"]
 
     return _BLOCK.sub(fill, text)

@@ -28,11 +28,11 @@ def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = next(group for group in grouped(rows, _SETTING) if rows[-1] in group)
     plain = [replace(row, config={k: v for k, v in row.config.items() if k != "run"}) for row in rows]
-    (folder / CSV).write_text(csv_text(plain, VIEW))
+    (folder / CSV).write_text(csv_text(plain, VIEW), "utf-8")
     for name, column in _PLOTS.items():
         plot = Plot(name=Path(name).stem, y=column, x="kernel", lines=("strategy",), kind="bar")
         draw(plot, [row for row in drawn if row.status == "ok"], folder / name, _SETTING)
-    (folder / REPORT).write_text(report(rows, drawn))
+    (folder / REPORT).write_text(report(rows, drawn), "utf-8")
     return [folder / name for name in (CSV, *_PLOTS, REPORT)]
 
 

@@ -1,6 +1,7 @@
 """What the streams of a GPU did in one step: how long they computed, communicated and did both; as numbers, drawn."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +19,14 @@ def read_streams(path: Path) -> Streams:
         raise FileNotFoundError(f"{path} does not exist: a file that cs336 bench ddp --traces has written is needed")
     try:
         content = json.loads(path.read_text())
-        return {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}
+        streams = {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} does not hold the intervals of a step: {error}") from error
+    for kind, intervals in streams.items():
+        for begin, end in intervals:
+            if not -math.inf < begin <= end < math.inf:
+                raise ValueError(f"{path}: {kind} has the interval ({begin}, {end}): it must not end before it begins")
+    return streams
 
 
 def streams_table(paths: Sequence[Path]) -> str:

@@ -13,6 +13,8 @@ from ..config import ModelConfig
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
 
 logger = logging.getLogger(__name__)
+_LONGEST = 500
+"""Letters of a text that comes from elsewhere."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -20,6 +22,16 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: i
     rule = [*["---"] * left, *["---:"] * (len(header) - left)]
     escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in (header, rule, *rows))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
+
+
+_ACTIVE = re.compile(r"[\\`*<>\[\]!]")
+
+
+def plain(text: str) -> str:
+    """Text that comes from elsewhere, such as an error's, as one line of Markdown that means nothing but itself."""
+    line = " ".join(text.split())
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+    return _ACTIVE.sub(r"\\\g<0>", "".join(letter if letter.isprintable() else "?" for letter in line))
 
 
 class Fields:

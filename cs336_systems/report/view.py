@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..bench.case import Row
-from .tables import Fields, markdown_table, row_fields
+from .tables import Fields, markdown_table, plain, row_fields
 
 _WORDS = {"compile": ("compiled", "eager"), "is_causal": ("causal", "not causal")}  # true, false
 OUTCOMES = {"oom": "out of memory", "error": "failed"}
@@ -89,9 +89,14 @@ MACHINE = "machine"
 """Stands among the fields of rows for the machine that a row is of."""
 
 
+def is_of_cpu(row: Row) -> bool:
+    """Whether a row was measured on the CPU: where there is no GPU, or where that was asked for."""
+    return not row.env.get("gpu") or row.config.get("device") == "cpu"
+
+
 def machine(row: Row) -> str:
     """The machine of a row, for a person."""
-    return row.env.get("gpu") or f"CPU, {row.env.get('cpu_threads')} threads"
+    return f"CPU, {row.env.get('cpu_threads')} threads" if is_of_cpu(row) else str(row.env["gpu"])
 
 
 def value_of(row: Row, name: str) -> Any:
@@ -136,7 +141,7 @@ def common_facts(rows: Sequence[Row], keys: Sequence[str]) -> tuple[str, list[st
     """Machine and fields that all rows have in common, as a line; and the names of those in which they differ."""
     differing = [name for name in (MACHINE, *keys) if differ(rows, name)]
     common = {name: value_of(rows[0], name) for name in keys if name not in differing}
-    facts = [f"{name} {show(value, name)}" for name, value in common.items() if value is not None]
+    facts = [f"{name} {plain(show(value, name))}" for name, value in common.items() if value is not None]
     return "; ".join([*([] if MACHINE in differing else [machine(rows[0])]), *facts]), differing
 
 
@@ -152,11 +157,12 @@ def table(rows: Sequence[Row], view: View) -> str:
             raise ValueError(f"{fields.where} has no metrics that its table shows")
         if row.status != "ok":  # it may have some numbers all the same, such as those of what it would have needed
             cells[:1] = [OUTCOMES[row.status]]
-        lines.append([*([show(value_of(row, name), name) for name in differing] or [row.variant]), *cells])
+        what = [show(value_of(row, name), name) for name in differing] or [row.variant]
+        lines.append([*map(plain, what), *cells])
     names = [name.replace("_", " ") for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     main = "\n\n".join([*([f"{facts}:"] if facts else []), markdown_table(header, lines, left=len(names))])
-    reasons = dict.fromkeys(f"- failed: {row.error}" for row in rows if row.status == "error")
+    reasons = dict.fromkeys(f"- failed: {plain(row.error or '')}" for row in rows if row.status == "error")
     main = "\n\n".join([main, *_notes(rows, view.note), *(["\n".join(reasons)] if reasons else [])])
     return "\n\n".join([main, *(view.details(row) for row in rows if view.details and row.status == "ok")])
 

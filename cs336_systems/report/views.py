@@ -171,25 +171,26 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 """Tables that are more than a line a row."""
 
 
-def write_views(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
     """Write a table (.md, .csv) and plots (.png) a case into a folder, or what the case writes instead; the files.
 
-    A plot that would show nothing is left out. Raises ValueError for rows of a case that has no table, or not as its
-    table needs them.
+    swept: fields that tell rows apart besides those of the view, since they were measured for several values. A plot
+    that would show nothing is left out. Raises ValueError for rows of a case that has no table, or not as its table
+    needs them.
     """
     files = []
     for case, own in _by_case(rows).items():
         with naming_the_case(case):
-            files += _write_case(case, own, folder)
+            files += _write_case(case, own, folder, swept)
     return files
 
 
-def _write_case(case: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    view = VIEWS.get(case)
+def _write_case(case: str, rows: Sequence[Row], folder: Path, swept: Sequence[str]) -> list[Path]:
+    view = _view(case, swept)
     shown = [] if view is None else view.derive(latest(rows, view.keys))
     if view is not None and view.write is not None:
         return view.write(shown, folder)
-    files = [_write(folder / f"{case}.md", _case_table(rows) + "\n")]
+    files = [_write(folder / f"{case}.md", _case_table(rows, swept) + "\n")]
     if view is not None:
         files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
         for plot in view.plots:
@@ -207,19 +208,19 @@ def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     return path
 
 
-def rows_table(rows: Sequence[Row]) -> str:
-    """Tables of rows, one a case, in Markdown.
+def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
+    """Tables of rows, one a case, in Markdown; swept: as `write_views` has it.
 
     Raises ValueError for a case that there is no table for, and for a row without what its table shows.
     """
     tables = []
     for case, own in _by_case(rows).items():
         with naming_the_case(case):
-            tables.append(_case_table(own))
+            tables.append(_case_table(own, swept))
     return "\n\n".join(tables)
 
 
@@ -288,10 +289,17 @@ def _complaint(row: Row) -> str | None:
     return None
 
 
-def _case_table(rows: Sequence[Row]) -> str:
+def _view(case: str, swept: Sequence[str]) -> View | None:
+    """A case's view, with some more fields to tell rows apart by."""
+    view = VIEWS.get(case)
+    return view and replace(view, keys=(*view.keys, *(name for name in swept if name not in view.keys)))
+
+
+def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
     case = rows[0].case
     if case in _TABLES:
         return _TABLES[case](rows)
-    if case not in VIEWS:
+    view = _view(case, swept)
+    if view is None:
         raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
-    return table(VIEWS[case].derive(latest(rows, VIEWS[case].keys)), VIEWS[case])
+    return table(view.derive(latest(rows, view.keys)), view)

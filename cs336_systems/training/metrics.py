@@ -208,4 +208,4 @@ def plot_loss_curves(
         axes.axhline(value, color="0.4", linestyle=(":", "--", "-.")[i % 3], linewidth=1, label=f"{name} ({value:.2f})")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, format="png", dpi=150)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,7 +289,7 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     def row(variant: str, p50: float, gib: int) -> Row:
-        config = as_json(quick(ALONE)[0])
+        config = as_json(quick(ALONE)[0]) | {"device": "cuda"}
         metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": gib << 30}
         return Row(case="ddp", variant=variant, config=config, metrics=metrics, env={"gpu": "NVIDIA H200"})
 
@@ -296,6 +297,9 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     rows = [row("alone", 100, 3), row("naive", 150, 4), oom, row("alone compiled", 50, 2), row("naive compiled", 60, 2)]
     table = rows_table(rows)
     assert "2 x NVIDIA H200" in table
+    assert "peak memory a GPU in GiB:" in table
+    on_cpu = replace(rows[0], config=rows[0].config | {"device": "cpu"})
+    assert "peak memory a process, with what it has loaded, in GiB:" in rows_table([on_cpu])
     assert "| naive | 150.0 | +50.0% | 4.0 | 60.0 | +20.0% | 2.0 |" in table
     assert "| fsdp | out of memory | - | - | - | - | - |" in table
     # A launch has an `alone` of its own, and what is before any is compared with the last.
@@ -307,7 +311,7 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
 def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_run_out_of_memory() -> None:
     def row(variant: str, p50: float, gpu: str = "A", status: Any = "ok", **fields: Any) -> Row:
         metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": 1 << 30} if status == "ok" else {}
-        config = {**as_json(quick(ALONE)[0]), **fields}
+        config = {**as_json(quick(ALONE)[0]), "device": "cuda", **fields}
         return Row(case="ddp", variant=variant, config=config, metrics=metrics, status=status, env={"gpu": gpu})
 
     rows = [row("alone", 100), row("naive", 150), row("alone", 10, size="xl"), row("naive", 30, gpu="B"),
@@ -340,6 +344,14 @@ def test_what_holds_no_streams_is_named(content: str, tmp_path: Path) -> None:
         streams_table([step])
     with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
         streams_table([tmp_path / "missing.json"])
+
+
+@pytest.mark.parametrize("interval", ["[2, 1]", "[NaN, 1]", "[0, Infinity]"])
+def test_an_interval_ends_after_it_begins(interval: str, tmp_path: Path) -> None:
+    step = tmp_path / "step.json"
+    step.write_text(f'{{"compute": [{interval}], "communication": []}}')
+    with pytest.raises(ValueError, match=r"step\.json: compute has the interval .* must not end before it begins"):
+        streams_table([step])
 
 
 def test_a_row_of_fewer_rounds_does_not_stand_behind_one_of_all(

@@ -42,6 +42,27 @@ def test_blocks_are_replaced_and_nothing_else_is() -> None:
     assert fill_blocks(filled, lambda arguments: "table 1" if arguments[0] == "runs" else "table 2") == filled
 
 
+def test_what_a_block_is_filled_with_cannot_be_a_command(tmp_path: Path) -> None:
+    document = tmp_path / "d.md"
+    document.write_text(TEXT)
+    for text in ("x <!-- end -->", "x <!-- cs336 report runs a --> y"):
+        with pytest.raises(ValueError, match=r"`cs336 report runs 'a b' c` gives text with a comment"):
+            update_document(document, lambda _, text=text: text)
+    assert document.read_text() == TEXT
+
+
+def test_the_text_of_a_failure_is_one_line_that_means_nothing_but_itself(tmp_path: Path) -> None:
+    error = "out of *luck*\n\n1. ![x](/etc/passwd) <!-- end -->\n```\n\x1b]0;\ud800" + "long " * 200
+    path = tmp_path / "rows.jsonl"
+    append_row(path, Row(case="model", variant="v", config={"size": "a<b"}, env={}, status="error", error=error))
+    *_, failure = rows_table(read_rows(path)).splitlines()
+    escaped = r"- failed: out of \*luck\* 1. \!\[x\](/etc/passwd) \<\!-- end --\> \`\`\` ?\]0;?long long "
+    assert failure.startswith(escaped)
+    assert failure.endswith("...")
+    assert len(failure) < 600
+    assert r"size a\<b" in rows_table(read_rows(path))
+
+
 def test_update_says_whether_it_changed_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_text(TEXT)
@@ -164,6 +185,16 @@ def test_a_row_begins_a_line_of_its_own(tmp_path: Path) -> None:
     assert read_rows(path) == [ROW, ROW]
 
 
+@pytest.mark.parametrize("left", ["{", '{"ca', '{"case": "m'])
+def test_however_little_of_a_row_was_written_the_next_one_takes_its_place(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_row(path, ROW)
+    with path.open("a") as file:
+        file.write(left)
+    append_row(path, ROW)
+    assert path.read_text() == f"{json.dumps(asdict(ROW))}\n" * 2
+
+
 def test_a_last_line_that_was_cut_short_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +214,10 @@ def test_a_last_line_that_was_cut_short_is_left_out_with_a_warning(
         ("{}", "has no case"),
         (json.dumps({**asdict(ROW), "more": 1}), "has 'more'"),
         (json.dumps({**asdict(ROW), "variant": None}), "variant of a row is None"),
+        (json.dumps({**asdict(ROW), "variant": "a\nb"}), "variant of a row is .* a line of printable text"),
+        (json.dumps({**asdict(ROW), "variant": "\ud800"}), "variant of a row is .* a line of printable text"),
+        (json.dumps({**asdict(ROW), "env": {"gpu": "a\n\nb"}}), "env.gpu of a row is .* a line of printable text"),
+        (json.dumps({**asdict(ROW), "env": {"commit": "\x1b"}}), "env.commit of a row is .* a line of printable text"),
         (json.dumps({**asdict(ROW), "config": []}), r"config of a row is \[\]"),
         (json.dumps({**asdict(ROW), "metrics": "fast"}), "metrics of a row is 'fast'"),
         (json.dumps({**asdict(ROW), "status": "fine"}), "variant 'v' is 'fine': it must be one of ok, oom, error"),

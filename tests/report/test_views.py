@@ -53,6 +53,20 @@ def test_a_row_takes_the_place_of_one_that_failed_or_said_less_of_itself() -> No
     assert latest([*old, *new], KEYS) == new
 
 
+def test_fields_that_were_swept_tell_rows_apart_too(tmp_path: Path) -> None:
+    rows = [replace(ROWS[0], config={**ROWS[0].config, "steps": steps}) for steps in (1, 3)]
+    assert len(rows_table(rows).splitlines()) == 5  # of the same to the view the last
+    *_, first, second = rows_table(rows, swept=["steps"]).splitlines()
+    assert (first[:5], second[:5]) == ("| 1 |", "| 3 |")
+    write_views(rows, tmp_path, swept=["steps"])
+    assert len(list(csv.DictReader((tmp_path / "model.csv").open()))) == 2
+
+
+def test_a_row_that_was_asked_to_be_of_the_cpu_is_not_of_the_gpu_beside_it() -> None:
+    on_cpu = replace(ROWS[0], config={**ROWS[0].config, "device": "cpu"})
+    assert rows_table([on_cpu]).startswith("CPU, 8 threads; ")
+
+
 def test_machines_are_told_apart_in_tables_and_plots() -> None:
     rows = [ROWS[0], row("small", 128, 11.0, env={"gpu": "another"}), row("small", 128, 12.0, env={"cpu_threads": 2})]
     lines = rows_table(rows).splitlines()

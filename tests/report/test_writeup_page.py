@@ -47,6 +47,13 @@ def seen(text: str, script: str, folder: Path, width: int = 1000) -> Any:
     return json.loads(unescape(found[1]))
 
 
+def test_a_picture_is_of_the_folder_of_the_document(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"a picture is '\.\./secret\.png': it must be a file in "):
+        html_page("title", "![x](../secret.png)", tmp_path / "out")
+
+
 @needs_browser
 def test_a_click_sorts_numbers_by_size_names_as_they_stood_and_what_is_none_last(tmp_path: Path) -> None:
     script = """

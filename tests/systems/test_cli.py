@@ -618,6 +618,26 @@ def test_two_names_of_one_option_are_refused(cs336: Run, folder: Path) -> None:
         assert line == f"{first} and {second} are one option: give one of them"
 
 
+def test_an_option_of_several_values_is_given_once(cs336: Run, folder: Path) -> None:
+    line = the_line(cs336("bench", "model", "--quick", "--steps", "1", "--steps", "2"))
+    assert line == "--steps is given twice: give all its values after one"
+
+
+def test_without_a_stdout_a_command_ends_as_with_one(folder: Path) -> None:
+    """As a shell has it after `>&-`."""
+    code = "import os, sys; sys.stdout = None; from cs336_systems.cli import main; main()"
+    assert process("bench", "precision-accumulation", "--quick", code=code) == (0, "", "")
+    assert (folder / "runs/quick/bench/precision-accumulation.jsonl").exists()
+
+
+def test_a_picture_that_cannot_be_written_names_plot(cs336: Run, folder: Path) -> None:
+    (folder / "is a folder").mkdir()
+    for plot in ("", "is a folder"):
+        line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", plot))
+        assert line.startswith(f"plot is {plot!r}: it must be a file that can be written (")
+    assert sorted(path.name for path in folder.iterdir()) == ["is a folder"]
+
+
 @pytest.mark.parametrize("words", [("tables", "rows.jsonl"), ("headline", "rows.jsonl"), ("writeup", "--results", ".")])
 @pytest.mark.parametrize("out, reason", [("", "a folder"), ("file", "file exists"), ("/proc/x", "no such file")])
 def test_a_report_that_cannot_be_written_names_out(

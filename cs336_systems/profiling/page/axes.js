@@ -1,6 +1,6 @@
 // What stands around the stack: scales, phases and the mark at the peak. Positions are of the page's `view`.
 
-const MARGIN = { left: 84, right: 14, top: 26, bottom: 40 };
+const MARGIN = { left: 104, right: 14, top: 26, bottom: 40 };
 
 const across = (value, width) => MARGIN.left + (value - view.x0) / (view.x1 - view.x0) * width;
 const upward = (bytes, height) => MARGIN.top + height - (bytes - view.y0) / (view.y1 - view.y0) * height;

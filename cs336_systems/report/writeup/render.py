@@ -32,7 +32,7 @@ def html_page(title: str, text: str, folder: Path) -> str:
             contents.append(f'<li><a href="#{name}">{name}</a></li>')
         for child in token.children or ():
             if child.type == "image":
-                child.attrSet("src", _embedded(folder / str(child.attrs["src"])))
+                child.attrSet("src", _embedded(folder, str(child.attrs["src"])))
     body = parser.renderer.render(tokens, parser.options, {})
     content = {
         "CONTENTS": "\n".join(contents),
@@ -49,5 +49,8 @@ def _scrolled(body: str) -> str:
     return re.sub(r"<p>(<img [^>]*>)</p>", r'<p class="picture" tabindex="0">\1</p>', body)
 
 
-def _embedded(path: Path) -> str:
+def _embedded(folder: Path, name: str) -> str:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):  # whoever wrote a row is not to choose what of this machine is shown
+        raise ValueError(f"a picture is {name!r}: it must be a file in {folder}")
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
