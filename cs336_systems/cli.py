@@ -107,13 +107,16 @@ def _config_text(path: Path, parser: ArgumentParser) -> str:
     """What a file holds. Raises ValueError or FileNotFoundError naming it, and the field, where it cannot be used."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"config file {path} is a folder: it must be a JSON file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows's editors put a mark in front
         content = json.loads(text, object_pairs_hook=_once)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config file {path} does not hold a JSON object")
+    seen: set[str] = set()
     for name, value in content.items():
         if name in _GROUPS and not isinstance(value, dict):
             raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
@@ -121,6 +124,9 @@ def _config_text(path: Path, parser: ArgumentParser) -> str:
         for field in fields:
             if field not in field_names(parser):
                 raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
+            if field in seen:
+                raise ValueError(f"config file {path} has {field!r} twice: it must be given once")
+            seen.add(field)
     return text
 
 

@@ -271,6 +271,21 @@ def test_a_field_that_the_file_has_twice_is_refused(write_config: WriteConfig, c
     assert f"it has '{name}' twice: it must be given once" in error_of("--config", write_config(content))
 
 
+def test_a_field_that_the_file_has_in_two_spellings_is_refused(write_config: WriteConfig) -> None:
+    message = error_of("--config", write_config({"train.max_steps": 1, "train": {"max_steps": 2}}))
+    assert "config.json has 'train.max_steps' twice: it must be given once" in message
+
+
+def test_a_folder_is_no_config_file(tmp_path: Path) -> None:
+    assert error_of("--config", str(tmp_path)) == f"config file {tmp_path} is a folder: it must be a JSON file"
+
+
+def test_a_config_file_may_begin_with_a_byte_order_mark(write_config: WriteConfig) -> None:
+    path = write_config({"train": {"max_steps": 3}})
+    Path(path).write_bytes(b"\xef\xbb\xbf" + Path(path).read_bytes())
+    assert load_config(path).train.max_steps == 3
+
+
 def test_a_shortened_field_is_not_guessed() -> None:
     # It would change its meaning on the day that another field begins the same.
     assert "train.max_s" in error_of(*TINY, "--train.max_s=3")
