@@ -12,6 +12,7 @@ from cs336_systems.planner.cards import CARDS, MEASURED_ALL_REDUCE, fit_transfer
 from cs336_systems.planner.communication import (
     added_seconds,
     best_num_buckets,
+    collective_seconds,
     num_calls,
     overhead_sections,
     ring_seconds,
@@ -35,6 +36,27 @@ def row(case: str, variant: str = "", config: dict[str, Any] | None = None, **me
 def test_ring_collectives_by_hand(kind: str, expected: float) -> None:
     assert ring_seconds(kind, 1e9, 4, 1e-6, 1e11) == pytest.approx(expected)
     assert ring_seconds(kind, 1e9, 1, 1e-6, 1e11) == 0
+
+
+def test_a_collective_costs_half_a_call_a_step_and_at_most_a_call() -> None:
+    # o 30 us and 1e11 bytes/s. Of 1e6 bytes a gather over 2, 3, 4 and 8 takes 15, 30, 30, 30 us and 5, 6.67, 7.5, 8.75.
+    card = get_card("H200", latency_s=30e-6, link=1e11)
+    expected = {1: 0, 2: 20e-6, 3: 36.667e-6, 4: 37.5e-6, 8: 38.75e-6}
+    for kind in ("all-gather", "reduce-scatter"):
+        for w, seconds in expected.items():
+            assert collective_seconds(kind, 1e6, w, card) == pytest.approx(seconds, rel=1e-4)
+    assert collective_seconds("all-reduce", 1e6, 2, card) == pytest.approx(40e-6)
+    assert collective_seconds("all-reduce", 1e6, 8, card) == pytest.approx(47.5e-6)  # 30 and twice 8.75
+    assert collective_seconds("all-reduce", 1e6, 1, card) == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1e3, 1e6, 1e9])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
+def test_a_gather_takes_no_longer_than_an_all_reduce(world_size: int, nbytes: float) -> None:
+    card = CARDS["H200"]
+    longest = collective_seconds("all-reduce", nbytes, world_size, card)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert collective_seconds(kind, nbytes, world_size, card) <= longest
 
 
 def test_a_collective_that_is_none_is_named() -> None:
