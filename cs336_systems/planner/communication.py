@@ -34,7 +34,7 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
 
 def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
-    """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: beta w, and latencies of o.
+    """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: beta w, latencies of o.
 
     An all-reduce costs o over more as well: NCCL does not send small tensors round a ring, and of 1 MB four H200 take
     no longer than two (results/h200/all-reduce.jsonl). A gather or a scatter costs o / 2 a step of its ring, but at
