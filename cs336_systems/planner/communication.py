@@ -71,7 +71,10 @@ def sent(job: Job, card: Card) -> Sent:
     if job.is_sharded:
         nbytes, calls = job.number_bytes * n, 3 * (job.shape.num_layers + 2)
         one = ring_seconds("all-gather", nbytes, w, 0, card.link)
-        volume, working = 3 * gather_share * nbytes, f"3 x {job.number_bytes} N ({w} - 1) / {w}"
+        volume, working = (
+            3 * gather_share * nbytes,
+            f"3 x {job.number_bytes} N (w - 1) / w = 3 x {job.number_bytes} x {n:,} x {w - 1} / {w}",
+        )
         last = one / (job.shape.num_layers + 2)
         overhead = calls * collective_seconds("all-gather", 0, w, card)
         return Sent(3 * one, overhead, last, calls, volume, volume, working)
@@ -80,7 +83,8 @@ def sent(job: Job, card: Card) -> Sent:
     seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)
     overhead = calls * collective_seconds("all-reduce", 0, w, card)
     volume = 2 * gather_share * nbytes
-    return Sent(seconds, overhead, seconds / calls, calls, volume, volume, f"2 x {size} N ({w} - 1) / {w}")
+    working = f"2 x {size} N (w - 1) / w = 2 x {size} x {n:,} x {w - 1} / {w}"
+    return Sent(seconds, overhead, seconds / calls, calls, volume, volume, working)
 
 
 def num_calls(job: Job) -> int:
