@@ -1,7 +1,9 @@
 """Memory: the counts by hand, their limits, and the measured rows that are met."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,13 @@ from cs336_systems.accounting import num_parameters
 from cs336_systems.model_config import ModelConfig
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.allocator import MIB, allocated_bytes
+from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import FLASH, SCORES, Job
-from cs336_systems.planner.memory import largest_batch, memory_sections, moments, parameter_bytes, peak_bytes
+from cs336_systems.planner.memory import largest_batch, memory_sections, moments, parameter_bytes, peak_bytes, verdict
+from cs336_systems.planner.rows import training_job
 
 SHAPE = ModelShape(vocab_size=100, context_length=8, d_model=16, d_ff=32, num_layers=6, num_heads=2, rope_theta=10000.0)
+RESULTS = Path(__file__).parents[2] / "results/h200"
 XL = ModelConfig(size="xl", context_length=512).shape
 
 
@@ -285,6 +290,28 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert batch > 1
     assert peak_bytes(Job(shape=XL, batch_size=batch)) <= limit < peak_bytes(Job(shape=XL, batch_size=batch + 1))
     assert largest_batch(Job(shape=XL), 20 * 2**30) == 0  # weights and state alone are 22.9 GiB
+
+
+def test_a_tenth_of_a_cards_memory_is_kept_back() -> None:
+    assert [verdict(needed, 100.0) for needed in (90.0, 90.1, 100.0, 100.1)] == [
+        "fits", "may not fit", "may not fit", "does not fit"
+    ]  # fmt: skip
+    section = memory_sections(Job(shape=XL), 80)[-1]
+    assert section.value("sequences a GPU") == largest_batch(Job(shape=XL), 72 * 2**30)
+    assert "of 80 GiB 10% are kept back" in section.notes[0]
+
+
+def test_the_8b_step_that_ran_out_of_memory_may_not_fit_and_those_that_ran_fit() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "leaderboard-2026.jsonl").read_text().splitlines()]
+    limit = CARDS["H200"].memory_gib * 2**30
+    (failed,) = (row for row in rows if row["status"] == "oom")
+    ran = {row["variant"]: training_job(row["case"], row["variant"], row["config"]) for row in rows if row != failed}
+    assert {verdict(peak_bytes(each), limit) for each in ran.values()} == {"fits"}
+    # What failed has no run's configuration: it is that of first_2 with no block checkpointed.
+    assert failed["variant"] == "fsdp none budget 0.75"
+    assert verdict(peak_bytes(replace(ran["fsdp first_2 budget 0.75"], activation_checkpointing="none")), limit) == (
+        "may not fit"
+    )
 
 
 def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
