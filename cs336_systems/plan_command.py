@@ -181,9 +181,8 @@ def _checkpointing(arguments: Sequence[str]) -> int:
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:
-    parser = _parser(
-        "ddp-overhead", "What buckets of gradients add to a step, and the best size.", *_MODEL, "world_size"
-    )
+    parser = _parser("ddp-overhead", "What buckets of gradients add to a step, and the best size.", *_MODEL)
+    parser.add_argument("--world_size", type=int, default=2, help="GPUs.")
     parser.add_argument("--gradient_bytes", type=float, default=None, help="s (default: 4 bytes a parameter).")
     parser.add_argument("--rows", type=str, default=None, help="Row file of all-reduces to fit o and w to.")
     parser.add_argument(
@@ -198,21 +197,27 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     from .accounting import num_parameters
     from .planner.communication import collective_section, overhead_sections
     from .planner.plots import plot_overhead
-    from .planner.rows import measured_overheads
+    from .planner.rows import overheads_beside
 
-    world_size = 2 if options.world_size is None else options.world_size
-    require(world_size >= 2, "world_size", world_size, "at least 2")
-    options.world_size = None
+    world_size = options.world_size
+    require(2 <= world_size < 1 << 31, "world_size", world_size, "at least 2 and below 2^31")
+    options.world_size = None  # the model is that of any number
     nbytes = options.gradient_bytes
     require(nbytes is None or 0 < nbytes < 1e18, "gradient_bytes", nbytes, "above 0 and below 1e18")
-    nbytes = nbytes or float(4 * num_parameters(_job(options).shape))
+    n = num_parameters(_job(options).shape)
+    nbytes, gradients = (nbytes, "as given") if nbytes else (4.0 * n, f"4 N = 4 x {n:,}")
     overhead_s, bandwidth = _transfer(options, world_size)
-    measured = measured_overheads(_read([options.measured])) if options.measured else []
+    measured: list[tuple[str, float, float]] = []
+    left_out = ""
+    if options.measured:
+        measured, left_out = overheads_beside(_read([options.measured]), options.measured, nbytes, world_size)
     if options.plot:
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
     beta = bandwidth * 2 * (world_size - 1) / world_size
-    ring = collective_section(nbytes, world_size, overhead_s / (2 * (world_size - 1)), beta)
-    return _print([*overhead_sections(nbytes, bandwidth, overhead_s, measured), ring], options)
+    ring = collective_section(nbytes, world_size, replace(CARDS["H200"], latency_s=overhead_s, link=beta))
+    *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, gradients)
+    last = replace(last, notes=(*last.notes, *filter(None, [left_out])))
+    return _print([*sections, last, ring], options)
 
 
 def _transfer(options: Any, world_size: int) -> tuple[float, float]:

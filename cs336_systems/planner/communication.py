@@ -143,20 +143,27 @@ def all_reduce_cost(card: Card, world_size: int) -> tuple[float, float]:
 
 
 def overhead_sections(
-    nbytes: float, bandwidth: float, overhead_s: float, measured: Sequence[tuple[str, float, float]] = ()
+    nbytes: float,
+    bandwidth: float,
+    overhead_s: float,
+    measured: Sequence[tuple[str, float, float]] = (),
+    gradients: str = "4 N",
 ) -> list[Section]:
-    """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added)."""
+    """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added).
+
+    gradients: how s comes about.
+    """
     best = best_num_buckets(nbytes, bandwidth, overhead_s)
     size = best_bucket_bytes(nbytes, bandwidth, overhead_s)
     given = (
-        Term("s, gradients", "4 N", nbytes),
+        Term("s, gradients", gradients, nbytes),
         Term("w, all-reduce", "bytes/s of a large one", bandwidth, "bytes/s"),
         Term("o, a call", "time beside that of its bytes", overhead_s, "s"),
     )
     added = added_seconds(nbytes, bandwidth, overhead_s, best) if math.isfinite(best) else 0.0
     optimum = (
         Term("buckets", "n* = sqrt(s / (w o)), at least 1", best, ""),
-        Term("bytes a bucket", "s / n* = sqrt(s w o)", size),
+        Term("bytes a bucket", f"s / n* = sqrt(s w o) = {size / MIB:.4g} MiB", size),
         Term("added", "s / (w n*) + o n* = 2 sqrt(s o / w)", added, "s"),
     )
     rows = []
@@ -181,11 +188,26 @@ def overhead_sections(
     return sections
 
 
-def collective_section(nbytes: float, world_size: int, alpha_s: float, beta: float) -> Section:
-    """The collectives of a tensor, all-reduce in two ways."""
-    terms = []
-    once = "(w - 1) (alpha + bytes / (w beta))"
-    for kind, working in (("all-gather", once), ("reduce-scatter", once), ("all-reduce", f"2 {once}"),
-                          ("alternate all-reduce", "(w - 1) (alpha + bytes / beta)")):  # fmt: skip
-        terms.append(Term(kind, working, ring_seconds(kind, nbytes, world_size, alpha_s, beta), "s"))
-    return Section(f"Ring collectives of {nbytes:,.0f} bytes over w = {world_size}", tuple(terms))
+def collective_section(nbytes: float, world_size: int, card: Card) -> Section:
+    """The collectives of a tensor by `collective_seconds`, and the all-reduce that sends whole tensors."""
+    k, o, beta = world_size, card.latency_s, card.link
+    alpha, step_s = min(o, (k - 1) * o / 2), nbytes / (k * beta)
+    gather = f"min(o, (k - 1) o / 2) + (k - 1) s / (k beta) = {_ms(alpha)} + {k - 1} x {_ms(step_s)}"
+    terms = [
+        Term("beta, a link", "w 2 (k - 1) / k", beta, "bytes/s"),
+        Term("all-gather", gather, collective_seconds("all-gather", nbytes, k, card), "s"),
+        Term("reduce-scatter", gather, collective_seconds("reduce-scatter", nbytes, k, card), "s"),
+        Term("all-reduce", f"o + 2 (k - 1) s / (k beta) = {_ms(o)} + {2 * (k - 1)} x {_ms(step_s)}",
+             collective_seconds("all-reduce", nbytes, k, card), "s"),
+        Term("alternate all-reduce", f"(k - 1) (o / 2 + s / beta) = {k - 1} x ({_ms(o / 2)} + {_ms(nbytes / beta)})",
+             ring_seconds("alternate all-reduce", nbytes, k, o / 2, beta), "s"),
+    ]  # fmt: skip
+    notes = (
+        "o / 2 is what a step of a ring takes beside its bytes: an all-reduce of two GPUs has two; over more it costs",
+        "o as well, as was measured, and a gather or a scatter no more than that",
+    )
+    return Section(f"Collectives of s = {nbytes:,.0f} bytes over k = {k} GPUs, in rings", tuple(terms), notes)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,10 @@ def test_check_reads_row_files(capsys: pytest.CaptureFixture[str]) -> None:
         (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16, which a T4 has"),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
+        (
+            ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "ddp.jsonl")),
+            f"measured is '{RESULTS / 'ddp.jsonl'}', which has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have rows",
+        ),
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("ddp-overhead", "--overhead_ms", "-1"), "overhead_ms is -1.0: it must be at least 0"),
         (("ddp-overhead", "--plot", "/proc/plot.png"), "plot is '/proc/plot.png': it must be a file"),
@@ -267,6 +272,10 @@ def test_more_gpus_send_more_and_a_call_costs_the_same(capsys: pytest.CaptureFix
         sections = json.loads(run(capsys, *arguments)[1])
         return {term["name"]: term["value"] for section in (sections[0], sections[-1]) for term in section["terms"]}
 
+    text = run(capsys, "ddp-overhead", "--gradient_bytes", "1e9")[1]
+    assert re.search(r"s, gradients +0\.93 GiB  as given", text)
+    assert "over k = 2 GPUs" in text
+    assert "4 N = 4 x 128,625,408" in run(capsys, "ddp-overhead")[1]
     two, eight = given("2"), given("8")
     assert eight["w, all-reduce"] == pytest.approx(two["w, all-reduce"] * 4 / 7)  # 2 x 7 / 8 bytes a byte, not 1
     assert eight["o, a call"] == two["o, a call"]
