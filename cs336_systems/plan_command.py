@@ -271,13 +271,32 @@ def _scaling(arguments: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     parser = _parser("check", "Predicted memory and step time beside measured rows.")
-    parser.add_argument("results", nargs="+", type=str, help="Row files.")
+    parser.add_argument("results", nargs="+", type=str, help="Row files, or folders: all row files below.")
     options = parse(parser, arguments)
     from .planner.check import check_json, check_text, compare
 
-    found = [compare(row) for row in _read(options.results)]
+    found = []
+    files = [file for path in options.results for file in _row_files(path)]
+    for file in files:
+        name = file if len(files) > 1 else ""
+        found += [replace(compare(row), file=name) for row in _read([file])]
     print(json.dumps(check_json(found), indent=2) if options.json else check_text(found))
     return 0
+
+
+def _row_files(path: str) -> list[str]:
+    """The file, or of a folder all row files below it, sorted. Raises ValueError for a folder without one."""
+    if not Path(path).is_dir():
+        return [path]
+    found = sorted(str(file) for file in Path(path).rglob("*.jsonl") if file.is_file() and _has_rows(file))
+    require(bool(found), "results", path, "a row file, or a folder with row files (.jsonl) below it")
+    return found
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether its first line has a case: a run's metrics.jsonl has none."""
+    with file.open("rb") as opened:
+        return b'"case"' in opened.readline()
 
 
 def _read(paths: Sequence[str]) -> list[Any]:

@@ -185,6 +185,25 @@ def test_check_reads_row_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not compared" in out
 
 
+def test_check_reads_all_row_files_below_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "deep/b.jsonl"
+    second.parent.mkdir()
+    for file in (first, second):
+        file.write_text((RESULTS / "ddp-groups.jsonl").read_text())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')  # of a run, no rows
+    found = json.loads(run(capsys, "check", str(tmp_path), "--json")[1])
+    assert list(dict.fromkeys(row["file"] for row in found)) == [str(first), str(second)]
+    lines = run(capsys, "check", str(tmp_path))[1].splitlines()
+    assert [line for line in lines if line.endswith("b.jsonl:")] == [f"{second}:"]
+    assert {row["file"] for row in json.loads(run(capsys, "check", str(first), "--json")[1])} == {""}
+    code, _, err = run(capsys, "check", str(RESULTS))
+    assert (code, err) == (0, "")
+    empty = RESULTS / "overlap-trace"
+    code, _, err = run(capsys, "check", str(empty))
+    accepted = "a row file, or a folder with row files (.jsonl) below it"
+    assert (code, err) == (2, f"cs336: results is '{empty}': it must be {accepted}\n")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
