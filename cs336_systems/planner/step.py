@@ -104,9 +104,10 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     ]
     kept = kept_blocks(job)[0]
     if kept < layers:
-        again = (layers - kept) / layers
-        seconds = again * (forward + attention[0] + small[0])
-        terms.append(Term("forward again", f"{layers - kept} of {layers} blocks", seconds, "s"))
+        once = (forward, attention[0], small[0])
+        a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once)
+        working = f"{layers - kept} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
+        terms.append(Term("forward again", working, (layers - kept) / layers * sum(once), "s"))
     kernels = KERNELS[job.compile] * layers
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
 

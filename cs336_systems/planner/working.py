@@ -49,7 +49,8 @@ def show(value: float, unit: str, like: float | None = None) -> str:
     if unit in ("bytes", "s", "share"):
         if unit == "share":
             return f"{value:.1%}"
-        return (_bytes if unit == "bytes" else _seconds)(value, value if like is None else like)
+        # Of a value by itself 0.34 GiB reads well; of a list whose largest it is, the others would have no digits left.
+        return _bytes(value, 10 * value if like is None else like) if unit == "bytes" else _seconds(value, like)
     if unit in scaled:
         return f"{value / scaled[unit][0]:,.4g} {scaled[unit][1]}"
     digits = ",.0f" if float(value).is_integer() else ",.1f" if abs(value) >= 1000 else ",.4g"
@@ -59,13 +60,13 @@ def show(value: float, unit: str, like: float | None = None) -> str:
 
 def _bytes(value: float, like: float) -> str:
     for size, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(like) >= size / 10:
+        if abs(like) >= size:
             return f"{value / size:,.2f} {name}"
     return f"{value:,.0f} B"
 
 
-def _seconds(value: float, like: float) -> str:
-    return f"{value * 1e3:,.3f} ms" if abs(like) >= 1e-4 else f"{value * 1e6:,.2f} us"
+def _seconds(value: float, like: float | None) -> str:
+    return f"{value * 1e3:,.3f} ms" if abs(value if like is None else like) >= 1e-4 else f"{value * 1e6:,.2f} us"
 
 
 def shown(terms: Sequence[Term]) -> list[str]:
@@ -76,7 +77,7 @@ def shown(terms: Sequence[Term]) -> list[str]:
     like: dict[str, float | None] = {}
     for unit in ("bytes", "s"):
         sizes = [abs(term.value) for term in terms if term.unit == unit and term.value and math.isfinite(term.value)]
-        together = sizes and (terms[-1].working == SUM or max(sizes) < 1000 * min(sizes))
+        together = len(sizes) > 1 and (terms[-1].working == SUM or max(sizes) < 1000 * min(sizes))
         like[unit] = max(sizes) if together else None
     return [show(term.value, term.unit, like.get(term.unit)) for term in terms]
 

@@ -275,6 +275,8 @@ def test_bytes_that_add_up_are_shown_in_one_unit() -> None:
     assert shown([*sizes, everything]) == ["3.00 GiB", "0.06 GiB", "0.00 GiB", "3.06 GiB"]
     assert shown(sizes) == ["3.00 GiB", "64.00 MiB", "1.00 KiB"]  # too far apart to be compared
     assert shown(sizes[:2]) == ["3.00 GiB", "0.06 GiB"]
+    # The largest is below a GiB, of which two digits would leave little of the others.
+    assert shown([Term("a", "", 600 * 2**20), Term("b", "", 5 * 2**20)]) == ["600.00 MiB", "5.00 MiB"]
     times = [Term("a", "", 1.5e-3, "s"), Term("b", "", 5e-5, "s"), Term("c", "", 2.0, "")]
     assert shown(times) == ["1.500 ms", "0.050 ms", "2"]
 
