@@ -9,7 +9,7 @@ from typing import Any
 from .arguments import make_parser, parse
 from .config import ParallelConfig
 from .fields import require
-from .model_config import ModelConfig
+from .model_config import MODEL_SIZES, ModelConfig
 from .planner.cards import CARDS, Card, fit_transfer, get_card
 from .planner.job import Job
 from .planner.working import Section, as_json, as_text
@@ -22,7 +22,7 @@ _ALIASES = {"flashddp": "bucketed"}
 _SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
 _OPTIONS: dict[str, tuple[Any, str]] = {
     "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
-    "context_length": (int, "Tokens a sequence (default: 512)."),
+    "context_length": (int, "Tokens a sequence (default: the size's, else 512)."),
     "d_model": (int, "Width of the residual stream, where no size is given."),
     "d_ff": (int, "Width of the feed-forward layer."),
     "num_layers": (int, "Blocks."),
@@ -41,7 +41,7 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "shard_optimizer": (bool, "Each GPU keeps the optimizer's state of its part."),
     "bucket_size_mb": (
         float,
-        "Gradients that travel together, in 2^20 bytes (default: 100, torch_ddp 25, overlap: each).",
+        "Gradients that travel together, in MiB (default: 100, torch_ddp 25, overlap: each).",
     ),
     "grad_dtype": (str, "Type in which gradients travel: same, fp32, bf16 or fp16 (default: same)."),
 }
@@ -84,6 +84,17 @@ def _card(options: Any) -> Card:
     return get_card(options.card, **given)
 
 
+def _size(options: Any) -> str | None:
+    """The named size: small where neither a name nor a shape is given."""
+    own = any(getattr(options, name) is not None for name in ("d_model", "d_ff", "num_layers", "num_heads"))
+    return options.size or (None if own else "small")
+
+
+def _context_length(options: Any) -> int:
+    """The size's own, else 512."""
+    return MODEL_SIZES.get(_size(options) or "", {}).get("context_length", 512)
+
+
 def _job(options: Any) -> Job:
     """The job of some options. Raises ValueError naming the option that is wrong."""
     given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
@@ -93,10 +104,8 @@ def _job(options: Any) -> Job:
         auto = ParallelConfig()
         given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
     model = {name: value for name in _MODEL if (value := getattr(options, name)) is not None}
-    own = set(model) & {"d_model", "d_ff", "num_layers", "num_heads"}
-    size = options.size or (None if own else "small")
     try:
-        shape = ModelConfig(size=size, **({"context_length": 512} | model)).shape
+        shape = ModelConfig(size=_size(options), **({"context_length": _context_length(options)} | model)).shape
     except ValueError as error:
         raise ValueError(str(error).replace("model.", "")) from error
     return Job(shape=shape, **given)
@@ -107,14 +116,22 @@ def _print(sections: Sequence[Section], options: Any) -> int:
     return 0
 
 
-def _of_one_gpu(sections: Sequence[Section], job: Job) -> list[Section]:
-    """The sections, the first with a note where a strategy, or sharding, has nobody to share with."""
-    first, *others = sections
+def _print_plan(
+    sections: Sequence[Section], summary: dict[str, Any], job: Job, card: Card, memory_gib: float, options: Any
+) -> int:
+    """What is planned first; in JSON beside a summary whose names stay."""
+    from .planner.summary import planned, planned_section
+
+    what = (job, _size(options), card.name, memory_gib)
+    if options.json:
+        print(json.dumps({"planned": planned(*what), "summary": summary, "sections": as_json(sections)}, indent=2))
+        return 0
+    first = planned_section(*what)
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
-        first = replace(
-            first, notes=(*first.notes, "of one GPU, where nothing is shared: --world_size has their number")
-        )
-    return [first, *others]
+        note = "of one GPU, where nothing is shared: --world_size has their number"
+        first = replace(first, notes=(*first.notes, note))
+    print(as_text([first, *sections]))
+    return 0
 
 
 def _memory(arguments: Sequence[str]) -> int:
@@ -123,11 +140,13 @@ def _memory(arguments: Sequence[str]) -> int:
     parser.add_argument("--memory_gib", type=float, default=None, help="Memory of a GPU (default: the card's).")
     options = parse(parser, arguments)
     from .planner.memory import memory_sections
+    from .planner.summary import memory_summary
 
     limit, card = options.memory_gib, get_card(options.card)
     require(limit is None or 0 < limit < 1e6, "memory_gib", limit, "above 0 and below 1e6")
     job = _job(options)
-    return _print(_of_one_gpu(memory_sections(job, limit or card.memory_gib), job), options)
+    memory = limit or card.memory_gib
+    return _print_plan(memory_sections(job, memory), memory_summary(job, memory), job, card, memory, options)
 
 
 def _step(arguments: Sequence[str]) -> int:
@@ -135,9 +154,10 @@ def _step(arguments: Sequence[str]) -> int:
     _add_card(parser)
     options = parse(parser, arguments)
     from .planner.step import step_sections
+    from .planner.summary import step_summary
 
-    job = _job(options)
-    return _print(_of_one_gpu(step_sections(job, _card(options)), job), options)
+    job, card = _job(options), _card(options)
+    return _print_plan(step_sections(job, card), step_summary(job, card), job, card, card.memory_gib, options)
 
 
 def _activation(arguments: Sequence[str]) -> int:
@@ -161,9 +181,8 @@ def _checkpointing(arguments: Sequence[str]) -> int:
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:
-    parser = _parser(
-        "ddp-overhead", "What buckets of gradients add to a step, and the best size.", *_MODEL, "world_size"
-    )
+    parser = _parser("ddp-overhead", "What buckets of gradients add to a step, and the best size.", *_MODEL)
+    parser.add_argument("--world_size", type=int, default=2, help="GPUs.")
     parser.add_argument("--gradient_bytes", type=float, default=None, help="s (default: 4 bytes a parameter).")
     parser.add_argument("--rows", type=str, default=None, help="Row file of all-reduces to fit o and w to.")
     parser.add_argument(
@@ -178,21 +197,27 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     from .accounting import num_parameters
     from .planner.communication import collective_section, overhead_sections
     from .planner.plots import plot_overhead
-    from .planner.rows import measured_overheads
+    from .planner.rows import overheads_beside
 
-    world_size = 2 if options.world_size is None else options.world_size
-    require(world_size >= 2, "world_size", world_size, "at least 2")
-    options.world_size = None
+    world_size = options.world_size
+    require(2 <= world_size < 1 << 31, "world_size", world_size, "at least 2 and below 2^31")
+    options.world_size = None  # the model is that of any number
     nbytes = options.gradient_bytes
     require(nbytes is None or 0 < nbytes < 1e18, "gradient_bytes", nbytes, "above 0 and below 1e18")
-    nbytes = nbytes or float(4 * num_parameters(_job(options).shape))
+    n = num_parameters(_job(options).shape)
+    nbytes, gradients = (nbytes, "as given") if nbytes else (4.0 * n, f"4 N = 4 x {n:,}")
     overhead_s, bandwidth = _transfer(options, world_size)
-    measured = measured_overheads(_read([options.measured])) if options.measured else []
+    measured: list[tuple[str, float, float]] = []
+    left_out = ""
+    if options.measured:
+        measured, left_out = overheads_beside(_read([options.measured]), options.measured, nbytes, world_size)
     if options.plot:
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
     beta = bandwidth * 2 * (world_size - 1) / world_size
-    ring = collective_section(nbytes, world_size, overhead_s / (2 * (world_size - 1)), beta)
-    return _print([*overhead_sections(nbytes, bandwidth, overhead_s, measured), ring], options)
+    ring = collective_section(nbytes, world_size, replace(CARDS["H200"], latency_s=overhead_s, link=beta))
+    *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, gradients)
+    last = replace(last, notes=(*last.notes, *filter(None, [left_out])))
+    return _print([*sections, last, ring], options)
 
 
 def _transfer(options: Any, world_size: int) -> tuple[float, float]:
@@ -246,13 +271,32 @@ def _scaling(arguments: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     parser = _parser("check", "Predicted memory and step time beside measured rows.")
-    parser.add_argument("results", nargs="+", type=str, help="Row files.")
+    parser.add_argument("results", nargs="+", type=str, help="Row files, or folders: all row files below.")
     options = parse(parser, arguments)
     from .planner.check import check_json, check_text, compare
 
-    found = [compare(row) for row in _read(options.results)]
+    found = []
+    files = [file for path in options.results for file in _row_files(path)]
+    for file in files:
+        name = file if len(files) > 1 else ""
+        found += [replace(compare(row), file=name) for row in _read([file])]
     print(json.dumps(check_json(found), indent=2) if options.json else check_text(found))
     return 0
+
+
+def _row_files(path: str) -> list[str]:
+    """The file, or of a folder all row files below it, sorted. Raises ValueError for a folder without one."""
+    if not Path(path).is_dir():
+        return [path]
+    found = sorted(str(file) for file in Path(path).rglob("*.jsonl") if file.is_file() and _has_rows(file))
+    require(bool(found), "results", path, "a row file, or a folder with row files (.jsonl) below it")
+    return found
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether its first line has a case: a run's metrics.jsonl has none."""
+    with file.open("rb") as opened:
+        return b'"case"' in opened.readline()
 
 
 def _read(paths: Sequence[str]) -> list[Any]:

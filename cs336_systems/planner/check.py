@@ -14,6 +14,7 @@ from .step import step_seconds
 from .working import GIB
 
 _UNKNOWN = "an unknown card"
+_HEADER = ("row", "measured GiB", "predicted", "error", "measured ms", "predicted", "error", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Comparison:
     """A row's peak memory in bytes and step time in s, measured and predicted; None for what is not."""
 
     name: str
+    file: str = ""
+    """Where the row is from, where there are several files."""
     recorded: bool = False
     """Whether the step was recorded as a CUDA graph, so that the host does not set its pace."""
     is_step: bool = True
@@ -38,7 +41,10 @@ def error(pair: tuple[float, float] | None) -> float | None:
 def compare(row: Measured) -> Comparison:
     """A row's measured and predicted numbers, or the reason why there are none."""
     fields = (str(row.config.get(field, "")) for field in ("size", "context_length", "attention", "bytes"))
-    words = " ".join((row.case, *fields, row.variant)).split()
+    case = row.case
+    if case == "all-reduce":  # which has rows of other collectives, too, and all of them name theirs
+        case = str(row.config.get("collective", case))
+    words = " ".join((case, *fields, row.variant)).split()
     name = " ".join(dict.fromkeys(words))  # some variants name their kernel
     try:
         return _compare(name, row)
@@ -91,15 +97,17 @@ def summary(errors: Sequence[float | None]) -> str:
 
 
 def check_text(found: Sequence[Comparison]) -> str:
-    """All rows, measured, predicted and the error, and below them how large the errors are."""
-    header = ("row", "GiB", "predicted", "error", "ms", "predicted", "error", "")
+    """All rows by file, measured, predicted and the error, and below them how large the errors are."""
     compared = [each for each in found if each.memory or each.seconds]
-    lines = [header, *(_line(each) for each in compared)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    table = [
-        "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 7)), line[7]]).rstrip()
-        for line in lines
-    ]
+    lines = [_HEADER, *(_line(each) for each in compared)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
+    table, file = [], ""
+    for each, line in zip([None, *compared], lines, strict=True):
+        if each is not None and each.file != file:
+            file = each.file
+            table.append(f"{file}:")
+        cells = [line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 7)), line[7]]
+        table.append("  ".join(cells).rstrip())
     steps = [each for each in found if each.is_step]
     recorded = [each for each in steps if each.recorded]
     transfers = [each for each in found if not each.is_step]
@@ -138,7 +146,7 @@ def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
         )
 
     return [
-        {"row": each.name, "recorded": each.recorded, "note": each.note}
+        {"row": each.name, "file": each.file, "recorded": each.recorded, "note": each.note}
         | {"memory_bytes": pair(each.memory), "step_s": pair(each.seconds)}
         for each in found
     ]

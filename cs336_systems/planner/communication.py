@@ -34,14 +34,17 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
 
 def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
-    """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: alpha o / 2, beta w.
+    """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: beta w, latencies of o.
 
     An all-reduce costs o over more as well: NCCL does not send small tensors round a ring, and of 1 MB four H200 take
-    no longer than two (results/h200/all-reduce.jsonl). Gathers and scatters of four do take longer.
+    no longer than two (results/h200/all-reduce.jsonl). A gather or a scatter costs o / 2 a step of its ring, but at
+    most o: an all-reduce of everybody's part amid zeros is a gather, and one of which each keeps its part a scatter, so
+    neither need take longer (Träff, Gropp & Thakur 2010, "Self-Consistent MPI Performance Guidelines"). Of 1 MB a
+    gather takes 0.027 ms over two and 0.043 over four, an all-reduce 0.056 and 0.046. A latency of log2(w) o / 2 has
+    the same error, 17.4 % on average, but lets gathers of eight take longer than an all-reduce; (w - 1) o / 2 has 17.9.
     """
-    if kind == "all-reduce" and world_size > 1:
-        return card.latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)
-    return ring_seconds(kind, nbytes, world_size, card.latency_s / 2, card.link)
+    latency_s = min(ring_seconds(kind, 0, world_size, card.latency_s / 2, card.link), card.latency_s)
+    return latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ def sent(job: Job, card: Card) -> Sent:
     if job.is_sharded:
         nbytes, calls = job.number_bytes * n, 3 * (job.shape.num_layers + 2)
         one = ring_seconds("all-gather", nbytes, w, 0, card.link)
-        volume, working = 3 * gather_share * nbytes, f"3 x {job.number_bytes} N ({w} - 1) / {w}"
+        volume, working = (
+            3 * gather_share * nbytes,
+            f"3 x {job.number_bytes} N (w - 1) / w = 3 x {job.number_bytes} x {n:,} x {w - 1} / {w}",
+        )
         last = one / (job.shape.num_layers + 2)
         overhead = calls * collective_seconds("all-gather", 0, w, card)
         return Sent(3 * one, overhead, last, calls, volume, volume, working)
@@ -77,7 +83,8 @@ def sent(job: Job, card: Card) -> Sent:
     seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)
     overhead = calls * collective_seconds("all-reduce", 0, w, card)
     volume = 2 * gather_share * nbytes
-    return Sent(seconds, overhead, seconds / calls, calls, volume, volume, f"2 x {size} N ({w} - 1) / {w}")
+    working = f"2 x {size} N (w - 1) / w = 2 x {size} x {n:,} x {w - 1} / {w}"
+    return Sent(seconds, overhead, seconds / calls, calls, volume, volume, working)
 
 
 def num_calls(job: Job) -> int:
@@ -136,20 +143,27 @@ def all_reduce_cost(card: Card, world_size: int) -> tuple[float, float]:
 
 
 def overhead_sections(
-    nbytes: float, bandwidth: float, overhead_s: float, measured: Sequence[tuple[str, float, float]] = ()
+    nbytes: float,
+    bandwidth: float,
+    overhead_s: float,
+    measured: Sequence[tuple[str, float, float]] = (),
+    gradients: str = "4 N",
 ) -> list[Section]:
-    """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added)."""
+    """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added).
+
+    gradients: how s comes about.
+    """
     best = best_num_buckets(nbytes, bandwidth, overhead_s)
     size = best_bucket_bytes(nbytes, bandwidth, overhead_s)
     given = (
-        Term("s, gradients", "4 N", nbytes),
+        Term("s, gradients", gradients, nbytes),
         Term("w, all-reduce", "bytes/s of a large one", bandwidth, "bytes/s"),
         Term("o, a call", "time beside that of its bytes", overhead_s, "s"),
     )
     added = added_seconds(nbytes, bandwidth, overhead_s, best) if math.isfinite(best) else 0.0
     optimum = (
         Term("buckets", "n* = sqrt(s / (w o)), at least 1", best, ""),
-        Term("bytes a bucket", "s / n* = sqrt(s w o)", size),
+        Term("bytes a bucket", f"s / n* = sqrt(s w o) = {size / MIB:.4g} MiB", size),
         Term("added", "s / (w n*) + o n* = 2 sqrt(s o / w)", added, "s"),
     )
     rows = []
@@ -174,11 +188,26 @@ def overhead_sections(
     return sections
 
 
-def collective_section(nbytes: float, world_size: int, alpha_s: float, beta: float) -> Section:
-    """The collectives of a tensor, all-reduce in two ways."""
-    terms = []
-    once = "(w - 1) (alpha + bytes / (w beta))"
-    for kind, working in (("all-gather", once), ("reduce-scatter", once), ("all-reduce", f"2 {once}"),
-                          ("alternate all-reduce", "(w - 1) (alpha + bytes / beta)")):  # fmt: skip
-        terms.append(Term(kind, working, ring_seconds(kind, nbytes, world_size, alpha_s, beta), "s"))
-    return Section(f"Ring collectives of {nbytes:,.0f} bytes over w = {world_size}", tuple(terms))
+def collective_section(nbytes: float, world_size: int, card: Card) -> Section:
+    """The collectives of a tensor by `collective_seconds`, and the all-reduce that sends whole tensors."""
+    k, o, beta = world_size, card.latency_s, card.link
+    alpha, step_s = min(o, (k - 1) * o / 2), nbytes / (k * beta)
+    gather = f"min(o, (k - 1) o / 2) + (k - 1) s / (k beta) = {_ms(alpha)} + {k - 1} x {_ms(step_s)}"
+    terms = [
+        Term("beta, a link", "w 2 (k - 1) / k", beta, "bytes/s"),
+        Term("all-gather", gather, collective_seconds("all-gather", nbytes, k, card), "s"),
+        Term("reduce-scatter", gather, collective_seconds("reduce-scatter", nbytes, k, card), "s"),
+        Term("all-reduce", f"o + 2 (k - 1) s / (k beta) = {_ms(o)} + {2 * (k - 1)} x {_ms(step_s)}",
+             collective_seconds("all-reduce", nbytes, k, card), "s"),
+        Term("alternate all-reduce", f"(k - 1) (o / 2 + s / beta) = {k - 1} x ({_ms(o / 2)} + {_ms(nbytes / beta)})",
+             ring_seconds("alternate all-reduce", nbytes, k, o / 2, beta), "s"),
+    ]  # fmt: skip
+    notes = (
+        "o / 2 is what a step of a ring takes beside its bytes: an all-reduce of two GPUs has two; over more it costs",
+        "o as well, as was measured, and a gather or a scatter no more than that",
+    )
+    return Section(f"Collectives of s = {nbytes:,.0f} bytes over k = {k} GPUs, in rings", tuple(terms), notes)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

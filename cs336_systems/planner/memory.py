@@ -20,6 +20,10 @@ from .working import GIB, Section, Term, show, total
 # that compute, autograd's and the one that calls it.
 _WORKSPACE = 2 * 32 * MIB
 LARGEST_BATCH = 1 << 20
+# Share of a card's memory that is kept back for what is not counted: the CUDA context, and what the allocator holds and
+# cannot use. The 8B step with nothing made again ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB
+# of an H200, 8.4 %, reserved and unusable (results/h200/leaderboard-2026.jsonl, `fsdp none budget 0.75`).
+RESERVE = 0.1
 
 
 def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
@@ -45,21 +49,38 @@ def constant_terms(job: Job) -> list[Term]:
     packed = job.shard_optimizer and job.world_size > 1
     b = job.weight_bytes
     weights = b * n if packed else parameter_bytes(s, b, w)
-    terms = [Term("weights", f"{b} N{_over(w)} = {b} x {n:,}{_over(w)}", weights)]
+    terms = [_of_all_weights("weights", b, job, w, weights)]
     if job.optimizer:
         state = 2 * parameter_bytes(s, b, w) / (job.state_parts / w)
-        over = _over(job.state_parts)
-        terms.append(Term("optimizer state", f"{2 * b} N{over} = {2 * b} x {n:,}{over}", state))
+        terms.append(_of_all_weights("optimizer state", 2 * b, job, job.state_parts, state))
     if job.strategy in IN_BUCKETS:
-        terms.append(Term("gradients in buckets", f"{b} N, in buckets of {job.bucket_size_mb:g} MiB", _buckets(job)))
+        buckets = _buckets(job)
+        working = f"{b} N = {b} x {n:,}{in_blocks(buckets, b * n)}, in buckets of {job.bucket_size_mb:g} MiB"
+        terms.append(Term("gradients in buckets", working, buckets))
     length, half = s.context_length, s.d_model // s.num_heads // 2
     small = 8 * length * half + 16 * job.tokens
-    terms.append(Term("rotary tables, tokens", f"4 N_ctx d_head + 16 T, T = {job.tokens:,}", small))
-    return [*terms, Term("workspace", "of cuBLAS", _WORKSPACE)]
+    terms.append(
+        Term("rotary tables, tokens", f"4 N_ctx d_head + 16 T = 4 x {length} x {2 * half} + 16 x {job.tokens:,}", small)
+    )
+    return [*terms, Term("workspace", "of cuBLAS, 32 MiB for each of two threads", _WORKSPACE)]
 
 
-def _over(parts: int) -> str:
+def over(parts: int) -> str:
+    """How a formula goes on that is divided into parts."""
     return f" / {parts}" if parts > 1 else ""
+
+
+def in_blocks(allocated: float, nbytes: float) -> str:
+    """How a formula of bytes goes on where the allocator's blocks are larger by a share that shows."""
+    more = allocated / nbytes - 1
+    return f", + {more:.1%} of the allocator's blocks" if more >= 0.0005 else ""
+
+
+def _of_all_weights(name: str, number_bytes: int, job: Job, parts: int, value: float) -> Term:
+    """A term of so many bytes a parameter, over so many GPUs, and what the allocator's blocks add."""
+    n = num_parameters(job.shape)
+    formula = f"{number_bytes} N{over(parts)} = {number_bytes} x {n:,}{over(parts)}"
+    return Term(name, formula + in_blocks(value, number_bytes * n / parts), value)
 
 
 def _buckets(job: Job) -> float:
@@ -76,8 +97,7 @@ def gradient_term(job: Job) -> Term:
         return Term("gradients", "in their buckets", 0)
     w = job.world_size if job.is_sharded else 1
     b = job.weight_bytes
-    working = f"{b} N{_over(w)} = {b} x {num_parameters(job.shape):,}{_over(w)}"
-    return Term("gradients", working, parameter_bytes(job.shape, b, w))
+    return _of_all_weights("gradients", b, job, w, parameter_bytes(job.shape, b, w))
 
 
 def copy_terms(job: Job) -> tuple[Term, Term]:
@@ -99,8 +119,10 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
 
     def copies(blocks: int) -> Term:
         numbers = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff
-        working = f"2 (4 d^2 + 3 d d_ff) L + 2 V d = 2 x {numbers:,} x {blocks} + {head:,}"
-        return Term("weight copies", working, blocks * a_block + head)
+        formula = "2 (4 d^2 + 3 d d_ff) L" + (" + 2 V d" if head else "")
+        working = f"{formula} = 2 x {numbers:,} x {blocks}" + (f" + {head:,}" if head else "")
+        value, exact = blocks * a_block + head, 2 * numbers * blocks + head
+        return Term("weight copies", working + in_blocks(value, exact) if exact else "none", value)
 
     return copies(cached), copies(kept)
 
@@ -110,10 +132,15 @@ def head_term(job: Job) -> Term:
     s, t, c = job.shape, job.tokens, job.number_bytes
     if job.compile:
         r = job.residual_number_bytes
-        return Term("last norm, head", f"{r} T d + {c} T d + 8 T", (r + c) * t * s.d_model + 8 * t)
+        return Term("last norm, head", _last_norm(job, r + c), (r + c) * t * s.d_model + 8 * t)
     copy = 0 if job.precision == "fp32" else c * s.vocab_size * s.d_model
     saved = head_bytes(s, job.batch_size, s.context_length, job.precision) - 4 * t * s.vocab_size - copy
-    return Term("last norm, head", f"8 T d + {c} T d + 8 T", saved)
+    return Term("last norm, head", _last_norm(job, 8 + c), saved)
+
+
+def _last_norm(job: Job, number_bytes: int) -> str:
+    t, d = job.tokens, job.shape.d_model
+    return f"{number_bytes} T d + 8 T = {number_bytes} x {t * d:,} + 8 x {t:,}"
 
 
 def logits_terms(job: Job) -> tuple[Term, Term, Term]:
@@ -148,10 +175,10 @@ def _chunk_terms(job: Job) -> tuple[Term, Term, Term]:
     products = c * numbers + (0 if c == 4 else 4) * weight  # added up from a product of its own
     copy = 0 if c == 4 or job.computes_narrow else c
     stays = (2 if job.computes_narrow else 4) * weight
-    working = f"{job.logits_tokens:,} tokens at a time, and the weight's gradient"
+    working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
     return (
         Term("logits and loss", working, max(logits, products) + (4 + copy) * weight),
-        Term("gradient of the head", f"{stays // weight} V d", stays),
+        Term("gradient of the head", f"{stays // weight} V d = {stays // weight} x {weight:,}", stays),
         Term("logits", "none", 0),
     )
 
@@ -167,10 +194,10 @@ def unit_terms(job: Job) -> dict[str, Term]:
     if not job.is_sharded:
         return dict.fromkeys(("loss", "loss_backward", "backward", "end"), Term("whole units", "none", 0))
     return {
-        "loss": Term("whole units", "c V d", c * e),
-        "loss_backward": Term("whole units", "c V d + c P", c * (e + p)),
-        "backward": Term("whole units, gradients", f"4 c P + 2 c P / {w}, P = {p:,}", (4 + 2 / w) * c * p),
-        "end": Term("whole units, gradients", f"c V d + c V d / {w}", (1 + 1 / w) * c * e),
+        "loss": Term("whole units", f"{c} V d = {c} x {e:,}", c * e),
+        "loss_backward": Term("whole units", f"{c} (V d + P) = {c} x ({e:,} + {p:,})", c * (e + p)),
+        "backward": Term("whole units, gradients", f"(4 + 2 / {w}) {c} P, P = {p:,}", (4 + 2 / w) * c * p),
+        "end": Term("whole units, gradients", f"(1 + 1 / {w}) {c} V d, V d = {e:,}", (1 + 1 / w) * c * e),
     }
 
 
@@ -181,14 +208,14 @@ def block_term(job: Job) -> Term:
     """
     s, c = job.shape, job.number_bytes
     wide = 0 if c == 4 or job.computes_narrow else c + 4
-    inside = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel)
-    inside -= (4 - job.residual_number_bytes) * job.tokens * s.d_model
+    r, td, factors = job.residual_number_bytes, job.tokens * s.d_model, 2 * c * job.tokens * s.d_ff
+    beyond = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel) - 4 * td
+    what, value = f"{r} T d + {2 * c} T d_ff", f"{r * td:,} + {beyond:,}"
+    if beyond != factors:
+        what = f"{r} T d + 8 B H N_ctx^2 less what is gone"
     matrix = wide * s.d_model * s.d_ff
-    return Term(
-        "gradients in a block",
-        f"{job.residual_number_bytes} T d + 2 c T d_ff + {wide} d d_ff = {inside:,} + {matrix:,}",
-        inside + matrix,
-    )
+    working = f"{what} + {wide} d d_ff = {value} + {matrix:,}" if wide else f"{what} = {value}"
+    return Term("gradients in a block", working, r * td + beyond + matrix)
 
 
 def moments(job: Job) -> dict[str, list[Term]]:
@@ -203,12 +230,17 @@ def moments(job: Job) -> dict[str, list[Term]]:
     entry = f" and {inputs} inputs of blocks" if inputs else ""
     whole = sum(block_parts(job).values())
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
-    recomputed = Term("made again", f"{job.activation_checkpointing}, with copies of weights", again + copies)
+    working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
+    recomputed = Term("made again", working, again + copies)
     one = Term("activations", "the first block's", whole)
     first = [activations, head_term(job)]
     in_buckets = job.strategy in IN_BUCKETS
-    b, e = job.weight_bytes, job.shape.vocab_size * job.shape.d_model
-    head_grad = units["end"] if job.is_sharded else Term("gradient of the head", f"{b} V d", 0 if in_buckets else b * e)
+    b, e, n = job.weight_bytes, job.shape.vocab_size * job.shape.d_model, num_parameters(job.shape)
+    head_grad = (
+        units["end"]
+        if job.is_sharded
+        else Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if in_buckets else b * e)
+    )
     back = [block_term(job), units["backward"]]
     found = {
         "the loss": [*constant, *first, cached, logits[0], units["loss"]],
@@ -217,10 +249,10 @@ def moments(job: Job) -> dict[str, list[Term]]:
         "backward of the first block": [*constant, one, logits[2], grads, *back],
     }
     if job.strategy == "flat" and job.world_size > 1:
-        flat = Term("all gradients flat", "4 N", 4 * num_parameters(job.shape))
+        flat = Term("all gradients flat", f"4 N = 4 x {n:,}", 4 * n)
         found["gradients flattened"] = [*constant, logits[2], grads, flat]
     wire = 0 if job.grad_dtype in ("same", "fp32") or job.is_sharded or job.strategy in ("none", "naive") else 2
-    sent = Term("gradients on their way", f"{wire} N", wire * num_parameters(job.shape))
+    sent = Term("gradients on their way", f"{wire} N = {wire} x {n:,}", wire * n)
     found["the end of backward"] = [*constant, logits[2], grads, units["end"], sent]
     return found
 
@@ -246,6 +278,13 @@ def part_bytes(job: Job) -> dict[str, float]:
     }
 
 
+def verdict(needed_bytes: float, memory_bytes: float) -> str:
+    """Whether a peak fits into a card's memory: fits, may not fit (it takes of RESERVE), or does not fit."""
+    if needed_bytes > memory_bytes:
+        return "does not fit"
+    return "fits" if needed_bytes <= (1 - RESERVE) * memory_bytes else "may not fit"
+
+
 def largest_batch(job: Job, memory_bytes: float) -> int:
     """The most sequences a GPU whose step fits into that memory, 0 if not even one does; at most 2^20."""
 
@@ -263,8 +302,12 @@ def largest_batch(job: Job, memory_bytes: float) -> int:
 
 def _rounding(job: Job) -> str:
     """Why terms of all weights are more than what their formula gives."""
-    more = parameter_bytes(job.shape, 4) / (4 * num_parameters(job.shape)) - 1
-    return f"tensors are counted in blocks of PyTorch's allocator: float32 weights take {more:.1%} more than 4 N bytes"
+    b, parts = job.weight_bytes, job.world_size if job.is_sharded else 1
+    more = constant_terms(job)[0].value * parts / (b * num_parameters(job.shape)) - 1
+    return (
+        f"tensors are counted in blocks of PyTorch's allocator: {'float32' if b == 4 else 'bfloat16'} weights take "
+        f"{more:.1%} more than {b} N{over(parts)} bytes"
+    )
 
 
 def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
@@ -278,10 +321,13 @@ def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
         Section("At each moment", tuple(Term(name, "", value) for name, value in sums.items())),
     ]
     if memory_gib is not None:
-        batch = largest_batch(job, memory_gib * GIB)
-        working = (
-            f"{memory_gib:g} GiB; {show(peak_bytes(replace(job, batch_size=batch)), 'bytes')}" if batch else "none fits"
+        usable = (1 - RESERVE) * memory_gib
+        batch = largest_batch(job, usable * GIB)
+        peak = show(peak_bytes(replace(job, batch_size=max(1, batch))), "bytes")
+        working = f"{peak} at its peak, of {usable:.4g} GiB" if batch else f"one takes {peak}, of {usable:.4g} GiB"
+        note = (
+            f"of {memory_gib:g} GiB {RESERVE:.0%} are kept back for what is not counted: the CUDA context, and what "
+            "the allocator holds and cannot use (fragmentation)"
         )
-        note = "not counted: the CUDA context, and what the allocator holds and cannot use (fragmentation)"
-        sections.append(Section("Largest batch", (Term("sequences a GPU", working, batch, ""),), (note,)))
+        sections.append(Section("Largest batch that fits", (Term("sequences a GPU", working, batch, ""),), (note,)))
     return sections

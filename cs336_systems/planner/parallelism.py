@@ -162,21 +162,41 @@ def parallelism_sections(
 def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
     alpha, n = mesh.intensity, mesh.devices
     together, turns = least_device_batch(model, mesh), least_device_batch(model, mesh, together=False)
-    tensor = alpha * mesh.y / (model.d_ff * mesh.m_y)
+    tensor = alpha * mesh.y / (model.d_ff * mesh.m_y) if mesh.y > 1 else 0.0
+    share = f"alpha Y / (F M_Y) = {alpha:.1f} x {mesh.y} / ({model.d_ff} x {mesh.m_y})"
+    gather = f"alpha / (Y M_X) = {alpha:.1f} / ({mesh.y} x {mesh.m_x})" if mesh.x > 1 else "X = 1: nothing is gathered"
+    after, of_all = f"{together:.1f} / (1 - {tensor:.3f})", f"x N = {mesh.x} x {mesh.y} = {n}"
+    too_long = f"whatever B is, T_TP is {tensor:.3f} T_math"
     terms = [
         Term("alpha", f"C / W_ici = {mesh.flops:g} / {mesh.w_ici:g}", alpha, "operations a byte"),
-        Term("T_TP / T_math", f"alpha Y / (F M_Y) = {alpha:.1f} x {mesh.y} / ({model.d_ff} x {mesh.m_y})", tensor, ""),
-        Term("B / N, overlapped", f"alpha / (Y M_X) = {alpha:.1f} / ({mesh.y} x {mesh.m_x})", together, "tokens"),
-        Term("B, overlapped", f"x N = {mesh.x} x {mesh.y} = {n}", together * n, "tokens"),
-        Term("B / N, in turns", f"{together:.1f} / (1 - {tensor:.3f})", turns, "tokens"),
-        Term("B, in turns", f"x {n}", turns * n, "tokens"),
+        Term("T_TP / T_math", share if mesh.y > 1 else "Y = 1: nothing is sent along it", tensor, ""),
+        Term("B / N, overlapped", gather if math.isfinite(together) else too_long, together, "tokens"),
+        Term("B, overlapped", of_all if math.isfinite(together) else too_long, together * n, "tokens"),
+        Term("B / N, in turns", after if math.isfinite(turns) else too_long, turns, "tokens"),
+        Term("B, in turns", of_all if math.isfinite(turns) else too_long, turns * n, "tokens"),
     ]
     notes = [
         "overlapped: transfers along X and along Y run at once, so that the longer counts",
         "in turns: T_FSDP + T_TP counts, as in the source's edition of February 2025",
+        _limit(model, mesh, tensor),
     ]
-    if math.isfinite(together):
+    if 0 < together < math.inf:
         math_s, fsdp_s, tensor_s = (show(t, "s") for t in forward_seconds(model, mesh, together * n))
-        notes.append(f"there, a block: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
+        notes.append(f"from B, overlapped, on, a block: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
         notes.append(f"for that B the best X is {best_split(model, mesh, together * n):.1f}")
     return Section("(c) Forward pass bound by products from", tuple(terms), tuple(notes))
+
+
+def _limit(model: FeedForward, mesh: Mesh, tensor: float) -> str:
+    """What keeps the forward pass from being bound by its products."""
+    if tensor > 1:
+        most = model.d_ff * mesh.m_y / mesh.intensity
+        return (
+            f"the limit is tensor parallelism: T_TP is longer than T_math, which no B changes; Y may be at most "
+            f"F M_Y / alpha = {most:.1f}"
+        )
+    if mesh.x > 1:
+        return "the limit is FSDP: its gathers take as long however small B is, so B must be large enough"
+    if mesh.y > 1:
+        return "nothing limits B: weights are not gathered, and T_TP is shorter than T_math whatever B is"
+    return "nothing limits B: one device sends nothing"

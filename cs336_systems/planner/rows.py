@@ -1,11 +1,12 @@
 """What the planner reads of measured rows: the job that ran, the card, times of all-reduces, what buckets add."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, Protocol
 
 from cs336_basics.shape import ModelShape
 
+from ..accounting import num_parameters
 from ..fields import require
 from ..model_config import ModelConfig
 from .cards import CARDS, Card
@@ -120,6 +121,44 @@ def positive(name: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     require(is_number and 0 < value < math.inf, name, value, "a number above 0")
     return float(value)
+
+
+def overheads_beside(
+    rows: Iterable[Measured], path: str, nbytes: float, world_size: int
+) -> tuple[list[tuple[str, float, float]], str]:
+    """`measured_overheads` of steps with so many bytes of gradients on so many GPUs, and what of the file is left out.
+
+    Raises ValueError naming the file, what it has and what is wanted where it has none of these.
+    """
+    by_kind: dict[str, list[Measured]] = {}
+    wanted = f"{nbytes / 1e9:.4g} GB of gradients on {world_size} GPUs"
+    for row in rows:
+        sent, ranks = _gradients(row)
+        kind = f"{row.case} of {sent / 1e9:.4g} GB on {ranks} GPUs" if sent else row.case
+        if math.isclose(sent, nbytes, rel_tol=0.01) and ranks == world_size:
+            kind = wanted
+        by_kind.setdefault(kind, []).append(row)
+    found = measured_overheads(by_kind.get(wanted, []))
+    if not found:
+        there = _counted(by_kind) or "no rows"
+        accepted = f"rows of ddp or bucket-size with {wanted}, with buckets and alone"
+        raise ValueError(f"measured is {path!r}, which has {there}: it must have {accepted}")
+    others = _counted({kind: rows for kind, rows in by_kind.items() if kind != wanted})
+    return found, f"left out of {path}: {others}" if others else ""
+
+
+def _counted(by_kind: Mapping[str, Sized]) -> str:
+    return ", ".join(f"{len(rows)} rows of {kind}" for kind, rows in by_kind.items())
+
+
+def _gradients(row: Measured) -> tuple[float, int]:
+    """Bytes of gradients, and ranks, of a row of ddp or bucket-size; zeros of any other."""
+    if row.case not in ("ddp", "bucket-size"):
+        return 0, 0
+    try:
+        return 4 * num_parameters(ModelConfig(**row.config["run"]["model"]).shape), row.config["devices"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a row of the case {row.case} has no run.model and devices") from error
 
 
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..fields import check_types, require
 from .communication import ring_seconds
-from .working import Section, Term
+from .working import Section, Term, show
 
 Direction = Literal["forward", "backward"]
 _PRODUCTS = {"forward": 3, "backward": 6}  # of 2 B D F operations: each has two gradients
@@ -148,13 +148,13 @@ def alternate_ring_section(nbytes: float, devices: int, egress: float) -> Sectio
 def data_parallel_section(layer: Layer) -> Section:
     """The handout's data_parallel_calcs."""
     n = layer.devices
+    sent_s = data_parallel_seconds(layer, n)
     terms = [
-        _flops(layer, "backward", "12 B D F / N: six products of 2 B D F, each device for its share of the batch"),
-        Term("backward, communication", "2 (N - 1) / N 6 D F / W: all gradients all-reduced",
-             data_parallel_seconds(layer, n), "s"),
+        *_products(layer, "backward", "12 B D F / N: six products of 2 B D F, each device for its share of the batch"),
+        Term("backward, communication", "2 (N - 1) / N 6 D F / W: all gradients all-reduced", sent_s, "s"),
         Term("at most", "N <= 1 + B W / C", most_fsdp(layer), "devices"),
-    ]  # fmt: skip
-    return Section(f"Data parallel over N = {n}", tuple(terms))
+    ]
+    return Section(f"Data parallel over N = {n}", tuple(terms), (_verdict(layer, "backward", sent_s),))
 
 
 def fsdp_section(layer: Layer) -> Section:
@@ -162,26 +162,29 @@ def fsdp_section(layer: Layer) -> Section:
     n = layer.devices
     why = {"forward": "(N - 1) / N 6 D F / W: weights gathered",
            "backward": "2 (N - 1) / N 6 D F / W: weights gathered, gradients reduce-scattered"}  # fmt: skip
-    terms = []
+    terms, notes = [], []
     for each in _PASSES:
-        terms.append(_flops(layer, each, f"{_OPERATIONS[each]}, as in data parallelism"))
-        terms.append(Term(f"{each}, communication", why[each], fsdp_seconds(layer, each, n), "s"))
+        sent_s = fsdp_seconds(layer, each, n)
+        terms += _products(layer, each, f"{_OPERATIONS[each]}, as in data parallelism")
+        terms.append(Term(f"{each}, communication", why[each], sent_s, "s"))
+        notes.append(_verdict(layer, each, sent_s))
     terms.append(Term("at most, in both", "N <= 1 + B W / C", most_fsdp(layer), "devices"))
-    return Section(f"FSDP over N = {n}", tuple(terms))
+    return Section(f"FSDP over N = {n}", tuple(terms), tuple(notes))
 
 
 def tensor_parallel_section(layer: Layer) -> Section:
     """The handout's tp_calcs, with the equations of (a) as notes."""
     n = layer.devices
-    terms = []
+    terms, verdicts = [], []
     what = {"forward": ("y", "3 F W / (2 C)"), "backward": ("dx", "3 F W / C")}
     for each in _PASSES:
         sent, bound = what[each]
         seconds, most = tensor_parallel_seconds(layer, n), most_tensor_parallel(layer, each)
-        terms.append(_flops(layer, each, f"{_OPERATIONS[each]}: a share of the columns or rows of each product"))
+        terms += _products(layer, each, f"{_OPERATIONS[each]}: a share of the columns or rows of each product")
         terms.append(Term(f"{each}, communication", f"2 (N - 1) / N 2 B D / W: {sent} all-reduced", seconds, "s"))
         terms.append(Term(f"{each}, at most", f"N <= 1 + {bound}, whatever B", most, "devices"))
-    notes = ("backward on device i:", *(f"  {line}" for line in tensor_parallel_backward()))
+        verdicts.append(_verdict(layer, each, seconds))
+    notes = (*verdicts, "backward on device i:", *(f"  {line}" for line in tensor_parallel_backward()))
     return Section(f"Tensor parallel over N = {n}", tuple(terms), notes)
 
 
@@ -191,7 +194,7 @@ def both_section(layer: Layer) -> Section:
     fsdp = fsdp_seconds(layer, "forward", layer.n_fsdp, layer.n_tp)
     tensor = tensor_parallel_seconds(layer, layer.n_tp, layer.n_fsdp)
     terms = [
-        _flops(layer, "forward", "6 B D F / N"),
+        *_products(layer, "forward", "6 B D F / N"),
         Term("FSDP axis", "(N_FSDP - 1) / N_FSDP 6 D F / (N_TP W)", fsdp, "s"),
         Term("TP axis", "2 (N_TP - 1) / N_TP 2 B D / (N_FSDP W)", tensor, "s"),
         Term("communication", "the longer of both, which go on together", max(fsdp, tensor), "s"),
@@ -205,7 +208,11 @@ def both_section(layer: Layer) -> Section:
             formula = "N <= 1 + q" if n_fsdp == 1 else "N <= 1 + p"
         at = f"N_FSDP = {n_fsdp:,.1f}, N_TP = {n_tp:,.1f}"
         terms.append(Term(name, f"{formula}, at {at}", n_fsdp * n_tp, "devices"))
-    return Section(f"FSDP over {layer.n_fsdp} and tensor parallel over {layer.n_tp}, forward", tuple(terms))
+    notes = (
+        f"overlapped: {_verdict(layer, 'forward', max(fsdp, tensor))}",
+        f"in turns: {_verdict(layer, 'forward', fsdp + tensor)}",
+    )
+    return Section(f"FSDP over {layer.n_fsdp} and tensor parallel over {layer.n_tp}, forward", tuple(terms), notes)
 
 
 def scaling_sections(layer: Layer) -> list[Section]:
@@ -215,5 +222,20 @@ def scaling_sections(layer: Layer) -> list[Section]:
     return [ring, *(part(layer) for part in parts)]
 
 
-def _flops(layer: Layer, direction: Direction, working: str) -> Term:
-    return Term(f"{direction}, operations", working, device_flops(layer, direction, layer.devices), "FLOP")
+def _products(layer: Layer, direction: Direction, working: str) -> list[Term]:
+    """Operations of a pass, and what they take."""
+    flops = device_flops(layer, direction, layer.devices)
+    by_rate = f"operations / C = {show(flops, 'FLOP')} / {show(layer.flops, 'FLOP/s')}"
+    return [
+        Term(f"{direction}, operations", working, flops, "FLOP"),
+        Term(f"{direction}, computing", by_rate, flops / layer.flops, "s"),
+    ]
+
+
+def _verdict(layer: Layer, direction: Direction, sent_s: float) -> str:
+    """Whether communication of so many seconds hides behind the products of a pass, over all devices."""
+    computing_s = device_flops(layer, direction, layer.devices) / layer.flops
+    both = f"{show(sent_s, 's')} of communication beside {show(computing_s, 's')} of computing"
+    too_long = sent_s > computing_s * (1 + 1e-9)  # equal but for rounding is hidden
+    found = f"too long to be hidden, by {show(sent_s - computing_s, 's')}" if too_long else "hidden"
+    return f"{direction}, N = {layer.devices}: {both}: {found}"

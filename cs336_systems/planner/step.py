@@ -4,12 +4,15 @@ Products are bound by operations, the rest by the bytes it reads and writes (Wil
 to launch it all is not in it, so an eager step may be longer; one that is recorded as a CUDA graph is not.
 """
 
+from cs336_basics.shape import ModelShape
+
 from ..accounting import forward_flops, matmul_parameters, num_parameters, training_flops
+from ..fields import require
 from .activations import kept_blocks
 from .cards import Card
 from .communication import sent
 from .job import IN_BUCKETS, NUMBER_BYTES, Job
-from .memory import parameter_bytes
+from .memory import in_blocks, over, parameter_bytes
 from .products import products_seconds
 from .working import Section, Term, total
 
@@ -49,14 +52,21 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
     reads it (five), rotary 32 + 3 c for q and for k, sums 8 + c, silu and the product 5 c of d_ff; twice as much
     backward.
     """
-    c, td, tf = job.number_bytes, job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
+    td, tf = job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
+    forward, backward = _elementwise_factors(job)
+    return forward[0] * td + forward[1] * tf, backward[0] * td + backward[1] * tf
+
+
+def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that `elementwise_bytes` counts, forward and backward: how many T d, and how many T d_ff."""
+    c = job.number_bytes
     if job.compile:
         r, tokens_again = job.residual_number_bytes, 4 if job.holds_scores else 6
-        again = (tokens_again * c * td + 3 * c * tf) * (job.compile_memory_budget < 1)
-        return (4 * r + 11 * c) * td + 3 * c * tf, (10 * r + 16 * c) * td + 5 * c * tf + again
+        again = job.compile_memory_budget < 1
+        return (4 * r + 11 * c, 3 * c), (10 * r + 16 * c + again * tokens_again * c, 5 * c + again * 3 * c)
     casts = 5 * (4 + c) if c < 4 else 0
-    forward = (2 * 28 + casts + 2 * (32 + 3 * c) + 2 * c + 2 * (8 + c)) * td + 5 * c * tf
-    return forward, 2 * forward
+    d = 2 * 28 + casts + 2 * (32 + 3 * c) + 2 * c + 2 * (8 + c)
+    return (d, 5 * c), (2 * d, 10 * c)
 
 
 def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
@@ -85,31 +95,43 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     attention = attention_seconds(job, card)
     small = [layers * size / card.bandwidth for size in elementwise_bytes(job)]
     nm = matmul_parameters(s)
-    casts = (
-        0
-        if job.precision == "fp32" or job.weight_bytes == 2
-        else 12 * nm / card.bandwidth / (job.world_size if job.is_sharded else 1)
-    )
-    loss = (4 if job.compile else 40) * job.number_bytes / 2 * job.tokens * s.vocab_size / card.bandwidth
+    w = job.world_size if job.is_sharded else 1
+    casts = 0 if job.precision == "fp32" or job.weight_bytes == 2 else 12 * nm / w
+    loss_numbers = (4 if job.compile else 40) * job.number_bytes // 2
+    loss, loss_formula = loss_numbers * job.tokens * s.vocab_size, f"{loss_numbers} T V"
     if job.loss_chunk_tokens:  # each chunk's gradient of the weight is written, and added to that of those before
-        loss += -(-job.tokens // job.loss_chunk_tokens) * 16 * s.vocab_size * s.d_model / card.bandwidth
+        chunks = -(-job.tokens // job.loss_chunk_tokens)
+        loss, loss_formula = loss + chunks * 16 * s.vocab_size * s.d_model, f"{loss_formula} + {chunks} x 16 V d"
     operations = 2 * nm * job.tokens
-    elementwise = f"{layers * sum(elementwise_bytes(job)) / 1e9:.4g} GB / {card.bandwidth / 1e12:g} TB/s"
+    elementwise = layers * sum(elementwise_bytes(job))
     terms = [
         Term("products, forward", f"2 N_m T = {operations / 1e12:.4g} TFLOP, in tiles and waves", forward, "s"),
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
         Term("attention", _attention_working(job, card), sum(attention), "s"),
-        Term("elementwise", elementwise, sum(small), "s"),
-        Term("casts of weights and gradients", f"12 N_m = {12 * nm / 1e9:.4g} GB" if casts else "none", casts, "s"),
-        Term("loss", "its passes over T V logits", loss, "s"),
+        Term("elementwise", _by_bandwidth("", elementwise, card), sum(small), "s"),
+        _passed("casts of weights and gradients", f"12 N_m{over(w)}", casts, card),
+        _passed("loss", loss_formula, loss, card),
     ]
     kept = kept_blocks(job)[0]
     if kept < layers:
-        again = (layers - kept) / layers
-        seconds = again * (forward + attention[0] + small[0])
-        terms.append(Term("forward again", f"{layers - kept} of {layers} blocks", seconds, "s"))
+        once = (forward, attention[0], small[0])
+        a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once)
+        working = f"{layers - kept} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
+        terms.append(Term("forward again", working, (layers - kept) / layers * sum(once), "s"))
     kernels = KERNELS[job.compile] * layers
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
+
+
+def _by_bandwidth(formula: str, nbytes: float, card: Card) -> str:
+    """A formula of bytes with its value, by the card's bandwidth."""
+    equals = f"{formula} = " if formula else ""
+    return f"{equals}{nbytes / 1e9:.4g} GB / {card.bandwidth / 1e12:.4g} TB/s"
+
+
+def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
+    """The time of bytes that pass through memory."""
+    working = _by_bandwidth(formula, nbytes, card) if nbytes else "none"
+    return Term(name, working, nbytes / card.bandwidth, "s")
 
 
 def _attention_working(job: Job, card: Card) -> str:
@@ -128,12 +150,10 @@ def update_terms(job: Job, card: Card) -> list[Term]:
     n, w = num_parameters(job.shape), job.world_size if job.is_sharded else 1
     terms, b = [], job.weight_bytes
     if job.clip:
-        working = f"{3 * b} N / {w} / bandwidth"
-        terms.append(Term("gradient norm and clipping", working, 3 * b * n / w / card.bandwidth, "s"))
+        terms.append(_passed("gradient norm and clipping", f"{3 * b} N{over(w)}", 3 * b * n / w, card))
     if job.optimizer:
         parts = job.state_parts
-        working = f"{7 * b} N / {parts} / bandwidth"
-        terms.append(Term("optimizer", working, 7 * b * n / parts / card.bandwidth, "s"))
+        terms.append(_passed("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
     return terms
 
 
@@ -149,24 +169,28 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
         return []
     all_sent = sent(job, card)
     time, last = all_sent.seconds, all_sent.last_seconds
-    exposed, hidden = time + all_sent.overhead_s, 0.0
+    left, hidden = time, 0.0
     if job.strategy not in ("naive", "flat"):
-        exposed = last + all_sent.overhead_s + max(0.0, time - last - backward_s)
-        hidden = min(time - last, backward_s)
+        left, hidden = last + max(0.0, time - last - backward_s), min(time - last, backward_s)
+    a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
+    working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"
     interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.hidden_bytes / card.bandwidth
     n = num_parameters(job.shape)
     copies = {"flat": 16, **dict.fromkeys(IN_BUCKETS, 8 if job.cuda_graph else 16)}.get(job.strategy, 0)
     if job.grad_dtype != "same" and not job.is_sharded and NUMBER_BYTES[job.grad_dtype] != job.weight_bytes:
         copies += 2 * (NUMBER_BYTES[job.grad_dtype] + job.weight_bytes)
-    costs = f"{CHANNELS} of {card.multiprocessors} multiprocessors, {PASSES} passes"
+    passing = _by_bandwidth("", PASSES * all_sent.hidden_bytes, card)
+    costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
     terms = [
-        Term("communication exposed", f"of {time * 1e3:.4g} ms, and {all_sent.calls} calls", exposed, "s"),
-        Term("what hiding it costs", costs, interference if hidden else 0, "s"),
-        Term("copies of gradients", f"{copies} N / bandwidth", copies * n / card.bandwidth, "s"),
+        Term("communication exposed", working, left + all_sent.overhead_s, "s"),
+        Term("what hiding it costs", costs if hidden else "none", interference if hidden else 0, "s"),
+        _passed("copies of gradients", f"{copies} N", copies * n, card),
     ]
     if job.shard_optimizer:
         share = 4 * n * (job.world_size - 1) / job.world_size
-        terms.append(Term("sending weights", f"4 N ({job.world_size} - 1) / {job.world_size}", share / card.link, "s"))
+        formula = f"4 N ({job.world_size} - 1) / {job.world_size}"
+        working = f"{formula} = {share / 1e9:.4g} GB / {card.link / 1e9:.4g} GB/s"
+        terms.append(Term("sending weights", working, share / card.link, "s"))
     return terms
 
 
@@ -184,17 +208,23 @@ def step_seconds(job: Job, card: Card) -> float:
 
 
 def step_sections(job: Job, card: Card) -> list[Section]:
-    """Operations, bytes, time by part and MFU."""
+    """Operations, bytes, time by part and MFU. Raises ValueError for a precision that the card does not have."""
+    known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
+    accepted = f"{' or '.join(known)}, which a {card.name} has"
+    require(not known or job.precision in known, "precision", job.precision, accepted)
     s = job.shape
     n, flops = num_parameters(s), training_flops(s, job.batch_size, s.context_length)
+    nm, b, parts = matmul_parameters(s), job.weight_bytes, job.state_parts
+    moved, gradients = 7 * b, parameter_bytes(s, b)
     terms = step_terms(job, card)
     counts = [
-        Term("parameters", "N = 2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d", n, ""),
-        Term("operations", "3 (2 N_m T + 2 L B N_ctx^2 d), N_m without embedding and norms", flops, "FLOP"),
-        Term("bytes of the optimizer", f"{7 * job.weight_bytes} N / {job.state_parts}",
-             7 * job.weight_bytes * n / job.state_parts),
-        Term("bytes of elementwise", "see elementwise_bytes", s.num_layers * sum(elementwise_bytes(job))),
-        Term("gradients", f"{job.weight_bytes} N", parameter_bytes(s, job.weight_bytes)),
+        Term("N, parameters", _parameters_working(s), n, ""),
+        Term("N_m, in products", f"without embedding and norms: V d + L (4 d^2 + 3 d d_ff) = N - {n - nm:,}", nm, ""),
+        Term("operations", f"3 (2 N_m T + 2 L B N_ctx^2 d) = 3 (2 x {nm:,} x {job.tokens:,} + 2 x {s.num_layers} x "
+             f"{job.batch_size} x {s.context_length}^2 x {s.d_model})", flops, "FLOP"),
+        Term("bytes of the optimizer", f"{moved} N{over(parts)} = {moved} x {n:,}{over(parts)}", moved * n / parts),
+        Term("bytes of elementwise", _elementwise_working(job), s.num_layers * sum(elementwise_bytes(job))),
+        Term("gradients", f"{b} N = {b} x {n:,}{in_blocks(gradients, b * n)}", gradients),
     ]  # fmt: skip
     if job.world_size > 1:
         all_sent = sent(job, card)
@@ -206,3 +236,17 @@ def step_sections(job: Job, card: Card) -> list[Section]:
         rates.append(Term("MFU", f"of the datasheet's {peak / 1e12:g} TFLOP/s", flops / step / peak, "share"))
     time = Section(f"Time on {card.name}, {job.world_size} GPU{'s' * (job.world_size > 1)}", tuple(terms))
     return [Section("Counts of a step, a GPU", tuple(counts)), time, Section("Rates", tuple(rates))]
+
+
+def _parameters_working(s: ModelShape) -> str:
+    a_block = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff + 2 * s.d_model
+    numbers = f"2 x {s.vocab_size:,} x {s.d_model:,} + {s.num_layers} x {a_block:,} + {s.d_model:,}"
+    return f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = {numbers}"
+
+
+def _elementwise_working(job: Job) -> str:
+    """L (a T d + b T d_ff), by `_elementwise_factors`."""
+    s = job.shape
+    d, d_ff = (sum(of_pass) for of_pass in zip(*_elementwise_factors(job), strict=True))
+    numbers = f"{d} x {job.tokens * s.d_model:,} + {d_ff} x {job.tokens * s.d_ff:,}"
+    return f"L ({d} T d + {d_ff} T d_ff) = {s.num_layers} x ({numbers}), forward and backward"

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 GIB = 2**30
+SUM = "sum"
+"""The working of a term that is the sum of those before it."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,22 @@ class Section:
 
 def total(name: str, terms: Sequence[Term]) -> Term:
     """The sum of terms of one unit."""
-    return Term(name, "sum", math.fsum(term.value for term in terms), terms[0].unit)
+    return Term(name, SUM, math.fsum(term.value for term in terms), terms[0].unit)
 
 
-def show(value: float, unit: str) -> str:
-    """A value in the unit that reads best: bytes in GiB or MiB, seconds in ms or us, operations in TFLOP."""
+def show(value: float, unit: str, like: float | None = None) -> str:
+    """A value in the unit that reads best: bytes in GiB or MiB, seconds in ms or us, operations in TFLOP.
+
+    like: a value whose unit it has instead, of bytes or seconds.
+    """
     scaled = {"FLOP": (1e12, "TFLOP"), "FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
     if not math.isfinite(value):
         return "-" if math.isnan(value) else "none"
     if unit in ("bytes", "s", "share"):
-        return {"bytes": _bytes, "s": _seconds, "share": lambda x: f"{x:.1%}"}[unit](value)
+        if unit == "share":
+            return f"{value:.1%}"
+        # Of a value by itself 0.34 GiB reads well; of a list whose largest it is, the others would have no digits left.
+        return _bytes(value, 10 * value if like is None else like) if unit == "bytes" else _seconds(value, like)
     if unit in scaled:
         return f"{value / scaled[unit][0]:,.4g} {scaled[unit][1]}"
     digits = ",.0f" if float(value).is_integer() else ",.1f" if abs(value) >= 1000 else ",.4g"
@@ -50,22 +58,36 @@ def show(value: float, unit: str) -> str:
     return f"{number} {unit}".strip()
 
 
-def _bytes(value: float) -> str:
+def _bytes(value: float, like: float) -> str:
     for size, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(value) >= size / 10:
+        if abs(like) >= size:
             return f"{value / size:,.2f} {name}"
     return f"{value:,.0f} B"
 
 
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:,.3f} ms" if abs(value) >= 1e-4 else f"{value * 1e6:,.2f} us"
+def _seconds(value: float, like: float | None) -> str:
+    return f"{value * 1e3:,.3f} ms" if abs(value if like is None else like) >= 1e-4 else f"{value * 1e6:,.2f} us"
+
+
+def shown(terms: Sequence[Term]) -> list[str]:
+    """The values of terms of a section: bytes in one unit, and seconds, where they add up or are not far apart.
+
+    Far apart: by a factor of 1000. Terms add up where the last is their sum; the unit is that of the largest.
+    """
+    like: dict[str, float | None] = {}
+    for unit in ("bytes", "s"):
+        sizes = [abs(term.value) for term in terms if term.unit == unit and term.value and math.isfinite(term.value)]
+        together = len(sizes) > 1 and (terms[-1].working == SUM or max(sizes) < 1000 * min(sizes))
+        like[unit] = max(sizes) if together else None
+    return [show(term.value, term.unit, like.get(term.unit)) for term in terms]
 
 
 def as_text(sections: Sequence[Section]) -> str:
     """Sections one below the other: name, value and working of each term in columns."""
     blocks = []
     for section in sections:
-        rows = [(term.name, show(term.value, term.unit), term.working) for term in section.terms]
+        values = shown(section.terms)
+        rows = [(term.name, value, term.working) for term, value in zip(section.terms, values, strict=True)]
         widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
         lines = [f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {working}".rstrip() for name, value, working in rows]
         blocks.append("\n".join([section.title, *lines, *(f"  {note}" for note in section.notes)]))
@@ -73,9 +95,13 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """The same as plain JSON types; what is not finite is null."""
+    """The same as plain JSON types; bytes are integers, and what is not finite is null."""
     plain = [asdict(section) for section in sections]
     for section in plain:
         for term in section["terms"]:
-            term["value"] = term["value"] if math.isfinite(term["value"]) else None
+            value = term["value"]
+            if not math.isfinite(value):
+                term["value"] = None
+            elif term["unit"] == "bytes":
+                term["value"] = round(value)
     return plain

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,22 @@ def test_collectives_are_compared_by_themselves() -> None:
     assert "collectives:                        mean" in text
     assert "step time, all:                     mean 50.5%, max 50.5% of 1 rows" in text
     assert not any(line.endswith("*") for line in text.splitlines() if line.startswith("all-reduce"))
+
+
+def test_a_collective_is_named_once() -> None:
+    names = [compare(row).name for row in rows("all-reduce")]
+    assert names[:5] == [*(f"all-reduce {10**n} nccl 2" for n in (6, 7, 8, 9)), "reduce-scatter 1000000 nccl 2"]
+    assert len(set(names)) == len(names)
+
+
+def test_rows_of_several_files_stand_below_their_names() -> None:
+    found = [replace(compare(row), file=name) for name in ("ddp", "ddp-groups") for row in rows(name)]
+    lines = check_text(found).splitlines()
+    assert lines[0].split()[:4] == ["row", "measured", "GiB", "predicted"]
+    assert lines[1] == "ddp:"
+    assert lines.index("ddp-groups:") == 2 + len(rows("ddp"))
+    assert check_json(found)[0]["file"] == "ddp"
+    assert not any(line.endswith(":") for line in check_text([compare(row) for row in rows("ddp")]).splitlines())
 
 
 def test_collectives_over_gloo_and_of_unknown_cards_are_not_predicted() -> None:

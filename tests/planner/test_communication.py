@@ -1,6 +1,7 @@
 """Collectives, strategies' transfers and the best bucket: by hand and by brute force."""
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,15 @@ from cs336_systems.planner.cards import CARDS, MEASURED_ALL_REDUCE, fit_transfer
 from cs336_systems.planner.communication import (
     added_seconds,
     best_num_buckets,
+    collective_seconds,
+    collective_section,
     num_calls,
     overhead_sections,
     ring_seconds,
     sent,
 )
 from cs336_systems.planner.job import Job
-from cs336_systems.planner.rows import measured_overheads, transfer_points
+from cs336_systems.planner.rows import measured_overheads, overheads_beside, transfer_points
 
 XL = ModelConfig(size="xl", context_length=512).shape
 
@@ -35,6 +38,41 @@ def row(case: str, variant: str = "", config: dict[str, Any] | None = None, **me
 def test_ring_collectives_by_hand(kind: str, expected: float) -> None:
     assert ring_seconds(kind, 1e9, 4, 1e-6, 1e11) == pytest.approx(expected)
     assert ring_seconds(kind, 1e9, 1, 1e-6, 1e11) == 0
+
+
+def test_a_collective_costs_half_a_call_a_step_and_at_most_a_call() -> None:
+    # o 30 us and 1e11 bytes/s. Of 1e6 bytes a gather over 2, 3, 4 and 8 takes 15, 30, 30, 30 us and 5, 6.67, 7.5, 8.75.
+    card = get_card("H200", latency_s=30e-6, link=1e11)
+    expected = {1: 0, 2: 20e-6, 3: 36.667e-6, 4: 37.5e-6, 8: 38.75e-6}
+    for kind in ("all-gather", "reduce-scatter"):
+        for w, seconds in expected.items():
+            assert collective_seconds(kind, 1e6, w, card) == pytest.approx(seconds, rel=1e-4)
+    assert collective_seconds("all-reduce", 1e6, 2, card) == pytest.approx(40e-6)
+    assert collective_seconds("all-reduce", 1e6, 8, card) == pytest.approx(47.5e-6)  # 30 and twice 8.75
+    assert collective_seconds("all-reduce", 1e6, 1, card) == 0
+
+
+def test_the_section_of_collectives_has_the_values_of_its_letters() -> None:
+    card = get_card("H200", latency_s=30e-6, link=1e11)
+    section = collective_section(1e9, 4, card)
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        assert section.value(kind) == collective_seconds(kind, 1e9, 4, card)
+    working = {term.name: term.working for term in section.terms}
+    # 1e9 / (4 x 1e11) = 2.5 ms.
+    assert working["all-gather"].endswith("= 0.03 ms + 3 x 2.5 ms")
+    assert working["all-reduce"].endswith("= 0.03 ms + 6 x 2.5 ms")
+    assert working["alternate all-reduce"].endswith("= 3 x (0.015 ms + 10 ms)")
+    assert section.value("alternate all-reduce") == pytest.approx(3 * 10.015e-3)
+    assert section.value("beta, a link") == 1e11
+
+
+@pytest.mark.parametrize("nbytes", [0, 1e3, 1e6, 1e9])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
+def test_a_gather_takes_no_longer_than_an_all_reduce(world_size: int, nbytes: float) -> None:
+    card = CARDS["H200"]
+    longest = collective_seconds("all-reduce", nbytes, world_size, card)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert collective_seconds(kind, nbytes, world_size, card) <= longest
 
 
 def test_a_collective_that_is_none_is_named() -> None:
@@ -151,6 +189,42 @@ def test_overheads_are_against_the_same_step_alone() -> None:
         ("compiled", 25 * 2**20, pytest.approx(0.005)),
         ("compiled CUDA graph", 100 * 2**20, pytest.approx(0.008)),
     ]
+
+
+def steps(devices: int, size: str = "xl") -> list[Any]:
+    config = {"run": {"model": {"size": size}}, "devices": devices}
+    times = {"alone": 100.0, "bucketed:10": 130.0, "bucketed:25": 120.0}
+    return [row("ddp", variant, config, step_ms={"p50": ms}) for variant, ms in times.items()]
+
+
+def test_overheads_of_other_gradients_and_ranks_are_left_out_and_named() -> None:
+    nbytes = 4.0 * num_parameters(XL)
+    others = [*steps(4), *steps(2, "small"), row("all-reduce", "nccl 2")]
+    found, left_out = overheads_beside([*steps(2), *others], "rows.jsonl", nbytes, 2)
+    assert [size / 2**20 for _, size, _ in found] == [10, 25]
+    # small has 128,625,408 parameters of 4 bytes.
+    assert left_out == (
+        "left out of rows.jsonl: 3 rows of ddp of 7.993 GB on 4 GPUs, 3 rows of ddp of 0.5145 GB on 2 GPUs, "
+        "1 rows of all-reduce"
+    )
+    assert overheads_beside(steps(2), "rows.jsonl", nbytes, 2)[1] == ""
+
+
+@pytest.mark.parametrize(
+    "rows, there",
+    [
+        (steps(2, "2.7B"), "3 rows of ddp of 13.63 GB on 2 GPUs"),
+        ([row("kernels")], "1 rows of kernels"),
+        (steps(2)[1:], "2 rows of 7.993 GB of gradients on 2 GPUs"),  # nothing to subtract
+        ([], "no rows"),
+    ],
+)
+def test_a_file_without_overheads_of_these_gradients_is_refused(rows: list[Any], there: str) -> None:
+    message = f"measured is 'x.jsonl', which has {there}: it must have rows of ddp or bucket-size with 7.993 GB of grad"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        overheads_beside(rows, "x.jsonl", 4.0 * num_parameters(XL), 2)
+    with pytest.raises(ValueError, match=r"a row of the case ddp has no run\.model and devices"):
+        overheads_beside([row("ddp", "alone")], "x.jsonl", 1e9, 2)
 
 
 def test_cards_by_name_with_other_ceilings() -> None:

@@ -1,6 +1,9 @@
 """Memory: the counts by hand, their limits, and the measured rows that are met."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,13 @@ from cs336_systems.accounting import num_parameters
 from cs336_systems.model_config import ModelConfig
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.allocator import MIB, allocated_bytes
+from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import FLASH, SCORES, Job
-from cs336_systems.planner.memory import largest_batch, memory_sections, moments, parameter_bytes, peak_bytes
+from cs336_systems.planner.memory import largest_batch, memory_sections, moments, parameter_bytes, peak_bytes, verdict
+from cs336_systems.planner.rows import training_job
 
 SHAPE = ModelShape(vocab_size=100, context_length=8, d_model=16, d_ff=32, num_layers=6, num_heads=2, rope_theta=10000.0)
+RESULTS = Path(__file__).parents[2] / "results/h200"
 XL = ModelConfig(size="xl", context_length=512).shape
 
 
@@ -247,12 +253,65 @@ def test_an_eager_block_of_narrow_weights_as_the_hooks_show() -> None:
     assert sum(saved.values()) == pytest.approx(sum(parts.values()), rel=0.02)
 
 
+def terms_of(section: int, **given: Any) -> dict[str, str]:
+    return {term.name: term.working for term in memory_sections(Job(**({"shape": XL} | given)))[section].terms}
+
+
+def test_what_the_allocator_adds_is_in_the_working_of_each_term() -> None:
+    n, found = num_parameters(XL), terms_of(0)
+    more = parameter_bytes(XL, 4) / (4 * n) - 1
+    assert found["weights"] == f"4 N = 4 x 1,998,235,200, + {more:.1%} of the allocator's blocks"
+    # 16 bits a number: a matrix of 1600 x 1600 takes 4.88 MiB, of which four are in 20 MiB.
+    numbers = 48 * 40_960_000 + 16_000_000
+    copies = next(t.value for t in moments(Job(shape=XL))["the loss"] if t.name == "weight copies")
+    assert found["weight copies"].endswith(f", + {copies / (2 * numbers) - 1:.1%} of the allocator's blocks")
+    assert terms_of(0, strategy="overlap", world_size=2, shard_optimizer=True)["weights"].endswith("1,998,235,200")
+
+
+@pytest.mark.parametrize("given", [{}, {"attention": "naive"}, {"strategy": "fsdp", "world_size": 2},
+                                   {"loss_chunk_tokens": 256}, {"activation_checkpointing": "block"}])  # fmt: skip
+def test_no_working_has_a_letter_that_is_not_explained(given: dict[str, Any]) -> None:
+    for terms in moments(Job(**({"shape": XL} | given))).values():
+        for term in terms:
+            assert not re.search(r"\bc\b", term.working)
+
+
+def test_the_working_of_the_gradients_in_a_block_gives_their_value() -> None:
+    for given in ({}, {"attention": "naive"}, {"precision": "fp32"}):
+        terms = moments(Job(**({"shape": replace(XL, context_length=4096)} | given)))["backward of the last block"]
+        (term,) = (term for term in terms if term.name == "gradients in a block")
+        numbers = term.working.rpartition(" = ")[2].replace(",", "").split(" + ")
+        assert sum(map(int, numbers)) == term.value
+
+
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     limit = 60 * 2**30
     batch = largest_batch(Job(shape=XL), limit)
     assert batch > 1
     assert peak_bytes(Job(shape=XL, batch_size=batch)) <= limit < peak_bytes(Job(shape=XL, batch_size=batch + 1))
     assert largest_batch(Job(shape=XL), 20 * 2**30) == 0  # weights and state alone are 22.9 GiB
+
+
+def test_a_tenth_of_a_cards_memory_is_kept_back() -> None:
+    assert [verdict(needed, 100.0) for needed in (90.0, 90.1, 100.0, 100.1)] == [
+        "fits", "may not fit", "may not fit", "does not fit"
+    ]  # fmt: skip
+    section = memory_sections(Job(shape=XL), 80)[-1]
+    assert section.value("sequences a GPU") == largest_batch(Job(shape=XL), 72 * 2**30)
+    assert "of 80 GiB 10% are kept back" in section.notes[0]
+
+
+def test_the_8b_step_that_ran_out_of_memory_may_not_fit_and_those_that_ran_fit() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "leaderboard-2026.jsonl").read_text().splitlines()]
+    limit = CARDS["H200"].memory_gib * 2**30
+    (failed,) = (row for row in rows if row["status"] == "oom")
+    ran = {row["variant"]: training_job(row["case"], row["variant"], row["config"]) for row in rows if row != failed}
+    assert {verdict(peak_bytes(each), limit) for each in ran.values()} == {"fits"}
+    # What failed has no run's configuration: it is that of first_2 with no block checkpointed.
+    assert failed["variant"] == "fsdp none budget 0.75"
+    assert verdict(peak_bytes(replace(ran["fsdp first_2 budget 0.75"], activation_checkpointing="none")), limit) == (
+        "may not fit"
+    )
 
 
 def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:

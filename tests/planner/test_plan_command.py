@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.cli import main
-from cs336_systems.planner.working import Section, Term, as_json, as_text, show
+from cs336_systems.planner.working import Section, Term, as_json, as_text, show, shown
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
 
@@ -32,15 +33,70 @@ def test_memory_shows_its_working(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "memory", "--size", "small", "--json")
     assert code == 0
-    first = json.loads(out)[0]["terms"]
+    first = json.loads(out)["sections"][0]["terms"]
     assert first[-1]["name"] == "peak"
     assert first[-1]["value"] == pytest.approx(sum(term["value"] for term in first[:-1]))
+    assert all(isinstance(term["value"], int) for term in first)
+
+
+def test_json_has_names_that_stay_and_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ((), ("--attention", "naive", "--batch_size", "64")):  # whose peaks are at other moments
+        found = json.loads(run(capsys, "memory", "--size", "xl", *given, "--json")[1])
+        summary, terms = found["summary"], found["sections"][0]["terms"]
+        assert summary["peak_bytes"] == terms[-1]["value"]
+        assert summary["card_memory_bytes"] == found["planned"]["card_memory_bytes"] == 139 * 2**30
+        assert summary["usable_bytes"] == round(0.9 * 139 * 2**30)
+        assert summary["largest_batch"] == found["sections"][-1]["terms"][0]["value"] > 4
+        assert found["sections"][0]["title"].endswith(summary["peak_moment"])
+        assert summary["fits"] == (not given) == (summary["verdict"] == "fits")
+    assert found["planned"]["batch_size"] == 64
+    assert found["planned"]["context_length"] == 512
+    step = json.loads(run(capsys, "step", "--size", "xl", "--json")[1])
+    assert step["summary"]["step_s"] == step["sections"][1]["terms"][-1]["value"]
+    assert 0 < step["summary"]["mfu"] < 1
+    assert step["summary"]["peak_bytes"] < step["planned"]["card_memory_bytes"]
+
+
+@pytest.mark.parametrize("what", ["memory", "step"])
+def test_what_is_planned_is_printed_first(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--size", "xl", "--world_size", "2", "--compile", "--cuda_graph", "--card", "H100",
+             "--activation_checkpointing", "every_2")  # fmt: skip
+    lines = run(capsys, what, *given)[1].splitlines()
+    assert lines[:5] == [
+        "Planned",
+        "  xl: d_model 1,600, d_ff 6,400, 48 blocks, 25 heads, a vocabulary of 10,000",
+        "  4 x 512 tokens a GPU and step, precision bf16, weights fp32, attention flash",
+        "  compiled, recorded as a CUDA graph, activation checkpointing every_2",
+        "  2 x H100 of 79 GiB, strategy overlap, 100 MiB of gradients at a time",
+    ]
+    assert lines[5].startswith("  fits: the peak of ")
+    own = ("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2")
+    assert run(capsys, what, *own)[1].splitlines()[1].startswith("  own shape: d_model 64")
+
+
+@pytest.mark.parametrize("what", ["memory", "step"])
+def test_what_does_not_fit_is_said(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # Of an L40S's 44 GiB nine tenths are 39.6; weights, gradients and moments of 2.7B are 51.
+    assert "  does not fit: the peak of " in run(capsys, what, "--size", "2.7B", "--card", "RTX 4090")[1]
+    assert "  fits: the peak of 37.05 GiB is within 39.6 GiB" in run(capsys, what, "--size", "xl", "--card", "L40S")[1]
+    more = ("--size", "xl", "--batch_size", "5", "--card", "L40S")
+    assert "  may not fit: the peak of 39.64 GiB is above 39.6 GiB" in run(capsys, what, *more)[1]
+
+
+def test_a_size_has_its_own_context(capsys: pytest.CaptureFixture[str]) -> None:
+    def context(*given: str) -> int:
+        return json.loads(run(capsys, "memory", *given, "--json")[1])["planned"]["context_length"]
+
+    assert context("--size", "8B") == 32_768
+    assert context("--size", "8B", "--context", "1024") == 1024
+    assert context("--size", "xl") == context() == 512
+    assert context("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2") == 512
 
 
 def test_a_note_says_why_weights_take_more_than_their_formula_gives(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(
         run(capsys, "memory", "--size", "xl", "--strategy", "flashddp", "--world_size", "2", "--json")[1]
-    )
+    )["sections"]
     (weights,) = (term for term in found[0]["terms"] if term["name"] == "weights")
     more = weights["value"] / (4 * 1_998_235_200) - 1
     assert 0.02 < more < 0.03
@@ -50,7 +106,7 @@ def test_a_note_says_why_weights_take_more_than_their_formula_gives(capsys: pyte
 
 def test_step_takes_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
     def step(*more: str) -> float:
-        terms = json.loads(run(capsys, "step", "--size", "small", "--json", *more)[1])[1]["terms"]
+        terms = json.loads(run(capsys, "step", "--size", "small", "--json", *more)[1])["sections"][1]["terms"]
         return terms[-1]["value"]
 
     assert step("--bandwidth_tb_s", "1") > step() > step("--bandwidth_tb_s", "8")
@@ -129,6 +185,25 @@ def test_check_reads_row_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not compared" in out
 
 
+def test_check_reads_all_row_files_below_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "deep/b.jsonl"
+    second.parent.mkdir()
+    for file in (first, second):
+        file.write_text((RESULTS / "ddp-groups.jsonl").read_text())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')  # of a run, no rows
+    found = json.loads(run(capsys, "check", str(tmp_path), "--json")[1])
+    assert list(dict.fromkeys(row["file"] for row in found)) == [str(first), str(second)]
+    lines = run(capsys, "check", str(tmp_path))[1].splitlines()
+    assert [line for line in lines if line.endswith("b.jsonl:")] == [f"{second}:"]
+    assert {row["file"] for row in json.loads(run(capsys, "check", str(first), "--json")[1])} == {""}
+    code, _, err = run(capsys, "check", str(RESULTS))
+    assert (code, err) == (0, "")
+    empty = RESULTS / "overlap-trace"
+    code, _, err = run(capsys, "check", str(empty))
+    accepted = "a row file, or a folder with row files (.jsonl) below it"
+    assert (code, err) == (2, f"cs336: results is '{empty}': it must be {accepted}\n")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -140,8 +215,13 @@ def test_check_reads_row_files(capsys: pytest.CaptureFixture[str]) -> None:
         (("memory", "--attention", "flesh"), "attention is 'flesh': it must be one of naive"),
         (("memory", "--batchsize", "4"), "unknown field batchsize: did you mean batch_size?"),
         (("step", "--bandwidth_tb_s", "-1"), "bandwidth_tb_s is -1.0: it must be above 0"),
+        (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16, which a T4 has"),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
+        (
+            ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "ddp.jsonl")),
+            f"measured is '{RESULTS / 'ddp.jsonl'}', which has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have rows",
+        ),
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("ddp-overhead", "--overhead_ms", "-1"), "overhead_ms is -1.0: it must be at least 0"),
         (("ddp-overhead", "--plot", "/proc/plot.png"), "plot is '/proc/plot.png': it must be a file"),
@@ -189,6 +269,18 @@ def test_values_in_the_unit_that_reads_best(value: float, unit: str, shown: str)
     assert show(value, unit) == shown
 
 
+def test_bytes_that_add_up_are_shown_in_one_unit() -> None:
+    sizes = [Term("a", "", 3 * 2**30), Term("b", "", 64 * 2**20), Term("c", "", 2**10)]
+    everything = Term("all", "sum", sum(term.value for term in sizes))
+    assert shown([*sizes, everything]) == ["3.00 GiB", "0.06 GiB", "0.00 GiB", "3.06 GiB"]
+    assert shown(sizes) == ["3.00 GiB", "64.00 MiB", "1.00 KiB"]  # too far apart to be compared
+    assert shown(sizes[:2]) == ["3.00 GiB", "0.06 GiB"]
+    # The largest is below a GiB, of which two digits would leave little of the others.
+    assert shown([Term("a", "", 600 * 2**20), Term("b", "", 5 * 2**20)]) == ["600.00 MiB", "5.00 MiB"]
+    times = [Term("a", "", 1.5e-3, "s"), Term("b", "", 5e-5, "s"), Term("c", "", 2.0, "")]
+    assert shown(times) == ["1.500 ms", "0.050 ms", "2"]
+
+
 def test_columns_are_aligned_and_what_is_not_finite_is_null() -> None:
     section = Section("S", (Term("a", "x", 1.0, ""), Term("long", "y", float("inf"), "")), ("note",))
     assert as_text([section]) == "S\n  a        1  x\n  long  none  y\n  note"
@@ -201,6 +293,10 @@ def test_more_gpus_send_more_and_a_call_costs_the_same(capsys: pytest.CaptureFix
         sections = json.loads(run(capsys, *arguments)[1])
         return {term["name"]: term["value"] for section in (sections[0], sections[-1]) for term in section["terms"]}
 
+    text = run(capsys, "ddp-overhead", "--gradient_bytes", "1e9")[1]
+    assert re.search(r"s, gradients +0\.93 GiB  as given", text)
+    assert "over k = 2 GPUs" in text
+    assert "4 N = 4 x 128,625,408" in run(capsys, "ddp-overhead")[1]
     two, eight = given("2"), given("8")
     assert eight["w, all-reduce"] == pytest.approx(two["w, all-reduce"] * 4 / 7)  # 2 x 7 / 8 bytes a byte, not 1
     assert eight["o, a call"] == two["o, a call"]

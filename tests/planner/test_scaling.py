@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cs336_systems.planner.scaling import (
     Layer,
     both_section,
     data_parallel_seconds,
+    data_parallel_section,
     device_flops,
     fsdp_seconds,
     most_fsdp,
@@ -148,6 +150,26 @@ def test_the_sections_say_the_same() -> None:
     assert tensor.value("backward, at most") == 13
     assert both.value("communication") == max(both.value("FSDP axis"), both.value("TP axis")) == 48
     assert both_section(SMALL).value("at most, overlapped") == 35
+
+
+def test_both_times_and_which_is_longer_at_the_devices_that_are_given() -> None:
+    # 12 x 8 x 4 x 8 / 4 = 768 operations at 2 a second: 384 s; 2 x 3 / 4 x 192 = 288 bytes at 1 a second.
+    _, data, fsdp, tensor, both = scaling_sections(SMALL)
+    assert (data.value("backward, computing"), data.value("backward, communication")) == (384, 288)
+    said = "backward, N = 4: 288,000.000 ms of communication beside 384,000.000 ms of computing: hidden"
+    assert data.notes == (said,)
+    assert fsdp.notes[1] == said
+    assert fsdp.notes[0].startswith("forward, N = 4: 144,000.000 ms of communication beside 192,000.000 ms")
+    assert fsdp.value("forward, computing") == both.value("forward, computing") == 192
+    assert [note.rpartition(": ")[2] for note in tensor.notes[:2]] == ["hidden", "hidden"]
+    # The TP axis sends 2 x 1 / 2 x 64 / 2 = 32 bytes, FSDP's 1 / 2 x 192 / 2 = 48.
+    assert [note.split(" ms")[0] for note in both.notes] == [
+        "overlapped: forward, N = 4: 48,000.000", "in turns: forward, N = 4: 80,000.000"
+    ]  # fmt: skip
+    # One more than the five of FSDP, and the communication is longer.
+    for devices, end in ((5, ": hidden"), (6, ": too long to be hidden, by 64,000.000 ms")):
+        layer = replace(SMALL, n_fsdp=devices, n_tp=1)  # of 6: 2 x 5 / 6 x 192 = 320 bytes, 3072 / 6 / 2 = 256 s
+        assert data_parallel_section(layer).notes[0].endswith(end)
 
 
 @pytest.mark.parametrize(

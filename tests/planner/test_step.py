@@ -1,5 +1,6 @@
 """The time of a step: parts by hand, limits, and what each option does to it."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,11 @@ def test_checkpointing_computes_the_forward_pass_again() -> None:
     assert all_of_them == pytest.approx(2 * half)
     without = parts()
     assert "forward again" not in without
+    (found,) = (
+        t.working for t in step_terms(Job(shape=XL, activation_checkpointing="every_2"), H200) if "again" in t.name
+    )
+    # Products 12.70 ms, attention 1.564 ms, a third of the elementwise 24.80 ms.
+    assert found == "24 / 48 blocks x (12.7 + 1.564 + 8.267) ms of products, attention, elementwise"
     # Of three parts one more: products of the forward pass, a third of the elementwise bytes and of attention.
     assert without["products, forward"] < all_of_them < (without["step"] - without["optimizer"]) / 3
 
@@ -177,3 +183,43 @@ def test_a_tiny_batch_is_bound_by_weights() -> None:
     one = parts(shape=replace(XL, context_length=1), batch_size=1)
     # Every product reads its weight, 2 bytes a parameter: at least 2 N_m / bandwidth.
     assert one["products, forward"] >= 2 * matmul_parameters(XL) / H200.bandwidth
+
+
+def working(section: int, name: str, card: Card = H200, **given: Any) -> str:
+    terms = step_sections(Job(**({"shape": XL} | given)), card)[section].terms
+    return next(term.working for term in terms if term.name == name)
+
+
+def test_a_precision_that_a_card_does_not_have_is_refused() -> None:
+    t4 = get_card("T4")
+    with pytest.raises(ValueError, match="precision is 'bf16': it must be fp32 or fp16, which a T4 has"):
+        step_sections(Job(shape=XL), t4)
+    for precision in ("fp16", "fp32"):
+        assert step_sections(Job(shape=XL, precision=precision), t4)[-1].value("MFU") > 0
+
+
+def test_workings_of_what_is_sharded_and_sent_give_their_values() -> None:
+    # 12 x 1,982,080,000 / 8 = 2.973e9. 435 calls of 34.15 us are 14.855 ms, 4 N bytes at 285.65 GB/s 27.98.
+    fsdp: dict[str, Any] = dict(strategy="fsdp", world_size=8)
+    assert working(1, "casts of weights and gradients", **fsdp) == "12 N_m / 8 = 2.973 GB / 4.3 TB/s"
+    assert working(1, "optimizer", **fsdp) == "28 N / 8 = 6.994 GB / 4.3 TB/s"
+    naive: dict[str, Any] = dict(strategy="naive", world_size=2)
+    assert working(1, "communication exposed", **naive) == "27.98 of 27.98 ms of bytes + 435 calls x 34.15 us"
+    assert parts(**naive)["communication exposed"] == pytest.approx(27.98e-3 + 435 * 34.15e-6, rel=1e-3)
+    assert working(0, "sent by a GPU", **fsdp).endswith("= 3 x 2 x 1,998,235,200 x 7 / 8")
+
+
+@pytest.mark.parametrize("given", [{}, {"compile": True, "weight_dtype": "bf16", "compile_memory_budget": 0.75}])
+def test_the_working_of_elementwise_bytes_gives_their_value(given: dict[str, Any]) -> None:
+    found = working(0, "bytes of elementwise", **given)
+    layers, d, td, d_ff, tf = map(
+        int, re.findall(r"= (\d+) x \((\d+) x (\d+) \+ (\d+) x (\d+)\)", found.replace(",", ""))[0]
+    )
+    assert layers * (d * td + d_ff * tf) == 48 * sum(elementwise_bytes(Job(shape=XL, **given)))
+
+
+def test_no_working_refers_to_a_name_of_the_code() -> None:
+    for section in step_sections(Job(shape=XL, loss_chunk_tokens=256, strategy="fsdp", world_size=2), H200):
+        for term in section.terms:
+            assert "elementwise_bytes" not in term.working
+            assert not re.search(r"\bc\b", term.working)
