@@ -78,7 +78,7 @@ def _card(options: Any) -> Card:
     given: dict[str, float] = {}
     for field, (name, unit) in scaled.items():
         value = getattr(options, name)
-        require(value is None or 0 < value < 1e9, name, value, "above 0 and below 1e9")
+        require(value is None or 1e-6 <= value < 1e9, name, value, "at least 1e-6 and below 1e9")
         if value is not None:
             given[field] = value * unit
     return get_card(options.card, **given)
@@ -210,7 +210,11 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     measured: list[tuple[str, float, float]] = []
     left_out = ""
     if options.measured:
-        measured, left_out = overheads_beside(_read([options.measured]), options.measured, nbytes, world_size)
+        rows = _read([options.measured])
+        try:
+            measured, left_out = overheads_beside(rows, nbytes, world_size)
+        except ValueError as error:
+            raise ValueError(f"measured is {options.measured!r}: {error}") from error
     if options.plot:
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
     beta = bandwidth * 2 * (world_size - 1) / world_size
@@ -225,7 +229,11 @@ def _transfer(options: Any, world_size: int) -> tuple[float, float]:
     if options.rows:
         from .planner.rows import transfer_points
 
-        overhead_s, bandwidth = fit_transfer(*transfer_points(_read([options.rows]), world_size))
+        rows = _read([options.rows])
+        try:
+            overhead_s, bandwidth = fit_transfer(*transfer_points(rows, world_size))
+        except ValueError as error:
+            raise ValueError(f"rows is {options.rows!r}: {error}") from error
     else:
         from .planner.communication import all_reduce_cost
 
@@ -252,7 +260,7 @@ def _parallelism(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpu_gb", type=float, default=80.0, help="Memory of a GPU of (a), in 10^9 bytes.")
     options = parse(parser, arguments)
     for name in ("device_gb", "gpu_gb"):
-        require(0 < getattr(options, name) < 1e9, name, getattr(options, name), "above 0 and below 1e9")
+        require(1e-6 <= getattr(options, name) < 1e9, name, getattr(options, name), "at least 1e-6 and below 1e9")
     model = FeedForward(**{name: getattr(options, name) for name in ("d_model", "d_ff", "num_blocks")})
     mesh = Mesh(**{name: getattr(options, name) for name in ("x", "y", "m_x", "m_y", "w_ici", "flops")})
     return _print(parallelism_sections(model, mesh, options.device_gb, options.gpu_gb), options)

@@ -52,7 +52,7 @@ def compare(row: Measured) -> Comparison:
         reason = f"the row has no {found}"
     except ValueError as found:
         reason = str(found)
-    except (TypeError, AttributeError, ArithmeticError) as found:  # rows may come from anywhere
+    except (TypeError, AttributeError, ArithmeticError, MemoryError) as found:  # rows may come from anywhere
         reason = f"the row has a value that cannot be: {found}"
     return Comparison(name=name, note=reason)
 

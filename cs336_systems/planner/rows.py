@@ -103,17 +103,17 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
         row
         for row in rows
         if (row.case, row.status) == ("all-reduce", "ok")
-        and row.config["world_size"] == world_size
+        and row.config.get("world_size") == world_size
         and row.config.get("collective", "all-reduce") == "all-reduce"
     ]
     if not found:
         raise ValueError(f"world_size is {world_size}: the row file has no all-reduce of so many ranks")
-    chosen = [row for row in found if row.config["backend"] == "nccl"] or found
+    chosen = [row for row in found if row.config.get("backend") == "nccl"] or found
     try:
         times = [positive("time_ms", row.metrics["time_ms"]["p50"]) / 1e3 for row in chosen]
     except (KeyError, TypeError) as error:
         raise ValueError("a row of the case all-reduce has no time_ms.p50") from error
-    return [positive("bytes", row.config["bytes"]) for row in chosen], times
+    return [positive("bytes", row.config.get("bytes")) for row in chosen], times
 
 
 def positive(name: str, value: Any) -> float:
@@ -124,11 +124,11 @@ def positive(name: str, value: Any) -> float:
 
 
 def overheads_beside(
-    rows: Iterable[Measured], path: str, nbytes: float, world_size: int
+    rows: Iterable[Measured], nbytes: float, world_size: int
 ) -> tuple[list[tuple[str, float, float]], str]:
-    """`measured_overheads` of steps with so many bytes of gradients on so many GPUs, and what of the file is left out.
+    """`measured_overheads` of steps with so many bytes of gradients on so many GPUs, and what of a file is left out.
 
-    Raises ValueError naming the file, what it has and what is wanted where it has none of these.
+    Raises ValueError saying what it has and what is wanted where it has none of these.
     """
     by_kind: dict[str, list[Measured]] = {}
     wanted = f"{nbytes / 1e9:.4g} GB of gradients on {world_size} GPUs"
@@ -142,9 +142,9 @@ def overheads_beside(
     if not found:
         there = _counted(by_kind) or "no rows"
         accepted = f"rows of ddp or bucket-size with {wanted}, with buckets and alone"
-        raise ValueError(f"measured is {path!r}, which has {there}: it must have {accepted}")
+        raise ValueError(f"it has {there}: it must have {accepted}")
     others = _counted({kind: rows for kind, rows in by_kind.items() if kind != wanted})
-    return found, f"left out of {path}: {others}" if others else ""
+    return found, f"left out of what was measured: {others}" if others else ""
 
 
 def _counted(by_kind: Mapping[str, Sized]) -> str:
@@ -173,6 +173,9 @@ def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float
         if kind != "bucketed" or option not in ("", "graph") or not size or alone not in done:
             continue
         how = " ".join(filter(None, (compiled or "eager", "CUDA graph" if option else "")))
-        added = row.metrics["step_ms"]["p50"] - done[alone].metrics["step_ms"]["p50"]
-        found.append((how, float(size) * MIB, added / 1e3))
+        try:
+            added = row.metrics["step_ms"]["p50"] - done[alone].metrics["step_ms"]["p50"]
+            found.append((how, positive("bucket size", float(size)) * MIB, added / 1e3))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"variant {variant!r}: it must have a bucket size, and step_ms.p50 as `alone`") from error
     return found

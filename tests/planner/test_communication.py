@@ -200,14 +200,14 @@ def steps(devices: int, size: str = "xl") -> list[Any]:
 def test_overheads_of_other_gradients_and_ranks_are_left_out_and_named() -> None:
     nbytes = 4.0 * num_parameters(XL)
     others = [*steps(4), *steps(2, "small"), row("all-reduce", "nccl 2")]
-    found, left_out = overheads_beside([*steps(2), *others], "rows.jsonl", nbytes, 2)
+    found, left_out = overheads_beside([*steps(2), *others], nbytes, 2)
     assert [size / 2**20 for _, size, _ in found] == [10, 25]
     # small has 128,625,408 parameters of 4 bytes.
     assert left_out == (
-        "left out of rows.jsonl: 3 rows of ddp of 7.993 GB on 4 GPUs, 3 rows of ddp of 0.5145 GB on 2 GPUs, "
+        "left out of what was measured: 3 rows of ddp of 7.993 GB on 4 GPUs, 3 rows of ddp of 0.5145 GB on 2 GPUs, "
         "1 rows of all-reduce"
     )
-    assert overheads_beside(steps(2), "rows.jsonl", nbytes, 2)[1] == ""
+    assert overheads_beside(steps(2), nbytes, 2)[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_overheads_of_other_gradients_and_ranks_are_left_out_and_named() -> None
     ],
 )
 def test_a_file_without_overheads_of_these_gradients_is_refused(rows: list[Any], there: str) -> None:
-    message = f"measured is 'x.jsonl', which has {there}: it must have rows of ddp or bucket-size with 7.993 GB of grad"
+    message = f"it has {there}: it must have rows of ddp or bucket-size with 7.993 GB of grad"
     with pytest.raises(ValueError, match=re.escape(message)):
-        overheads_beside(rows, "x.jsonl", 4.0 * num_parameters(XL), 2)
+        overheads_beside(rows, 4.0 * num_parameters(XL), 2)
     with pytest.raises(ValueError, match=r"a row of the case ddp has no run\.model and devices"):
-        overheads_beside([row("ddp", "alone")], "x.jsonl", 1e9, 2)
+        overheads_beside([row("ddp", "alone")], 1e9, 2)
 
 
 def test_cards_by_name_with_other_ceilings() -> None:

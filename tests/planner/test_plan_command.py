@@ -5,10 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cs336_systems.bench.case import Row, append_row
 from cs336_systems.cli import main
 from cs336_systems.planner.working import Section, Term, as_json, as_text, show, shown
 
@@ -214,19 +217,19 @@ def test_check_reads_all_row_files_below_a_folder(capsys: pytest.CaptureFixture[
         (("memory", "--memory_gib", "0"), "memory_gib is 0.0: it must be above 0"),
         (("memory", "--attention", "flesh"), "attention is 'flesh': it must be one of naive"),
         (("memory", "--batchsize", "4"), "unknown field batchsize: did you mean batch_size?"),
-        (("step", "--bandwidth_tb_s", "-1"), "bandwidth_tb_s is -1.0: it must be above 0"),
+        (("step", "--bandwidth_tb_s", "-1"), "bandwidth_tb_s is -1.0: it must be at least 1e-6"),
         (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16, which a T4 has"),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
         (
             ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "ddp.jsonl")),
-            f"measured is '{RESULTS / 'ddp.jsonl'}', which has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have rows",
+            f"measured is '{RESULTS / 'ddp.jsonl'}': it has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have rows",
         ),
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("ddp-overhead", "--overhead_ms", "-1"), "overhead_ms is -1.0: it must be at least 0"),
         (("ddp-overhead", "--plot", "/proc/plot.png"), "plot is '/proc/plot.png': it must be a file"),
         (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
-        (("parallelism", "--device_gb", "0"), "device_gb is 0.0: it must be above 0"),
+        (("parallelism", "--device_gb", "0"), "device_gb is 0.0: it must be at least 1e-6"),
         (("check", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
     ],
 )
@@ -302,6 +305,48 @@ def test_more_gpus_send_more_and_a_call_costs_the_same(capsys: pytest.CaptureFix
     assert eight["o, a call"] == two["o, a call"]
     for each in (two, eight):
         assert each["all-reduce"] == pytest.approx(each["o, a call"] + 1e9 / each["w, all-reduce"])
+
+
+REDUCED: dict[str, Any] = {"backend": "nccl", "world_size": 2, "bytes": 1000}
+XL_ON_TWO: dict[str, Any] = {"run": {"model": {"size": "xl"}}, "devices": 2}
+
+
+@pytest.mark.parametrize(
+    "variant, config, metrics, message",
+    [
+        ("nccl", {"world_size": 2}, {"time_ms": {"p50": 1.0}}, "bytes is None: it must be a number above 0"),
+        ("nccl", {"backend": "nccl"}, {}, "the row file has no all-reduce of so many ranks"),
+        ("nccl", REDUCED, {"time_ms": {"p50": 1.0}}, "times are given for 1 sizes"),
+        ("nccl", REDUCED, {}, "has no time_ms.p50"),
+        ("bucketed:x1", XL_ON_TWO, {"step_ms": {"p50": 1.0}}, "variant 'bucketed:x1': it must have a bucket size"),
+        ("bucketed:1", XL_ON_TWO, {}, "variant 'bucketed:1': it must have a bucket size, and step_ms.p50"),
+    ],
+)
+def test_a_row_that_is_not_as_it_must_be_is_a_line_with_the_file(
+    variant: str,
+    config: dict[str, Any],
+    metrics: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    option, case = ("rows", "all-reduce") if variant == "nccl" else ("measured", "ddp")
+    row = Row(case=case, variant=variant, config=config, metrics=metrics, env={})
+    path = tmp_path / "rows.jsonl"
+    append_row(path, row)
+    if option == "measured":
+        append_row(path, replace(row, variant="alone", metrics={"step_ms": {"p50": 1.0}}))
+    code, _, err = run(capsys, "ddp-overhead", "--size", "xl", f"--{option}", str(path))
+    assert code == 2
+    assert err.startswith(f"cs336: {option} is {str(path)!r}: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["gpu_gb", "device_gb"])
+def test_memory_of_a_device_is_not_next_to_nothing(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "parallelism", f"--{option}", "1e-320")
+    assert (code, err) == (2, f"cs336: {option} is 1e-320: it must be at least 1e-6 and below 1e9\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
