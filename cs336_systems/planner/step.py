@@ -135,9 +135,13 @@ def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
 
 
 def _attention_working(job: Job, card: Card) -> str:
-    if job.holds_scores:
-        return f"float32 products of all scores, {sum(SCORES_PASSES[job.compile])} passes over them"
     s, n = job.shape, job.shape.context_length
+    if job.holds_scores:
+        flops = 12 * s.num_layers * job.batch_size * n * n * s.d_model
+        rate, passes = SCORES_RATE[job.compile] * card.matmul_fp32, sum(SCORES_PASSES[job.compile])
+        scores = 4 * s.num_layers * job.batch_size * s.num_heads * n * n
+        of_scores = f"{passes} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
+        return f"{flops / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
     flops = 3.5 * (forward_flops(s, job.batch_size, n) - 2 * matmul_parameters(s) * job.tokens)
     return f"{flops / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
 
