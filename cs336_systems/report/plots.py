@@ -8,7 +8,7 @@ from typing import Any
 from ..bench.case import Row
 from .pictures import save_picture
 from .tables import row_fields
-from .view import MACHINE, Column, Plot, common_facts, differ, label, show
+from .view import MACHINE, Column, Plot, common_facts, differ, field_in_words, label, show
 
 KERNEL_COLORS = {
     "naive": "#000000",
@@ -104,7 +104,7 @@ def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
     for axes in grid[::columns]:
         axes.set_ylabel(plot.y.name)
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:  # with nothing below them
-        axes.set_xlabel(plot.x.replace("_", " "))
+        axes.set_xlabel(field_in_words(plot.x))
         axes.tick_params("x", labelbottom=True)
     known = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(known) > 1:

@@ -11,6 +11,7 @@ from ..bench.case import Row
 from .tables import Fields, markdown_table, plain, row_fields
 
 _WORDS = {"compile": ("compiled", "eager"), "is_causal": ("causal", "not causal")}  # true, false
+_UNITS = {"bucket_size_mb": "bucket size (MiB)"}  # whose name says another
 OUTCOMES = {"oom": "out of memory", "error": "failed"}
 
 
@@ -159,7 +160,7 @@ def table(rows: Sequence[Row], view: View) -> str:
             cells[:1] = [OUTCOMES[row.status]]
         what = [show(value_of(row, name), name) for name in differing] or [row.variant]
         lines.append([*map(plain, what), *cells])
-    names = [name.replace("_", " ") for name in differing] or ["variant"]
+    names = [field_in_words(name) for name in differing] or ["variant"]
     header = [*names, *([column.name for column in shown] or ["outcome"])]
     main = "\n\n".join([*([f"{facts}:"] if facts else []), markdown_table(header, lines, left=len(names))])
     reasons = dict.fromkeys(f"- failed: {plain(row.error or '')}" for row in rows if row.status == "error")
@@ -181,6 +182,11 @@ def show(value: Any, name: str = "") -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)  # as short as it stays the same number
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def field_in_words(name: str) -> str:
+    """A field's name for a person, at the head of a column or beside an axis."""
+    return _UNITS.get(name, name.replace("_", " "))
 
 
 def label(name: str, row: Row) -> str:
