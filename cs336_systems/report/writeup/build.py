@@ -14,9 +14,9 @@ from ...planner.working import Section, show
 from ..tables import markdown_table
 from ..view import machine
 from ..views import UNFIT, in_words, naming_the_files
-from .claims import XL_2026, ClaimError, Evidence
+from .claims import XL_2026, ClaimError
 from .commands import measured_by
-from .problem import Exhibit, Problem, RowFile
+from .problem import Exhibit, Problem, RowFile, evidence_of
 from .problems import PROBLEMS
 from .render import html_page
 from .typeset import to_typst, write_pdf
@@ -157,7 +157,7 @@ def _code_block(lines: Sequence[str]) -> str:
 
 def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[str]:
     """The sentences that there are rows for. Raises ClaimError, and ValueError for rows that lack what one needs."""
-    evidence = Evidence(problem.name, {case: [file.rows for file in own] for case, own in files.items()})
+    evidence = evidence_of(problem.name, files)
     said = []
     for each in problem.sentences:
         if all(files.get(case) for case in each.needs):
