@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import Row, append_row
-from cs336_systems.report.writeup import claims, memory
+from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.report.writeup import claims, memory, precision, profiling
 from cs336_systems.report.writeup.build import find_rows
 from cs336_systems.report.writeup.problem import RowFile, evidence_of
 from cs336_systems.report.writeup.problems import PROBLEMS
@@ -80,3 +81,37 @@ def test_a_step_that_the_card_has_no_memory_for_is_said_and_a_length_without_a_f
     assert "in bf16, for which it counts 158 GiB at 2048 tokens, it was measured and is out of memory." in (
         memory.peaks_by_length(evidence(*rows, failed))
     )
+
+
+def attention_profile(gpu: str = "NVIDIA H200", softmax: float = 2.4, attention: str = "naive") -> Row:
+    """A forward pass of 2.7B whose softmax moves 8.6 GB, in bf16."""
+    parts = {SCORES: {"forward": {"matmul": 5.0}}, VALUES: {"forward": {"matmul": 6.0}}}
+    parts[SOFTMAX] = {"forward": {"softmax": softmax}}
+    operations = {SCORES: 1.7e11, VALUES: 1.7e11, SOFTMAX: 5e9}
+    config = dict(size="2.7B", batch_size=4, context_length=512, precision="bf16", attention=attention, num_layers=32)
+    config |= dict(num_heads=32, activation_checkpointing="none")
+    metrics = {"spans": {}, "attention": parts, "attention_operations": operations}
+    return replace(row("profile-kernels", "forward", metrics, **config), env={**ENV, "gpu": gpu})
+
+
+def test_that_softmax_waits_for_memory_is_said_of_bytes_and_that_products_are_float32() -> None:
+    said = profiling.softmax_and_products(evidence(attention_profile())) or ""
+    assert "because it is memory that it waits for: a layer's float32 scores are read and written" in said
+    assert "at 3.58 TB/s, 83% of what copies reach on this card. The products have 30.9 TFLOP/s." in said
+    assert "both products in float32 under autocast too" in said
+    assert "which reach 790 TFLOP/s on this card where they are large, softmax would take a larger part" in said
+    for other in (attention_profile(softmax=8.0), attention_profile("NVIDIA Made-up")):
+        assert "waits for" not in (profiling.softmax_and_products(evidence(other)) or "waits for")
+    assert "autocast" not in (profiling.softmax_and_products(evidence(attention_profile(attention="f"))) or "autocast")
+
+
+def test_what_16_bits_gain_is_told_with_what_plain_attention_does_in_float32() -> None:
+    times = {f"{name}_ms": {"p50": 5.0} for name in ("forward", "backward", "step")}
+    for attention, is_said in (("naive", True), ("sdpa", False)):
+        rows = [row("model", metrics=times, size="small", context_length=128, precision=p, attention=attention)
+                for p in ("fp32", "bf16")]  # fmt: skip
+        assert ("gains nothing from 16 bits" in (precision.bf16_speed(evidence(*rows)) or "")) is is_said
+    rows = [replace(of_model(512, "forward", p, 13.0)) for p in ("fp32", "bf16")]
+    for each in rows:
+        each.config["attention"] = "naive"
+    assert "gains nothing from 16 bits" in (memory.memory_by_precision(evidence(*rows)) or "")

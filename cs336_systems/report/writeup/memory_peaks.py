@@ -11,7 +11,7 @@ from ...planner.memory import copy_terms, moments, peak_bytes
 from ..tables import markdown_table
 from ..view import OUTCOMES
 from .claims import XL_2026, Evidence, card_of, gib, is_xl_2026, listing, one_setting, peak
-from .profiling import WAY
+from .profiling import WAY, float32_attention
 
 LENGTHS, MODES = (128, 2048), ("forward", "train_step")
 """What the handout of 2026 asks for."""
@@ -123,7 +123,8 @@ def memory_by_precision(e: Evidence) -> str | None:
     needs_more = any(bf16 > fp32 for _, fp32, bf16 in pairs.get("forward", ()))
     more = f"{why}: inference, which keeps no activations, needs more" if needs_more else why
     text = f"(c) Of {XL_2026} in bf16 {', and '.join(told)}. {more}; only activations become smaller."
-    return f"{text}{_counted(pairs.get('train_step', []))}"
+    rows = [row for peaks in _by_case(e) for row in peaks.values()]
+    return f"{text}{float32_attention(rows)}{_counted(pairs.get('train_step', []))}"
 
 
 def _change(share: float) -> str:

@@ -17,7 +17,7 @@ from .claims import (
     times,
 )
 from .problem import Exhibit, Problem, says
-from .profiling import MODEL_COMMAND, SECTION, WAY, at_one_length
+from .profiling import MODEL_COMMAND, SECTION, WAY, at_one_length, float32_attention
 
 _SPEEDUPS = ("forward", "backward", "step")
 
@@ -115,17 +115,17 @@ def bf16_speed(e: Evidence) -> str | None:
     slower = [row for row in rows if ratio(row) < 1]
     order = [ratio(row) for row in each]
     trend = "more with each size" if order == sorted(order) else "not in the order of the sizes"
-    worst = min(rows, key=ratio)
+    worst, caveat = min(rows, key=ratio), float32_attention(rows)
     text = (
         f"(c) Forward and backward passes in ms at {each[0].config['context_length']} tokens, fp32 and bf16: "
         f"{listing(told)}. A step there is {span(order, times)} as fast, {trend}"
     )
     if not slower:
-        return f"{text}; it is nowhere slower, and the least gain is {times(ratio(worst))} ({about(worst)})."
+        return f"{text}; it is nowhere slower, and the least gain is {times(ratio(worst))} ({about(worst)}).{caveat}"
     return (
         f"{text}; in {len(slower)} of {len(rows)} settings it is slower, most of all for "
         f"{about(worst, 'size', 'context_length')} ({times(ratio(worst))} as fast): autocast's copies are kernels "
-        "more, and small models wait for the host to launch them."
+        f"more, and small models wait for the host to launch them.{caveat}"
     )
 
 

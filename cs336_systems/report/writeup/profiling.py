@@ -8,7 +8,7 @@ from ...model_config import MODEL_SIZES
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
-from .claims import XL_2026, Evidence, about, is_xl_2026, listing, ms, one_setting, p50, percent, span, times
+from .claims import XL_2026, Evidence, about, card_of, is_xl_2026, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, RowFile, says
 
 SECTION = "Profiling and benchmarking"
@@ -20,6 +20,7 @@ _PHASES = ("forward", "backward", "optimizer")
 _STEADY = 0.05  # of the mean: a standard deviation below that is called small
 _SHOWN_SHARE = 0.05
 _BUSY = 0.9
+_FAST_COPY = 0.6  # of the rate of copies: what moves memory so fast waits for it
 
 
 def at_one_length(rows: Sequence[Row]) -> list[Row]:
@@ -254,10 +255,49 @@ def softmax_and_products(e: Evidence) -> str | None:
         pair = _softmax_beside_products(rows)
         return pair[0] / pair[1] if pair else None
 
+    row = rows["forward"]
+    rate = (operations[SCORES] + operations[VALUES]) / (products / 1e3)
     return (
         f"(e) Softmax takes {ms(softmax)} and the two products of attention {ms(products)}: {softmax / products:.2f} "
-        f"of their time for {work:.3f} of their operations; {claim}, because it is memory that it waits for."
+        f"of their time for {work:.3f} of their operations; {claim}{_by_memory(row, softmax)}. "
+        f"The products have {rate / 1e12:.3g} TFLOP/s.{_beside_narrow_products(row, rate)}"
         + _over_all(e, "that part of their time", ratio, lambda x: f"{x:.2f}")
+    )
+
+
+def _by_memory(row: Row, softmax_ms: float) -> str:
+    """Why softmax takes its time, where it moves its matrix nearly as fast as the card copies."""
+    c, card = row.config, card_of(row)
+    if card is None or not {"num_layers", "num_heads"} <= set(c):
+        return ""
+    moved = 2 * 4 * c["batch_size"] * c["num_heads"] * c["context_length"] ** 2 * c["num_layers"]
+    rate = moved / (softmax_ms / 1e3)
+    if rate < _FAST_COPY * card.bandwidth:
+        return ""
+    return (
+        ", because it is memory that it waits for: a layer's float32 scores are read and written, `8 B H N^2` bytes, "
+        f"at {rate / 1e12:.3g} TB/s, {percent(rate / card.bandwidth)} of what copies reach on this card"
+    )
+
+
+def float32_attention(rows: Sequence[Row]) -> str:
+    """What must be known of rows with plain attention under autocast; "" where there are none."""
+    if not any(row.config.get("attention") == "naive" and row.config.get("precision") != "fp32" for row in rows):
+        return ""
+    return (
+        " `naive` attention computes scores, softmax and both products in float32 under autocast too: that part of a "
+        "step gains nothing from 16 bits."
+    )
+
+
+def _beside_narrow_products(row: Row, rate: float) -> str:
+    """That the products are of float32 under autocast too, where the card would have had others in 16 bits."""
+    told, card = float32_attention([row]), card_of(row)
+    if not told or card is None or rate > card.matmul_fp32:
+        return told
+    return (
+        f"{told.removesuffix('.')}, and beside products in them, which reach {card.matmul / 1e12:.3g} TFLOP/s on this "
+        "card where they are large, softmax would take a larger part of the time."
     )
 
 
