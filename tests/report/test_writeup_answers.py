@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.memory_moments import INITIALISED, MOMENTS
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
-from cs336_systems.report.writeup import claims, memory, precision, profiling
+from cs336_systems.report.writeup import additions, claims, memory, precision, profiling, several_gpus, strategies
 from cs336_systems.report.writeup.build import find_rows
 from cs336_systems.report.writeup.problem import RowFile, evidence_of
 from cs336_systems.report.writeup.problems import PROBLEMS
 
-from .test_writeup import ENV, evidence, of_ddp, recorded, row
+from .test_writeup import ENV, evidence, of_ddp, of_files, recorded, row
 
 
 def with_commit(rows: list[Row], commit: str) -> list[Row]:
@@ -115,3 +116,58 @@ def test_what_16_bits_gain_is_told_with_what_plain_attention_does_in_float32() -
     for each in rows:
         each.config["attention"] = "naive"
     assert "gains nothing from 16 bits" in (memory.memory_by_precision(evidence(*rows)) or "")
+
+
+def test_that_launches_differ_by_the_pace_of_the_host_is_said_where_only_eager_steps_do() -> None:
+    first = of_ddp(alone=180.0, alone_plus_graph=117.0, naive=230.0)
+    slow = of_ddp("2026-01-02", alone=265.0, alone_plus_graph=118.0, naive=300.0)
+    assert strategies.pace_of_the_host(of_files(first, slow)) == (
+        "Eager steps wait for the host, whose pace is another in each launch: one rank alone takes 180 to 265 ms over "
+        "2 launches, and 117 to 118 ms recorded as a CUDA graph. So the order of eager strategies may be another in "
+        "each launch, too."
+    )
+    assert strategies.pace_of_the_host(evidence(*first)) is None
+    throttled = of_ddp("2026-01-02", alone=265.0, alone_plus_graph=170.0)
+    assert strategies.pace_of_the_host(of_files(first, throttled)) is None
+
+
+def test_what_a_sharded_optimizer_costs_is_concluded_of_all_pairs() -> None:
+    def launch(date: str, **step_ms: float) -> list[Row]:
+        rows = of_ddp(date, **step_ms)
+        for each in rows:
+            each.metrics["peak_memory_bytes"] = (29 if "zero1" in each.variant else 37) << 30
+        return rows
+
+    first = launch("2026-01-01", overlap=300.0, overlap_plus_zero1=330.0, naive_plus_graph_compiled=100.0)
+    second = launch("2026-01-02", overlap=300.0, overlap_plus_zero1=285.0, naive_plus_graph_compiled=100.0)
+    graph = launch("2026-01-02", naive_plus_zero1_plus_graph_compiled=98.0)
+    said = strategies.sharded_time(of_files(first, [*second, *graph])) or ""
+    assert "takes 285 to 330 ms instead of 300 ms with `overlap` over 2 launches, at 29 GiB instead of 37 GiB;" in said
+    assert said.endswith(
+        "With the state sharded, eager the step is 5.0% shorter to 10% longer over 2 pairs, each of one launch, so "
+        "that it is undecided which is the shorter one; recorded as a CUDA graph the step is 2.0% shorter. The peak is "
+        "8 GiB lower."
+    )
+
+
+def test_what_memory_after_initialisation_shows_is_explained_of_the_rows() -> None:
+    def measured(variant: str, state: int, peak: int) -> Row:
+        parts = {"parameters": 2**30, "gradients": 2**30, "optimizer_state": state}
+        moments = {name: {"peak_bytes": 8 << 30, "parts": parts} for name in MOMENTS}
+        begun = {"parameters": 2**30, "gradients": 0, "optimizer_state": 0}
+        moments[INITIALISED] = {"peak_bytes": peak, "parts": begun}
+        return row("optimizer-sharding", variant, {"moments": moments}, devices=2, size="xl")
+
+    plain = measured("overlap", 4 << 30, 100)
+    more = several_gpus.sharded_memory(evidence(plain, measured("overlap+zero1", 2 << 30, 110))) or ""
+    assert "After initialisation it is weights alone, since AdamW makes its moments in its first step; what the" in more
+    less = several_gpus.sharded_memory(evidence(plain, measured("overlap+zero1", 2 << 30, 90))) or ""
+    assert less.endswith("since AdamW makes its moments in its first step.")
+
+
+def test_fsdp_is_told_over_launches_with_each_comparison_within_one() -> None:
+    first, second = of_ddp(fsdp=300.0, alone=150.0, torch_fsdp=600.0), of_ddp("2026-01-02", fsdp=240.0, alone=200.0)
+    assert additions.fsdp_step(of_files(first, second)) == (
+        "A step of xl with `fsdp` takes, eager, 240 to 300 ms at a peak of 1 GiB over 2 launches, beside 150 to 200 ms "
+        "with `alone` (20% to 100% longer) and 600 ms with `torch_fsdp` (50% shorter)."
+    )

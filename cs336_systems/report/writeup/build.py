@@ -107,8 +107,9 @@ def _foreword() -> list[str]:
         "are rows of both, sentences are of its own.",
         "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
         "lower, it is larger at fewer TFLOP/s.",
-        "Where sentences compare steps over several GPUs, these are of one run (one file, commit and machine): of the "
-        "run that has most of what is compared, of equal ones the last.",
+        "Where sentences compare steps over several GPUs, each comparison is within one launch (one file, commit and "
+        "machine); where there are several launches, what is told is the range over them, and undecided is what is "
+        "shorter in one and longer in another.",
     ]
 
 
