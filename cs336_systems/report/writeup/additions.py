@@ -27,9 +27,9 @@ from .claims import (
 from .leaderboard_2026 import LEADERBOARD_2026
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
-from .profiling import CONTEXT
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
 from .steps import HOWS, launches, longer_or_shorter, pairs, ratios, steps
+from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
 _LENGTH = 2048  # at which the handout asks for groups of blocks

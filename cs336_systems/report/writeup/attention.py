@@ -14,8 +14,8 @@ from ..view import OUTCOMES, Column, latest, table
 from ..views import VIEWS
 from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
-from .profiling import CONTEXT
 from .side_by_side import side_by_side
+from .timing import CONTEXT
 
 PLAIN, FLASH = "Attention in PyTorch", "FlashAttention-2"
 _OURS = "flash_triton"

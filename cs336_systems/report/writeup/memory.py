@@ -23,7 +23,8 @@ from .claims import (
 )
 from .memory_peaks import LENGTHS, MODES, job_of, memory_by_precision, peaks_by_length, peaks_table, words
 from .problem import Drawing, Exhibit, Problem, RowFile, evidence_of, says
-from .profiling import CONTEXT, MODEL_COMMAND, SECTION
+from .profiling import MODEL_COMMAND, SECTION
+from .timing import CONTEXT
 
 RESIDUALS_COMMAND = f"bench residuals --size {XL_2026} --context_length {CONTEXT} 2048"
 _LISTED = 5  # operations that the handout asks for

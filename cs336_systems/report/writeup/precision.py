@@ -17,7 +17,8 @@ from .claims import (
     times,
 )
 from .problem import Exhibit, Problem, says
-from .profiling import MODEL_COMMAND, SECTION, WAY, at_one_length, float32_attention
+from .profiling import MODEL_COMMAND, SECTION, float32_attention
+from .timing import WAY, at_one_length
 
 _SPEEDUPS = ("forward", "backward", "step")
 

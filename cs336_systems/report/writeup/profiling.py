@@ -4,102 +4,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...bench.case import Row
-from ...model_config import MODEL_SIZES
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
-from .claims import XL_2026, Evidence, about, card_of, is_xl_2026, listing, ms, one_setting, p50, percent, span, times
+from .claims import XL_2026, Evidence, about, card_of, is_xl_2026, listing, ms, percent
 from .problem import Exhibit, Problem, RowFile, says
+from .timing import CONTEXT, spread_of_steps, the_script, times_by_size, warmup_steps
 
 SECTION = "Profiling and benchmarking"
-CONTEXT = 512
-"""Tokens where the handout of 2026 names no others."""
-WAY = ("mode", "compile", "attention", "activation_checkpointing")
-"""How a model is run; what is compared is run in one way, that of most rows."""
-_PHASES = ("forward", "backward", "optimizer")
-_STEADY = 0.05  # of the mean: a standard deviation below that is called small
 _SHOWN_SHARE = 0.05
 _BUSY = 0.9
 _FAST_COPY = 0.6  # of the rate of copies: what moves memory so fast waits for it
-
-
-def at_one_length(rows: Sequence[Row]) -> list[Row]:
-    """Of rows run in one way those of the handout's length, or else of the longest; the smaller models first."""
-    found = one_setting(rows, *WAY)
-    lengths = {row.config["context_length"] for row in found}
-    length = CONTEXT if CONTEXT in lengths else max(lengths, default=0)
-    sizes = list(MODEL_SIZES)
-    order = lambda row: sizes.index(size) if (size := row.config["size"]) in sizes else -1  # noqa: E731
-    return sorted((row for row in found if row.config["context_length"] == length), key=order)
-
-
-def the_script(e: Evidence) -> str:
-    """(a) What times the model."""
-    return (
-        "(a) The script is `cs336 bench model`: the model's size, the warm-up steps and those that are timed, and how "
-        "much of a step is done are options (`--size`, `--warmup`, `--steps`, `--mode`), the batch is random, and "
-        "after each step it waits for the GPU."
-    )
-
-
-def times_by_size(e: Evidence) -> str | None:
-    """(b) How long the phases of a step take, size by size."""
-    found = e.ok("model", "forward_ms", "backward_ms", precision="fp32")
-    rows = at_one_length(found)
-    if not rows:
-        return None
-    sizes, length = {row.config["size"] for row in rows}, rows[0].config["context_length"]
-    more = [row for row in found if row.config["size"] not in sizes and row.config["context_length"] == length]
-    rows += at_one_length(more)  # of which no whole step fits
-    phases = [name for name in _PHASES if any(f"{name}_ms" in row.metrics for row in rows)]
-    told = [
-        f"{row.config['size']} "
-        + " / ".join(f"{p50(row, name):.1f}" if f"{name}_ms" in row.metrics else "-" for name in phases)
-        for row in rows
-    ]
-    ratio = span((p50(row, "backward") / p50(row, "forward") for row in rows), lambda x: f"{x:.1f}")
-    return (
-        f"(b) {' / '.join(phases).capitalize()} in ms at {length} tokens in fp32: "
-        f"{listing(told)}; a backward pass takes {ratio} times as long as the forward pass."
-    )
-
-
-def spread_of_steps(e: Evidence) -> str | None:
-    """(b) How far the steps of a setting lie apart."""
-    rows = e.ok("model", "step_ms")
-    if not rows:
-        return None
-    shares = {id(row): row.metrics["step_ms"]["std"] / row.metrics["step_ms"]["mean"] for row in rows}
-    most = max(rows, key=lambda row: shares[id(row)])
-    steady = sum(share < _STEADY for share in shares.values())
-    return (
-        f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of all {len(rows)} settings; it "
-        f"is largest, {percent(shares[id(most)])}, for {about(most, 'mode', 'size', 'context_length', 'precision')}."
-    )
-
-
-def warmup_steps(e: Evidence) -> str | None:
-    """(c) What the first steps of a process do to the mean."""
-    rows = e.ok("warmup", "steps_ms")
-    cold, warm = [r for r in rows if r.config["warmup"] == 0], [r for r in rows if r.config["warmup"] > 0]
-    if not cold or not warm:
-        return None
-    first = [row.metrics["steps_ms"][0] / p50(row) for row in cold]
-    excess = [row.metrics["step_ms"]["mean"] / p50(row) - 1 for row in cold]
-    off = max(abs(row.metrics["step_ms"]["mean"] / p50(row) - 1) for row in warm)
-    least = min(row.config["warmup"] for row in warm)
-    claim = e.claim("without warm-up the first step is longer than the others", min(first) > 1, least_ratio=min(first))
-    few = [row.metrics["steps_ms"][0] / p50(row) for row in warm if row.config["warmup"] in (1, 2)]
-    still = (
-        f"; but after one or two the first measured step still takes {span(few, lambda x: f'{x:.2f}')} times the "
-        "median, since clocks, caches and the allocator's blocks may need more steps to settle"
-    )
-    return (
-        f"(c) {claim[0].upper()}{claim[1:]}, {span(first, times)} the median, because libraries are loaded, kernels "
-        f"chosen and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. "
-        f"After {least} or more warm-up steps mean and median are within {percent(off)} of each other"
-        f"{still if few else ''}."
-    )
 
 
 def _settings(e: Evidence) -> list[dict[str, Row]]:
