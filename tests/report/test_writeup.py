@@ -922,9 +922,10 @@ def test_recordings_of_several_files_are_one_table_and_a_picture_a_mode(
         append_row(folder / "rows.jsonl", recorded(mode, 9 << 30, length=length, timeline=timeline))
         files.append(RowFile(folder / "rows.jsonl", read_rows(folder / "rows.jsonl")))
     parts = build._exhibit_parts(problem, problem.exhibits[0], files, tmp_path / "out", None, {})
-    assert len(parts) == 4  # the table, two pictures and where the rows are
+    assert len(parts) == 5  # the table, two pictures, where the rows are and what is missing
     assert parts[0].count("2 x 128") == 2
-    assert parts[-1].count("rows.jsonl](") == 3
+    assert parts[3].count("rows.jsonl](") == 3
+    assert "context_length 128, mode forward, precision bf16" in parts[4]
     assert len(list((tmp_path / "out/pictures").glob("*.png"))) == 2
     assert drawn == [("forward", 128), ("train_step", 128)]
 

@@ -7,12 +7,25 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.memory_moments import INITIALISED, MOMENTS
+from cs336_systems.bench.sweep import configurations
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
-from cs336_systems.report.writeup import additions, claims, memory, precision, profiling, several_gpus, strategies
+from cs336_systems.report.writeup import (
+    additions,
+    build,
+    claims,
+    memory,
+    precision,
+    profiling,
+    several_gpus,
+    strategies,
+)
 from cs336_systems.report.writeup.build import find_rows
+from cs336_systems.report.writeup.claims import ClaimError, Evidence
 from cs336_systems.report.writeup.problem import RowFile, evidence_of
 from cs336_systems.report.writeup.problems import PROBLEMS
+from cs336_systems.report_command import make_report
 
 from .test_writeup import ENV, evidence, of_ddp, of_files, recorded, row
 
@@ -171,3 +184,33 @@ def test_fsdp_is_told_over_launches_with_each_comparison_within_one() -> None:
         "A step of xl with `fsdp` takes, eager, 240 to 300 ms at a peak of 1 GiB over 2 launches, beside 150 to 200 ms "
         "with `alone` (20% to 100% longer) and 600 ms with `torch_fsdp` (50% shorter)."
     )
+
+
+def test_types_read_on_a_cpu_are_told_as_they_are_and_on_a_gpu_claimed() -> None:
+    def types(device: str, half: str, brain: str) -> Evidence:
+        rows = [row("autocast-dtypes", metrics={"dtypes": {"norm_output": kind}}, norm="layer_norm", precision=p,
+                    device=device) for p, kind in (("fp16", half), ("bf16", brain))]  # fmt: skip
+        return evidence(*rows)
+
+    here = precision.norm_type(types("cpu", "float16", "bfloat16")) or ""
+    assert "These rows are of a CPU, whose autocast does not: its output is float16 under float16 and bfloat16" in here
+    there = precision.norm_type(types("cuda", "float32", "float32")) or ""
+    assert "autocast keeps it in float32. Under bfloat16, whose range is that of float32, it also does so" in there
+    with pytest.raises(ClaimError, match="autocast keeps layer norm in float32 under float16"):
+        precision.norm_type(types("cuda:0", "float16", "float32"))
+
+
+def test_a_write_up_is_made_of_types_read_here(tmp_path: Path) -> None:
+    case = get_case("autocast-dtypes")
+    for made in case.measure(configurations(case, {"device": ("cpu",)})):
+        append_row(tmp_path / "results/autocast-dtypes.jsonl", made)
+    make_report(["writeup", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")])
+    assert "These rows are of a CPU" in (tmp_path / "out/writeup.md").read_text()
+
+
+def test_of_a_problem_that_is_measured_in_part_the_rest_is_named_with_its_command(tmp_path: Path) -> None:
+    problem = next(each for each in PROBLEMS if each.name == "pytorch_attention")
+    made = row("attention", metrics={"forward_ms": {"p50": 1.0}, "backward_ms": {"p50": 1.0}}, length=256, head_size=16)
+    parts = build.problem_parts(problem, {"attention": [RowFile(tmp_path / "attention.jsonl", [made])]}, tmp_path)
+    also = problem.exhibits[0].also[0]
+    assert f"Not measured yet; this measures it: `cs336 {also}`." in parts

@@ -317,7 +317,7 @@ PROBLEMS = (
                     f"bench model --size small medium large xl 2.7B --context_length {CONTEXT} --mode train_step "
                     "--precision bf16 --compile false true"
                 ),
-                keep=lambda row: row.config["attention"] == "naive" and row.config["mode"] == "train_step",
+                keep=lambda row: row.config.get("attention", "naive") == "naive" and row.config["mode"] == "train_step",
                 is_asked=lambda row: bool(row.config.get("compile")) and row.config["context_length"] == CONTEXT,
                 show=compiled_table,
                 together=True,

@@ -15,7 +15,7 @@ from ..tables import markdown_table
 from ..view import machine
 from ..views import UNFIT, in_words, naming_the_files
 from .claims import XL_2026, ClaimError
-from .commands import measured_by
+from .commands import measured_by, not_measured, settings_in_short
 from .problem import Exhibit, Problem, RowFile, evidence_of
 from .problems import PROBLEMS
 from .render import html_page
@@ -200,7 +200,11 @@ def _exhibit_parts(
             parts += [*made, _source(shown, measured_by(exhibit, shown, is_first=number == 0), links_from or out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
-        parts += _to_be_measured(what, exhibit, problem.name, given)
+        return parts + _to_be_measured(what, exhibit, problem.name, given)
+    rows = [row for file in kept for row in file.rows]
+    for command, (settings, is_all) in not_measured(exhibit, rows).items():
+        what = "" if is_all else f": {settings_in_short(settings, command)}"
+        parts.append(f"Not measured yet{what}; this measures it: `cs336 {command}`.")
     return parts
 
 

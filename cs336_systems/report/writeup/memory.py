@@ -167,7 +167,8 @@ def _block_row(e: Evidence) -> Row | None:
 
 
 def _is_plain_block(row: Row) -> bool:
-    return {row.config[name] for name in ("precision", "attention", "compile")} == {"fp32", "naive", False}
+    plain = {"precision": "fp32", "attention": "naive", "compile": False}
+    return {name: row.config.get(name, value) for name, value in plain.items()} == plain
 
 
 def block_gradients(e: Evidence) -> str | None:
@@ -250,7 +251,7 @@ PROBLEMS = (
             Exhibit(
                 case="model",
                 command=MODEL_COMMAND,
-                keep=lambda row: is_xl_2026(row) and not row.config["compile"],
+                keep=lambda row: is_xl_2026(row) and not row.config.get("compile"),
                 show=peaks_table,
                 together=True,
             ),

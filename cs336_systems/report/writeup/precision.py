@@ -51,6 +51,11 @@ def _types(e: Evidence, norm: str, precision: str) -> dict[str, str] | None:
     return rows[-1].metrics["dtypes"] if rows else None
 
 
+def _is_of_gpu(e: Evidence) -> bool:
+    """Whether types were read on a GPU: autocast has other lists of operations on a CPU."""
+    return all(str(row.config.get("device")).startswith("cuda") for row in e.ok("autocast-dtypes"))
+
+
 def autocast_types(e: Evidence) -> str | None:
     """(a) Types under float16 autocast."""
     types = _types(e, "layer_norm", "fp16")
@@ -65,15 +70,23 @@ def norm_type(e: Evidence) -> str | None:
     half, brain = _types(e, "layer_norm", "fp16"), _types(e, "layer_norm", "bf16")
     if half is None or brain is None:
         return None
-    e.claim(
-        "autocast keeps layer norm in float32 under float16", half["norm_output"] == "float32", type=half["norm_output"]
-    )
-    also = "also" if brain["norm_output"] == "float32" else "not"
-    text = (
-        "(b) Layer norm squares and averages, and what is squared overflows float16: autocast keeps it in float32. "
-        f"Under bfloat16, whose range is that of float32, it {also} does so (output {brain['norm_output']}), for its "
-        "few digits"
-    )
+    if _is_of_gpu(e):
+        e.claim(
+            "autocast keeps layer norm in float32 under float16", half["norm_output"] == "float32",
+            type=half["norm_output"],
+        )  # fmt: skip
+    text = "(b) Layer norm squares and averages, and what is squared overflows float16: "
+    if half["norm_output"] == "float32":
+        also = "also" if brain["norm_output"] == "float32" else "not"
+        text += (
+            f"autocast keeps it in float32. Under bfloat16, whose range is that of float32, it {also} does so (output "
+            f"{brain['norm_output']}), for its few digits"
+        )
+    else:
+        text += (
+            f"on a GPU autocast keeps it in float32. These rows are of a CPU, whose autocast does not: its output is "
+            f"{half['norm_output']} under float16 and {brain['norm_output']} under bfloat16"
+        )
     own = _types(e, "rms_norm", "bf16")
     if own is None:
         return f"{text}."

@@ -48,7 +48,10 @@ class Exhibit:
     is_about: Callable[[Row], bool] = lambda row: True
     """Which of them it is shown for: of a file that has none, the others, which stand beside them, are not shown."""
     is_asked: Callable[[Row], bool] = lambda row: True
-    """Which of them are of what the commands measure; as long as there are none, the commands stand below the table."""
+    """Which of them are of what the commands measure; as long as there are none, the commands stand below the table.
+
+    Else below it stands what each command names and no row is of.
+    """
     together: bool = False
     """Whether rows of all files stand in one table: where each call writes a file, or some compare with others."""
     show: Callable[[Sequence[Row]], str] = rows_table
