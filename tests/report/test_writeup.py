@@ -648,7 +648,10 @@ def test_ways_to_keep_activations_small_are_of_one_attention() -> None:
     rows = [step("sdpa", "first_6", 4000.0), step("flash_triton", "first_6", 5000.0)]
     assert leaderboard_2026.what_makes_it_fit(evidence(*rows)) is None
     said = leaderboard_2026.what_makes_it_fit(evidence(*rows, step("sdpa", "none", 4500.0)))
-    assert said == "Over 2 ways to keep activations small the step goes from 4,000 to 4,500 ms and the peak 1 GiB."
+    assert said == (
+        "Of 2 ways to keep activations small the shortest step takes 4,000 ms at a peak of 1 GiB with `fsdp first_6`, "
+        "and the longest 4,500 ms at a peak of 1 GiB with `fsdp none`."
+    )
 
 
 def test_the_time_of_a_sharded_optimizer_is_that_of_the_rows_that_have_its_memory_and_of_ddp() -> None:
@@ -1066,7 +1069,9 @@ def test_every_table_of_rows_names_file_command_commit_and_machine(made: Path) -
     pictures = re.findall(r"\]\((pictures/.*?)\)", text)
     assert pictures
     assert all((made / picture).is_file() for picture in pictures)
-    assert any("steps recorded with --traces" in line for line in text.splitlines())  # of files beside the rows
+    assert any(
+        "a step of each strategy under the profiler" in line for line in text.splitlines()
+    )  # of files beside the rows
 
 
 def test_the_pdf_is_made_of_the_committed_rows(made: Path) -> None:

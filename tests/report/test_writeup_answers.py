@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.memory_moments import INITIALISED, MOMENTS
 from cs336_systems.bench.sweep import configurations
+from cs336_systems.planner.memory import part_bytes
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.report.writeup import (
     additions,
+    attention,
     build,
     claims,
     memory,
@@ -27,7 +29,7 @@ from cs336_systems.report.writeup.problem import RowFile, evidence_of
 from cs336_systems.report.writeup.problems import PROBLEMS
 from cs336_systems.report_command import make_report
 
-from .test_writeup import ENV, evidence, of_ddp, of_files, recorded, row
+from .test_writeup import ENV, ROOT, evidence, of_ddp, of_files, recorded, row
 
 
 def with_commit(rows: list[Row], commit: str) -> list[Row]:
@@ -121,8 +123,8 @@ def test_that_softmax_waits_for_memory_is_said_of_bytes_and_that_products_are_fl
 
 def test_what_16_bits_gain_is_told_with_what_plain_attention_does_in_float32() -> None:
     times = {f"{name}_ms": {"p50": 5.0} for name in ("forward", "backward", "step")}
-    for attention, is_said in (("naive", True), ("sdpa", False)):
-        rows = [row("model", metrics=times, size="small", context_length=128, precision=p, attention=attention)
+    for kernel, is_said in (("naive", True), ("sdpa", False)):
+        rows = [row("model", metrics=times, size="small", context_length=128, precision=p, attention=kernel)
                 for p in ("fp32", "bf16")]  # fmt: skip
         assert ("gains nothing from 16 bits" in (precision.bf16_speed(evidence(*rows)) or "")) is is_said
     rows = [replace(of_model(512, "forward", p, 13.0)) for p in ("fp32", "bf16")]
@@ -214,3 +216,62 @@ def test_of_a_problem_that_is_measured_in_part_the_rest_is_named_with_its_comman
     parts = build.problem_parts(problem, {"attention": [RowFile(tmp_path / "attention.jsonl", [made])]}, tmp_path)
     also = problem.exhibits[0].also[0]
     assert f"Not measured yet; this measures it: `cs336 {also}`." in parts
+
+
+def test_where_our_kernel_is_slower_than_plain_attention_is_said() -> None:
+    def pair(length: int, ours: float, dtype: str = "fp32") -> list[Row]:
+        return [row("flash", kernel, {"forward_ms": {"p50": time}}, kernel=kernel, length=length, head_size=64,
+                    dtype=dtype) for kernel, time in (("naive", 10.0), ("flash_triton", ours))]  # fmt: skip
+
+    say = attention.against_naive("forward", "forward")
+    slower = say(evidence(*pair(1024, 20.0), *pair(2048, 12.5), *pair(4096, 5.0), *pair(4096, 5.0, "bf16"))) or ""
+    assert slower.endswith(
+        "Over all lengths it is slower in 2 of 3 settings in fp32, of 1,024 to 2,048 tokens, at worst 0.50 times as "
+        "fast (head size 64, length 1024)."
+    )
+    assert (say(evidence(*pair(4096, 5.0))) or "").endswith("It is slower at none of the lengths.")
+
+
+@pytest.mark.parametrize("name, case", [("fsdp_accounting", "fsdp-accounting"),
+                                        ("optimizer_state_sharding_accounting", "optimizer-sharding")])  # fmt: skip
+def test_predictions_are_those_of_the_planner_of_today(name: str, case: str, tmp_path: Path) -> None:
+    rows = read_rows(ROOT / f"results/h200/{case}.jsonl")
+    for each in rows:
+        each.metrics["predicted"] = dict.fromkeys(each.metrics["predicted"], 77 * 2**30)
+    problem = next(each for each in PROBLEMS if each.name == name)
+    text = "\n".join(build.problem_parts(problem, {case: [RowFile(tmp_path / "a.jsonl", rows)]}, tmp_path))
+    assert "| 77.00 |" not in text
+    for job in list(additions._jobs().values())[: 3 if case == "fsdp-accounting" else 2]:
+        assert f"| {part_bytes(job)['peak'] / 2**30:.2f} |" in text
+
+
+def test_a_table_of_speed_ups_says_what_its_step_is() -> None:
+    def table(mode: str) -> str:
+        times = {f"{name}_ms": {"p50": 5.0} for name in ("forward", "backward", "step")}
+        return precision.speedup_table([row("model", metrics=times, size="small", context_length=8, precision=p,
+                                            mode=mode) for p in ("fp32", "bf16")])  # fmt: skip
+
+    assert table("train_step").startswith("A step is a whole training step, with the optimizer;")
+    assert table("forward_backward").startswith("A step is a forward and a backward pass, without the optimizer;")
+    assert "step, times as fast as in fp32" in table("train_step")
+
+
+def test_that_the_profiler_makes_steps_longer_is_said_of_the_rows() -> None:
+    def traced(span_ms: float) -> Row:
+        metrics = {"communication_ms": 30.0, "overlapped": 0.5, "span_ms": span_ms, "step_ms": {"p50": 200.0}}
+        return row("overlap-trace", "overlap", metrics, size="xl")
+
+    said = several_gpus.overlapped(evidence(traced(300.0))) or ""
+    assert said.endswith("The profiler makes steps longer: 300 ms instead of 200 ms with `overlap`.")
+    assert "longer" not in (several_gpus.overlapped(evidence(traced(190.0))) or "longer")
+
+
+def test_which_block_saves_most_is_named_with_its_length() -> None:
+    metrics = {"saved_bytes": 100, "counted_bytes": 100, "parts": {"attention": 67, "ffn": 33}}
+    config = dict(size="2.7B", precision="bf16", compile=False, attention="naive")
+    said = additions.saved_by_block(evidence(row("residuals", metrics=metrics, context_length=2048, **config))) or ""
+    assert said.endswith("for the one that saves most (2.7B, 2048 tokens, bf16, `naive`).")
+
+
+def test_what_is_said_of_how_rows_were_measured_is_explained_once() -> None:
+    assert "what is to be measured again by a command are older rows that bear none" in build.document({}, ROOT, ())

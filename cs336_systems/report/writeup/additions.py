@@ -8,11 +8,12 @@ from ...planner.activations import checkpointing_sections
 from ...planner.job import Job
 from ...planner.memory import memory_sections, part_bytes
 from ...planner.working import Section, Term
-from ..memory_parts import memory_parts_in_short
+from ..memory_parts import memory_parts_in_short, predicted_today
 from .calculations import CALCULATIONS
 from .claims import (
     XL_2026,
     Evidence,
+    about,
     gib,
     is_xl_2026,
     listing,
@@ -131,7 +132,7 @@ def saved_by_block(e: Evidence) -> str | None:
     near = f"within {percent(off)}" if off else "to the byte"
     return (
         f"An eager block saves what is counted from its shapes, {near}, most of it, {percent(share)}, "
-        f"in its part `{part}` ({most.config['size']}, {most.config['precision']}, `{most.config['attention']}`)."
+        f"in its part `{part}` for the one that saves most ({about(most)}, `{most.config['attention']}`)."
     )
 
 
@@ -316,7 +317,7 @@ PROBLEMS = (
                 case="fsdp-accounting",
                 command=f"bench fsdp-accounting --size {XL_2026}",
                 is_asked=is_xl_2026,
-                show=memory_parts_in_short,
+                show=lambda rows: memory_parts_in_short(predicted_today(rows)),
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
             trace_exhibit("fsdp"),

@@ -101,7 +101,9 @@ def _foreword() -> list[str]:
     return [
         "Every figure, in sentences too, is made of measured rows or of the planner's arithmetic: `cs336 report "
         "writeup` makes this document again. Under each table stand the file of its rows, the command that measures "
-        "them, the commit and the machine.",
+        "them, the commit and the machine: they were measured by a command that they bear themselves, or that gives "
+        "all of them; what is to be measured again by a command are older rows that bear none, for which it is put "
+        "together from their settings.",
         f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
         f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
         "are rows of both, sentences are of its own.",

@@ -21,6 +21,10 @@ from .profiling import MODEL_COMMAND, SECTION, float32_attention
 from .timing import WAY, at_one_length
 
 _SPEEDUPS = ("forward", "backward", "step")
+_STEPS = {
+    "train_step": "A step is a whole training step, with the optimizer",
+    "forward_backward": "A step is a forward and a backward pass, without the optimizer",
+}
 
 
 def accumulation(e: Evidence) -> str | None:
@@ -104,13 +108,18 @@ def with_bf16_speedups(rows: Sequence[Row]) -> list[Row]:
 
 def speedup_table(rows: Sequence[Row]) -> str:
     """A line a setting: the times in bf16, and how many times as fast as in fp32 they are."""
-    header = ["size", "context length", *(f"{n} bf16 (ms)" for n in _SPEEDUPS), *(f"{n} (x fp32)" for n in _SPEEDUPS)]
+    shown = with_bf16_speedups(rows)
+    header = ["size", "context length", *(f"{n} in bf16 (ms)" for n in _SPEEDUPS)]
+    header += [f"{n}, times as fast as in fp32" for n in _SPEEDUPS]
     lines = [
         [str(row.config["size"]), str(row.config["context_length"]), *(f"{p50(row, n):.2f}" for n in _SPEEDUPS),
          *(f"{row.metrics[f'{n}_speedup']:.2f}" for n in _SPEEDUPS)]
-        for row in with_bf16_speedups(rows)
+        for row in shown
     ]  # fmt: skip
-    return markdown_table(header, lines, left=2) if lines else ""
+    if not lines:
+        return ""
+    mode = _STEPS.get(str(shown[0].config.get("mode")), "a step")
+    return f"{mode}; rows of one file are compared with each other:\n\n{markdown_table(header, lines, left=2)}"
 
 
 def bf16_speed(e: Evidence) -> str | None:
