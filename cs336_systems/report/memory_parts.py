@@ -2,11 +2,14 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..bench.case import Row
 from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
+from ..planner.memory import part_bytes
+from ..planner.rows import training_job
 from ..profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
 from ..profiling.plot import COLORS
 from .pictures import save_picture
@@ -30,6 +33,19 @@ def memory_parts_table(rows: Sequence[Row]) -> str:
 def memory_parts_in_short(rows: Sequence[Row]) -> str:
     """The same with a line for the gathers of a direction instead of one for each."""
     return "\n\n".join(_setting_tables(group, _gathers_in_short) for group in grouped(latest(rows, _KEYS), _SETTING))
+
+
+def predicted_today(rows: Sequence[Row]) -> list[Row]:
+    """The rows with what the planner of today predicts of them, rather than that of when they were measured."""
+    return [_predicted_today(row) for row in rows]
+
+
+def _predicted_today(row: Row) -> Row:
+    stored = row.metrics.get("predicted")
+    if not stored:
+        return row
+    parts = part_bytes(training_job(row.case, row.variant, row.config))
+    return replace(row, metrics={**row.metrics, "predicted": {name: parts[name] for name in stored}})
 
 
 def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:

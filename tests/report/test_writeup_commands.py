@@ -12,7 +12,7 @@ from cs336_systems import bench_command
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.sweep import as_json, configurations
-from cs336_systems.report.writeup.commands import command_for, measured_by
+from cs336_systems.report.writeup.commands import command_for, measured_by, not_measured, settings_in_short
 from cs336_systems.report.writeup.problem import Exhibit, RowFile
 from cs336_systems.report.writeup.render import markdown_parser
 
@@ -120,3 +120,21 @@ def test_commands_of_committed_rows_name_the_values_that_these_have(name: str) -
     assert command is not None
     for field, values in options_of(command).items():
         assert list(dict.fromkeys(each.config[field] for each in rows)) == values
+
+
+def test_what_a_command_measures_and_no_row_is_of_is_named() -> None:
+    command, also = "bench model --size small xl --context_length 8 16 --compile false", "bench model --size 10B"
+    exhibit = Exhibit(case="model", command=command, also=(also,))
+    rows = [row("small", context_length=8, compile=False), row("xl", context_length=8, compile=True)]
+    failed = Row(case="model", variant="v", config={"size": "xl", "context_length": 16, "compile": False}, status="oom")
+    found = not_measured(exhibit, [*rows, failed])
+    settings, is_all = found[command]
+    assert settings_in_short(settings, command) == "size small, context_length 16; size xl, context_length 8"
+    assert not is_all
+    assert found[also][1]
+    shown = Exhibit(case="model", command=command, keep=lambda each: each.config["size"] == "small")
+    assert settings_in_short(not_measured(shown, rows)[command][0], command) == "size small, context_length 16"
+    assert not_measured(Exhibit(case="model", command="bench model"), rows) == {}
+    many = "bench model --size a b c d e f"
+    told = settings_in_short(not_measured(Exhibit(case="model", command=many), [row("a")])[many][0], many)
+    assert told == "size b; size c; size d; 2 more"

@@ -8,11 +8,12 @@ from ...planner.activations import checkpointing_sections
 from ...planner.job import Job
 from ...planner.memory import memory_sections, part_bytes
 from ...planner.working import Section, Term
-from ..memory_parts import memory_parts_in_short
+from ..memory_parts import memory_parts_in_short, predicted_today
 from .calculations import CALCULATIONS
 from .claims import (
     XL_2026,
     Evidence,
+    about,
     gib,
     is_xl_2026,
     listing,
@@ -27,9 +28,9 @@ from .claims import (
 from .leaderboard_2026 import LEADERBOARD_2026
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
-from .profiling import CONTEXT
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
-from .steps import HOWS, of_one_run, steps
+from .steps import HOWS, launches, longer_or_shorter, pairs, ratios, steps
+from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
 _LENGTH = 2048  # at which the handout asks for groups of blocks
@@ -131,7 +132,7 @@ def saved_by_block(e: Evidence) -> str | None:
     near = f"within {percent(off)}" if off else "to the byte"
     return (
         f"An eager block saves what is counted from its shapes, {near}, most of it, {percent(share)}, "
-        f"in its part `{part}` ({most.config['size']}, {most.config['precision']}, `{most.config['attention']}`)."
+        f"in its part `{part}` for the one that saves most ({about(most)}, `{most.config['attention']}`)."
     )
 
 
@@ -242,15 +243,24 @@ def fsdp_gathers(e: Evidence) -> str | None:
 
 
 def fsdp_step(e: Evidence) -> str | None:
-    """FSDP's step beside one GPU alone and PyTorch's, from the case ddp."""
+    """FSDP's step beside one GPU alone and PyTorch's, from the case ddp, over all launches that have them."""
     runs = steps(e)
     told, size = [], ""
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
-        if found := of_one_run(runs, f"fsdp{end}", f"alone{end}", f"torch_fsdp{end}"):
-            ours, *others = found.items()
-            beside = listing([f"{ms(p50(row))} with `{name.removesuffix(end)}`" for name, row in others])
-            size = ours[1].config["size"]
-            told.append(f"{how}, {ms(p50(ours[1]))} at a peak of {gib(peak(ours[1]))}, beside {beside}")
+        others = [name for name in ("alone", "torch_fsdp") if pairs(runs, f"fsdp{end}", f"{name}{end}")]
+        ours = [run[f"fsdp{end}"] for run in runs if any(f"fsdp{end}" in run and name + end in run for name in others)]
+        if not ours:
+            continue
+        size = ours[0].config["size"]
+        beside = []
+        for name in others:
+            found = pairs(runs, f"fsdp{end}", f"{name}{end}")
+            of_many = f" ({longer_or_shorter(ratios(found))})" if len(ours) > 1 else ""
+            beside.append(f"{span((p50(row) for _, row in found), ms)} with `{name}`{of_many}")
+        told.append(
+            f"{how}, {span(map(p50, ours), ms)} at a peak of {span(map(peak, ours), gib)}{launches(len(ours))}, beside "
+            f"{listing(beside)}"
+        )
     return f"A step of {size} with `fsdp` takes, {'; '.join(told)}." if told else None
 
 
@@ -307,7 +317,7 @@ PROBLEMS = (
                 case="fsdp-accounting",
                 command=f"bench fsdp-accounting --size {XL_2026}",
                 is_asked=is_xl_2026,
-                show=memory_parts_in_short,
+                show=lambda rows: memory_parts_in_short(predicted_today(rows)),
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
             trace_exhibit("fsdp"),

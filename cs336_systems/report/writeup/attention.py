@@ -14,8 +14,8 @@ from ..view import OUTCOMES, Column, latest, table
 from ..views import VIEWS
 from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
-from .profiling import CONTEXT
 from .side_by_side import side_by_side
+from .timing import CONTEXT
 
 PLAIN, FLASH = "Attention in PyTorch", "FlashAttention-2"
 _OURS = "flash_triton"
@@ -181,10 +181,26 @@ def against_naive(way: str, word: str) -> Callable[[Evidence], str | None]:
                 found.append(f"{span(ratios, times)} as fast in {dtype} ({longest:,} tokens)")
         if not found:
             return None
-        longest = "at the longest inputs for which that has memory"
-        return f"Against plain attention, {longest}, `{_OURS}` {word} is {listing(found)}."
+        longest = f"at the longest inputs for which that has memory, `{_OURS}` {word} is {listing(found)}"
+        return f"Against plain attention, {longest}.{_where_slower(rows)}"
 
     return say
+
+
+def _where_slower(rows: Sequence[Row]) -> str:
+    """Where our kernel is slower than plain attention, by type, over all lengths; "" where it nowhere is."""
+    ours = [row for row in rows if row.config["kernel"] == _OURS and "speedup" in row.metrics]
+    parts = []
+    for dtype in dict.fromkeys(row.config["dtype"] for row in ours):
+        own = [row for row in ours if row.config["dtype"] == dtype]
+        if slower := [row for row in own if row.metrics["speedup"] < 1]:
+            worst = min(slower, key=lambda row: row.metrics["speedup"])
+            lengths = span((row.config["length"] for row in slower), lambda n: f"{n:,}")
+            parts.append(
+                f"in {len(slower)} of {len(own)} settings in {dtype}, of {lengths} tokens, at worst "
+                f"{times(worst.metrics['speedup'])} as fast ({about(worst, 'head_size', 'length')})"
+            )
+    return f" Over all lengths it is slower {listing(parts)}." if parts else " It is slower at none of the lengths."
 
 
 def backward_variants(e: Evidence) -> str:
@@ -317,7 +333,7 @@ PROBLEMS = (
                     f"bench model --size small medium large xl 2.7B --context_length {CONTEXT} --mode train_step "
                     "--precision bf16 --compile false true"
                 ),
-                keep=lambda row: row.config["attention"] == "naive" and row.config["mode"] == "train_step",
+                keep=lambda row: row.config.get("attention", "naive") == "naive" and row.config["mode"] == "train_step",
                 is_asked=lambda row: bool(row.config.get("compile")) and row.config["context_length"] == CONTEXT,
                 show=compiled_table,
                 together=True,
@@ -373,12 +389,7 @@ PROBLEMS = (
         section=FLASH,
         places=("1.3.3", ""),
         question="How long do both passes take with 16 heads, 16,384 tokens and head size 64, causal, in bf16?",
-        exhibits=(
-            Exhibit(
-                case="leaderboard-2025",
-                command="bench leaderboard-2025",
-            ),
-        ),
+        exhibits=(Exhibit(case="leaderboard-2025", command="bench leaderboard-2025"),),
         sentences=(says(leaderboard, "leaderboard-2025"),),
         code=("cs336_systems/bench/cases/leaderboard_2025.py",),
     ),

@@ -14,9 +14,9 @@ from ...planner.working import Section, show
 from ..tables import markdown_table
 from ..view import machine
 from ..views import UNFIT, in_words, naming_the_files
-from .claims import XL_2026, ClaimError, Evidence
-from .commands import measured_by
-from .problem import Exhibit, Problem, RowFile
+from .claims import XL_2026, ClaimError
+from .commands import measured_by, not_measured, settings_in_short
+from .problem import Exhibit, Problem, RowFile, evidence_of
 from .problems import PROBLEMS
 from .render import html_page
 from .typeset import to_typst, write_pdf
@@ -101,14 +101,17 @@ def _foreword() -> list[str]:
     return [
         "Every figure, in sentences too, is made of measured rows or of the planner's arithmetic: `cs336 report "
         "writeup` makes this document again. Under each table stand the file of its rows, the command that measures "
-        "them, the commit and the machine.",
+        "them, the commit and the machine: they were measured by a command that they bear themselves, or that gives "
+        "all of them; what is to be measured again by a command are older rows that bear none, for which it is put "
+        "together from their settings.",
         f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
         f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
         "are rows of both, sentences are of its own.",
         "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
         "lower, it is larger at fewer TFLOP/s.",
-        "Where sentences compare steps over several GPUs, these are of one run (one file, commit and machine): of the "
-        "run that has most of what is compared, of equal ones the last.",
+        "Where sentences compare steps over several GPUs, each comparison is within one launch (one file, commit and "
+        "machine); where there are several launches, what is told is the range over them, and undecided is what is "
+        "shorter in one and longer in another.",
     ]
 
 
@@ -157,7 +160,7 @@ def _code_block(lines: Sequence[str]) -> str:
 
 def answer_of(problem: Problem, files: Mapping[str, Sequence[RowFile]]) -> list[str]:
     """The sentences that there are rows for. Raises ClaimError, and ValueError for rows that lack what one needs."""
-    evidence = Evidence(problem.name, {case: [file.rows for file in own] for case, own in files.items()})
+    evidence = evidence_of(problem.name, files)
     said = []
     for each in problem.sentences:
         if all(files.get(case) for case in each.needs):
@@ -199,7 +202,11 @@ def _exhibit_parts(
             parts += [*made, _source(shown, measured_by(exhibit, shown, is_first=number == 0), links_from or out)]
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
-        parts += _to_be_measured(what, exhibit, problem.name, given)
+        return parts + _to_be_measured(what, exhibit, problem.name, given)
+    rows = [row for file in kept for row in file.rows]
+    for command, (settings, is_all) in not_measured(exhibit, rows).items():
+        what = "" if is_all else f": {settings_in_short(settings, command)}"
+        parts.append(f"Not measured yet{what}; this measures it: `cs336 {command}`.")
     return parts
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...bench.case import Row
+from ...planner.cards import CARDS, Card
 from ..view import grouped, latest, machine, runs, value_of
 from ..views import VIEWS
 
@@ -21,7 +22,8 @@ class Evidence:
 
     Of several machines it is a GPU rather than a CPU, then the one with most rows.
 
-    files: the rows of each file, by case.
+    files: the rows of each file, by case. Rows are ordered by date, which has no time of day: of one date those of a
+    later file are taken for the later ones.
     """
 
     def __init__(self, problem: str, files: Mapping[str, Sequence[Sequence[Row]]]) -> None:
@@ -29,7 +31,7 @@ class Evidence:
         self.asked: set[str] = set()
         """The cases whose rows have been asked for."""
         self._files = files
-        rows = {case: [row for file in own for row in file] for case, own in files.items()}
+        rows = {case: [row for run in _by_date(own) for row in run] for case, own in files.items()}
         self._rows = {case: _of_one_machine(latest(own, _keys(case, own))) for case, own in rows.items()}
 
     def all(self, case: str) -> list[Row]:
@@ -49,13 +51,9 @@ class Evidence:
 
     def runs(self, case: str) -> list[list[Row]]:
         """The rows of a case that were measured, run by run, by date: what was not measured again is there of each."""
-        files = self._files.get(case, ())
         of_one = {machine(row) for row in self.all(case)}
-        found = []
-        for run in (run for file in files for run in runs(row for row in file if row.status == "ok")):
-            if machine(run[0]) in of_one:
-                found.append(latest(run, _keys(case, run)))
-        return sorted(found, key=lambda run: str(run[0].env.get("date", "")))
+        done = [[row for row in file if row.status == "ok"] for file in self._files.get(case, ())]
+        return [latest(run, _keys(case, run)) for run in _by_date(done) if machine(run[0]) in of_one]
 
     def claim(self, text: str, holds: bool, **figures: Any) -> str:
         """The text, if it holds. Raises ClaimError naming problem, claim and figures if it does not."""
@@ -64,6 +62,11 @@ class Evidence:
                              for name, value in figures.items())  # fmt: skip
             raise ClaimError(f"{self.problem}: the rows do not bear out {text!r}: {told}")
         return text
+
+
+def _by_date(files: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The runs of all files by date, those of one date in the order of the files."""
+    return sorted((run for file in files for run in runs(file)), key=lambda run: str(run[0].env.get("date", "")))
 
 
 def _keys(case: str, rows: Sequence[Row]) -> Sequence[str]:
@@ -96,6 +99,11 @@ def is_xl_2026(row: Row) -> bool:
 def of_2026(rows: Sequence[Row]) -> list[Row]:
     """Of rows those of 2026's xl, where there are any."""
     return [row for row in rows if is_xl_2026(row)] or list(rows)
+
+
+def card_of(row: Row) -> Card | None:
+    """The planner's card that a row was measured on; None where it knows it not."""
+    return next((card for name, card in CARDS.items() if name in str(row.env.get("gpu"))), None)
 
 
 def p50(row: Row, name: str = "step") -> float:

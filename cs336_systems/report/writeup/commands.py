@@ -1,9 +1,10 @@
 """The commands that have measured rows, or that would measure the same again."""
 
+import itertools
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -58,6 +59,54 @@ def _as_code(command: str) -> str:
     """A command, which is a line of text, as one span of code: between more backticks than it has in a row."""
     fence = "`" * (max(map(len, re.findall("`+", command)), default=0) + 1)
     return f"`{command}`" if fence == "`" else f"{fence} {command} {fence}"
+
+
+Setting = Mapping[str, str]
+"""Options of a command and a value of each, as they are written."""
+
+
+def not_measured(exhibit: Exhibit, rows: Sequence[Row]) -> dict[str, tuple[list[Setting], bool]]:
+    """By command of an exhibit the settings, of those that it shows, that no row is of; and whether these are all.
+
+    What ran out of memory or failed is measured. Options that are no field of the rows are passed over.
+    """
+    found = {}
+    for command in exhibit.commands:
+        asked = [setting for setting in _settings(command) if _is_shown(exhibit, setting)]
+        missing = [setting for setting in asked if not any(_is_of(row, setting) for row in rows)]
+        if missing:
+            found[command] = (missing, len(missing) == len(asked))
+    return found
+
+
+def _settings(command: str) -> list[Setting]:
+    """All products of the values that a command names."""
+    options: dict[str, list[str]] = {}
+    for word in shlex.split(command)[2:]:
+        if word.startswith("--"):
+            options[word.removeprefix("--")] = values = []
+        else:
+            values.append(word)
+    return [dict(zip(options, each, strict=True)) for each in itertools.product(*options.values())] if options else []
+
+
+def _is_shown(exhibit: Exhibit, setting: Setting) -> bool:
+    typed = {name: int(v) if v.isdecimal() else {"true": True, "false": False}.get(v, v) for name, v in setting.items()}
+    row = Row(case=exhibit.case, variant=setting.get("variant", ""), config=typed)
+    return exhibit.keep(row) and exhibit.is_about(row)
+
+
+def _is_of(row: Row, setting: Setting) -> bool:
+    own = {"variant": row.variant, **row.config}
+    return all(_word(own[name]) == value for name, value in setting.items() if name in own)
+
+
+def settings_in_short(settings: Sequence[Setting], command: str) -> str:
+    """Settings by the options of which a command names several values: the first few, and how many more there are."""
+    differing = [name for name in settings[0] if len({setting[name] for setting in _settings(command)}) > 1]
+    told = [", ".join(f"{name} {setting[name]}" for name in differing) for setting in settings]
+    more = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN + 1 else []
+    return "; ".join([*(told[:_SHOWN] if more else told), *more])
 
 
 def command_for(rows: Sequence[Row]) -> str | None:

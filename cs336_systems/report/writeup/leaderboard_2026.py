@@ -3,7 +3,7 @@
 from ...bench.case import Row
 from ..view import OUTCOMES
 from ..views import VIEWS
-from .claims import Evidence, gib, is_alike, listing, ms, one_setting, p50, peak, percent, span, times
+from .claims import Evidence, gib, is_alike, listing, ms, one_setting, p50, peak, percent, times
 from .problem import Exhibit, Problem, says
 
 # Of the handout's leaderboard: what is to be beaten, for how long its timer runs, and what a run may take.
@@ -118,9 +118,10 @@ def what_makes_it_fit(e: Evidence) -> str | None:
     rows = [row for row in rows if row.config.get("attention") == attention]
     if len(rows) < 2:
         return None
+    by_step = sorted(rows, key=p50)
+    told = [f"{ms(p50(row))} at a peak of {gib(peak(row))} with `{row.variant}`" for row in (by_step[0], by_step[-1])]
     return (
-        f"Over {len(rows)} ways to keep activations small the step goes from {span(map(p50, rows), ms)} and the peak "
-        f"{span(map(peak, rows), gib)}."
+        f"Of {len(rows)} ways to keep activations small the shortest step takes {told[0]}, and the longest {told[1]}."
     )
 
 

@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ...bench.case import Row
-from ...model_config import ModelConfig
 from ...planner.activations import activation_sections, residual_stream
-from ...planner.job import Job
-from ...planner.memory import peak_bytes
 from ...planner.working import Section
 from ...profiling.timeline import Timeline
 from ..memory_timelines import draw_timeline
-from ..tables import markdown_table
-from ..view import OUTCOMES
 from .claims import (
     XL_2026,
     Evidence,
@@ -24,16 +19,14 @@ from .claims import (
     listing,
     mib,
     of_2026,
-    one_setting,
-    peak,
     percent,
-    span,
 )
-from .problem import Drawing, Exhibit, Problem, RowFile, says
-from .profiling import CONTEXT, MODEL_COMMAND, SECTION, WAY
+from .memory_peaks import LENGTHS, MODES, job_of, memory_by_precision, peaks_by_length, peaks_table, words
+from .problem import Drawing, Exhibit, Problem, RowFile, evidence_of, says
+from .profiling import MODEL_COMMAND, SECTION
+from .timing import CONTEXT
 
 RESIDUALS_COMMAND = f"bench residuals --size {XL_2026} --context_length {CONTEXT} 2048"
-_LENGTHS, _MODES = (128, 2048), ("forward", "train_step")
 _LISTED = 5  # operations that the handout asks for
 _NEAR = 0.01
 
@@ -42,12 +35,23 @@ def _memory_rows(e: Evidence) -> list[Row]:
     return of_2026(e.ok("profile-memory", "at_peak_bytes", "phase_peak_bytes"))
 
 
+def _told_by_mode(e: Evidence) -> dict[str, Row]:
+    """By mode the recordings that (a) tells of and that are drawn: the step that peaks highest, and its forward pass.
+
+    Those that have a timeline go before those that have none. Without a step it is the forward pass that peaks highest.
+    """
+    rows = sorted(_memory_rows(e), key=lambda row: ("timeline" in row.metrics, row.metrics["peak_bytes"]))
+    steps = [row for row in rows if row.variant == "train_step"]
+    found = {row.variant: row for row in rows if not steps or about(row) == about(steps[-1])}
+    return {mode: found[mode] for mode in MODES if mode in found}
+
+
 def memory_over_time(e: Evidence) -> str | None:
     """(a) What a step's memory does, and by what its stages are told apart."""
-    steps = [row for row in _memory_rows(e) if row.variant == "train_step"]
-    if not steps:
+    found = _told_by_mode(e)
+    if "train_step" not in found:
         return None
-    row = max(steps, key=lambda row: row.metrics["peak_bytes"])
+    row = found["train_step"]
     m = row.metrics
     parts = {name: size for name, size in m["at_peak_bytes"].items() if size > 0}
     order = sorted(parts, key=lambda name: -parts[name])
@@ -64,13 +68,9 @@ def memory_over_time(e: Evidence) -> str | None:
         f"{told}; the peaks of its phases are {phases}. The stages can be told apart: memory climbs block by block in "
         f"the forward pass, {way} and is level while the optimizer steps{_after_step(m)}."
     )
-    alike = [
-        r for r in _memory_rows(e)
-        if r.variant == "forward" and about(r) == about(row)
-    ]  # fmt: skip
-    if not alike:
+    if "forward" not in found:
         return text
-    inference = alike[-1].metrics["peak_bytes"]
+    inference = found["forward"].metrics["peak_bytes"]
     claim = e.claim(
         "a forward pass alone keeps nothing for later", inference < m["peak_bytes"], inference=inference,
         step=m["peak_bytes"],
@@ -90,82 +90,6 @@ def _after_step(metrics: dict[str, Any]) -> str:
     return f", until the gradients are let go, which leaves {gib(left)}"
 
 
-def _words(mode: str) -> str:
-    return {"forward": "forward pass", "forward_backward": "forward and backward pass"}.get(mode, "train step")
-
-
-def _peaks(e: Evidence) -> dict[tuple[int, str, str], Row]:
-    """The rows of 2026's xl by length, mode and precision that its peaks are read from, also those out of memory.
-
-    Of the memory profiler, where it has recorded both modes; else of the case model, as far as that has them.
-    """
-    of_profiler = [row for row in e.all("profile-memory") if is_xl_2026(row)]
-    of_model = one_setting([row for row in e.all("model") if is_xl_2026(row)], *WAY[1:])
-    rows = of_profiler if {row.config["mode"] for row in of_profiler} >= set(_MODES) else [*of_profiler, *of_model]
-    return {tuple(row.config[name] for name in ("context_length", "mode", "precision")): row for row in rows}
-
-
-def _peak_bytes(row: Row) -> float | None:
-    """The peak of a row of either case; None where memory was short."""
-    if row.status != "ok":
-        return None
-    return row.metrics["peak_bytes"] if "peak_bytes" in row.metrics else peak(row)
-
-
-def _told(row: Row) -> str:
-    size = _peak_bytes(row)
-    return OUTCOMES["oom"] if size is None else gib(size)
-
-
-def peaks_by_length(e: Evidence) -> str | None:
-    """(b) Peaks of a forward pass and of a training step."""
-    found = _peaks(e)
-    lengths = sorted({length for length, _, precision in found if precision == "fp32"})
-    told = []
-    for mode in _MODES:
-        at = [f"{_told(row)} at {n} tokens" for n in lengths if (row := found.get((n, mode, "fp32"))) is not None]
-        told += [f"{_words(mode)} {listing(at)}"] if at else []
-    missing = [n for n in _LENGTHS if (row := found.get((n, "train_step", "fp32"))) is None or row.status != "ok"]
-    text = f"(b) Peaks of {XL_2026} in fp32: {'; '.join(told)}." if told else "(b)"
-    planned = [f"{gib(peak_bytes(_job(n)))} at {n} tokens" for n in missing]
-    if not planned:
-        return text
-    return f"{text} For a train step the planner counts {listing(planned)}."
-
-
-def _job(length: int) -> Job:
-    """An eager fp32 step of 2026's xl, as it is profiled."""
-    shape = ModelConfig(size=XL_2026, context_length=length).shape
-    return Job(shape=shape, precision="fp32", attention="naive", clip=False)
-
-
-def memory_by_precision(e: Evidence) -> str | None:
-    """(c) What mixed precision does to the peaks of a forward pass and of a training step."""
-    found = _peaks(e)
-    told, ways = [], []
-    for mode in _MODES:
-        pairs = [
-            (length, single, half)
-            for (length, its_mode, precision), row in sorted(found.items())
-            if its_mode == mode and precision == "fp32" and (single := _peak_bytes(row))
-            and (other := found.get((length, mode, "bf16"))) is not None and (half := _peak_bytes(other))
-        ]  # fmt: skip
-        if pairs:
-            length, single, half = pairs[-1]
-            changes = span((bf16 / fp32 - 1 for _, fp32, bf16 in pairs), lambda x: f"{x:+.0%}")
-            over = f" ({changes} over {len(pairs)} lengths)" if len(pairs) > 1 else ""
-            told.append(
-                f"a {_words(mode)} goes from {gib(single)} to {gib(half)}, {half / single - 1:+.0%}, "
-                f"at {length} tokens{over}"
-            )
-            ways.append((mode, half > single))
-    if not told:
-        return None
-    why = "Weights, gradients and optimizer state stay float32, and autocast adds 16-bit copies of the weights"
-    more = f"{why}: inference, which keeps no activations, needs more" if ("forward", True) in ways else why
-    return f"(c) Of {XL_2026} in bf16 {listing(told)}. {more}; only activations become smaller."
-
-
 def residual_size(e: Evidence) -> str:
     """(d) One activation of the residual stream of 2026's xl."""
     for row in _memory_rows(e):
@@ -176,7 +100,7 @@ def residual_size(e: Evidence) -> str:
                 "the size of the residual stream is that which was counted in the run",
                 size == counted["residual_stream_bytes"], formula=size, row=counted["residual_stream_bytes"],
             )  # fmt: skip
-    job = _job(CONTEXT)
+    job = job_of(CONTEXT)
     batch, length, width = job.batch_size, job.shape.context_length, job.shape.d_model
     return (
         f"(d) An activation of the residual stream of {XL_2026} in single precision has `B N d` numbers of 4 bytes, "
@@ -196,7 +120,7 @@ def largest_allocation(e: Evidence) -> str | None:
     c = row.config
     shapes = _tensor_sizes(c) if "num_heads" in c else {}
     what = next((f", each {name}" for name, size in shapes.items() if size == most["bytes"]), "")
-    of = f"the {most['phase']} phase of the recorded {_words(row.variant)} of {about(row)}"
+    of = f"the {most['phase']} phase of the recorded {words(row.variant)} of {about(row)}"
     of += "" if row.variant == "forward" else " (no forward pass alone is recorded)"
     made = f", made by {lines}" if lines else ""
     return f"(e) The largest allocations in {of} have {mib(most['bytes'])}{what}{made}."
@@ -243,7 +167,8 @@ def _block_row(e: Evidence) -> Row | None:
 
 
 def _is_plain_block(row: Row) -> bool:
-    return {row.config[name] for name in ("precision", "attention", "compile")} == {"fp32", "naive", False}
+    plain = {"precision": "fp32", "attention": "naive", "compile": False}
+    return {name: row.config.get(name, value) for name, value in plain.items()} == plain
 
 
 def block_gradients(e: Evidence) -> str | None:
@@ -290,38 +215,22 @@ def _recorded_gradients(row: Row) -> float | None:
 
 def residual_working() -> list[Section]:
     """The residual stream of 2026's xl, and what a block of it saves."""
-    return activation_sections(_job(CONTEXT))
-
-
-def peaks_table(rows: Sequence[Row]) -> str:
-    """A line a length and mode of 2026's xl: the peaks in fp32 and bf16."""
-    modes = ("forward", "forward_backward", "train_step")
-    found: dict[tuple[int, str], dict[str, Row]] = {}
-    for row in one_setting([row for row in rows if is_xl_2026(row)], *WAY[1:]):
-        found.setdefault((row.config["context_length"], row.config["mode"]), {})[row.config["precision"]] = row
-    lines = [
-        [str(length), _words(mode), *(_told(of[p]) if p in of else "-" for p in ("fp32", "bf16"))]
-        for (length, mode), of in sorted(found.items(), key=lambda item: (item[0][0], modes.index(item[0][1])))
-    ]
-    header = ["context length", "step", "peak in fp32", "peak in bf16"]
-    return f"{XL_2026}, eager:\n\n{markdown_table(header, lines, left=2)}" if lines else ""
+    return activation_sections(job_of(CONTEXT))
 
 
 def _timeline(mode: str) -> Drawing:
-    """Memory over a step of a mode, as a row has it: if there is one, of 2026's xl, in fp32, of the shortest input."""
+    """Memory over a step of a mode: of the recording that (a) tells of."""
 
     def draw(files: Sequence[RowFile], out: Path) -> None:
-        rows = [row for file in files for row in file.rows if row.variant == mode and "timeline" in row.metrics]
-        if rows:
-            best = min(rows, key=lambda row: (not is_xl_2026(row), row.config["precision"] != "fp32",
-                                              row.config["context_length"]))  # fmt: skip
-            draw_timeline(best, out)
+        row = _told_by_mode(evidence_of("memory_profiling", {"profile-memory": files})).get(mode)
+        if row is not None and "timeline" in row.metrics:
+            draw_timeline(row, out)
 
     return draw
 
 
 _RECORDED = (
-    f"profile memory --size {XL_2026} --context_length {' '.join(map(str, _LENGTHS))} --mode {' '.join(_MODES)} "
+    f"profile memory --size {XL_2026} --context_length {' '.join(map(str, LENGTHS))} --mode {' '.join(MODES)} "
     "--precision fp32 bf16"
 )
 
@@ -337,12 +246,12 @@ PROBLEMS = (
                 command=_RECORDED,
                 is_asked=is_xl_2026,
                 together=True,
-                pictures=tuple((f"memory over a {_words(mode)}", _timeline(mode)) for mode in _MODES),
+                pictures=tuple((f"memory over a {words(mode)}", _timeline(mode)) for mode in MODES),
             ),
             Exhibit(
                 case="model",
                 command=MODEL_COMMAND,
-                keep=lambda row: is_xl_2026(row) and not row.config["compile"],
+                keep=lambda row: is_xl_2026(row) and not row.config.get("compile"),
                 show=peaks_table,
                 together=True,
             ),

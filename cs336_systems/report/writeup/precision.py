@@ -17,9 +17,14 @@ from .claims import (
     times,
 )
 from .problem import Exhibit, Problem, says
-from .profiling import MODEL_COMMAND, SECTION, WAY, at_one_length
+from .profiling import MODEL_COMMAND, SECTION, float32_attention
+from .timing import WAY, at_one_length
 
 _SPEEDUPS = ("forward", "backward", "step")
+_STEPS = {
+    "train_step": "A step is a whole training step, with the optimizer",
+    "forward_backward": "A step is a forward and a backward pass, without the optimizer",
+}
 
 
 def accumulation(e: Evidence) -> str | None:
@@ -50,6 +55,11 @@ def _types(e: Evidence, norm: str, precision: str) -> dict[str, str] | None:
     return rows[-1].metrics["dtypes"] if rows else None
 
 
+def _is_of_gpu(e: Evidence) -> bool:
+    """Whether types were read on a GPU: autocast has other lists of operations on a CPU."""
+    return all(str(row.config.get("device")).startswith("cuda") for row in e.ok("autocast-dtypes"))
+
+
 def autocast_types(e: Evidence) -> str | None:
     """(a) Types under float16 autocast."""
     types = _types(e, "layer_norm", "fp16")
@@ -64,15 +74,23 @@ def norm_type(e: Evidence) -> str | None:
     half, brain = _types(e, "layer_norm", "fp16"), _types(e, "layer_norm", "bf16")
     if half is None or brain is None:
         return None
-    e.claim(
-        "autocast keeps layer norm in float32 under float16", half["norm_output"] == "float32", type=half["norm_output"]
-    )
-    also = "also" if brain["norm_output"] == "float32" else "not"
-    text = (
-        "(b) Layer norm squares and averages, and what is squared overflows float16: autocast keeps it in float32. "
-        f"Under bfloat16, whose range is that of float32, it {also} does so (output {brain['norm_output']}), for its "
-        "few digits"
-    )
+    if _is_of_gpu(e):
+        e.claim(
+            "autocast keeps layer norm in float32 under float16", half["norm_output"] == "float32",
+            type=half["norm_output"],
+        )  # fmt: skip
+    text = "(b) Layer norm squares and averages, and what is squared overflows float16: "
+    if half["norm_output"] == "float32":
+        also = "also" if brain["norm_output"] == "float32" else "not"
+        text += (
+            f"autocast keeps it in float32. Under bfloat16, whose range is that of float32, it {also} does so (output "
+            f"{brain['norm_output']}), for its few digits"
+        )
+    else:
+        text += (
+            f"on a GPU autocast keeps it in float32. These rows are of a CPU, whose autocast does not: its output is "
+            f"{half['norm_output']} under float16 and {brain['norm_output']} under bfloat16"
+        )
     own = _types(e, "rms_norm", "bf16")
     if own is None:
         return f"{text}."
@@ -90,13 +108,18 @@ def with_bf16_speedups(rows: Sequence[Row]) -> list[Row]:
 
 def speedup_table(rows: Sequence[Row]) -> str:
     """A line a setting: the times in bf16, and how many times as fast as in fp32 they are."""
-    header = ["size", "context length", *(f"{n} bf16 (ms)" for n in _SPEEDUPS), *(f"{n} (x fp32)" for n in _SPEEDUPS)]
+    shown = with_bf16_speedups(rows)
+    header = ["size", "context length", *(f"{n} in bf16 (ms)" for n in _SPEEDUPS)]
+    header += [f"{n}, times as fast as in fp32" for n in _SPEEDUPS]
     lines = [
         [str(row.config["size"]), str(row.config["context_length"]), *(f"{p50(row, n):.2f}" for n in _SPEEDUPS),
          *(f"{row.metrics[f'{n}_speedup']:.2f}" for n in _SPEEDUPS)]
-        for row in with_bf16_speedups(rows)
+        for row in shown
     ]  # fmt: skip
-    return markdown_table(header, lines, left=2) if lines else ""
+    if not lines:
+        return ""
+    mode = _STEPS.get(str(shown[0].config.get("mode")), "a step")
+    return f"{mode}; rows of one file are compared with each other:\n\n{markdown_table(header, lines, left=2)}"
 
 
 def bf16_speed(e: Evidence) -> str | None:
@@ -115,17 +138,17 @@ def bf16_speed(e: Evidence) -> str | None:
     slower = [row for row in rows if ratio(row) < 1]
     order = [ratio(row) for row in each]
     trend = "more with each size" if order == sorted(order) else "not in the order of the sizes"
-    worst = min(rows, key=ratio)
+    worst, caveat = min(rows, key=ratio), float32_attention(rows)
     text = (
         f"(c) Forward and backward passes in ms at {each[0].config['context_length']} tokens, fp32 and bf16: "
         f"{listing(told)}. A step there is {span(order, times)} as fast, {trend}"
     )
     if not slower:
-        return f"{text}; it is nowhere slower, and the least gain is {times(ratio(worst))} ({about(worst)})."
+        return f"{text}; it is nowhere slower, and the least gain is {times(ratio(worst))} ({about(worst)}).{caveat}"
     return (
         f"{text}; in {len(slower)} of {len(rows)} settings it is slower, most of all for "
         f"{about(worst, 'size', 'context_length')} ({times(ratio(worst))} as fast): autocast's copies are kernels "
-        "more, and small models wait for the host to launch them."
+        f"more, and small models wait for the host to launch them.{caveat}"
     )
 
 

@@ -1,6 +1,6 @@
 """A problem of the handout as data: its question, what is shown of the rows, and the sentences made of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,16 @@ class RowFile:
 
     path: Path
     rows: Sequence[Row]
+
+
+def evidence_of(problem: str, files: Mapping[str, Sequence[RowFile]]) -> Evidence:
+    """What a problem's sentences are made of: the rows of files, by case.
+
+    A date has no time of day, so that of two files of one day the folders decide: what lies right in a folder is the
+    current measurement, and folders in it hold earlier ones and further launches. The deeper file counts as the older.
+    """
+    ordered = {case: sorted(own, key=lambda file: -len(file.path.parts)) for case, own in files.items()}
+    return Evidence(problem, {case: [file.rows for file in own] for case, own in ordered.items()})
 
 
 Drawing = Callable[[Sequence[RowFile], Path], None]
@@ -38,7 +48,10 @@ class Exhibit:
     is_about: Callable[[Row], bool] = lambda row: True
     """Which of them it is shown for: of a file that has none, the others, which stand beside them, are not shown."""
     is_asked: Callable[[Row], bool] = lambda row: True
-    """Which of them are of what the commands measure; as long as there are none, the commands stand below the table."""
+    """Which of them are of what the commands measure; as long as there are none, the commands stand below the table.
+
+    Else below it stands what each command names and no row is of.
+    """
     together: bool = False
     """Whether rows of all files stand in one table: where each call writes a file, or some compare with others."""
     show: Callable[[Sequence[Row]], str] = rows_table

@@ -4,101 +4,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...bench.case import Row
-from ...model_config import MODEL_SIZES
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
-from .claims import XL_2026, Evidence, about, is_xl_2026, listing, ms, one_setting, p50, percent, span, times
+from .claims import XL_2026, Evidence, about, card_of, is_xl_2026, listing, ms, percent
 from .problem import Exhibit, Problem, RowFile, says
+from .timing import CONTEXT, spread_of_steps, the_script, times_by_size, warmup_steps
 
 SECTION = "Profiling and benchmarking"
-CONTEXT = 512
-"""Tokens where the handout of 2026 names no others."""
-WAY = ("mode", "compile", "attention", "activation_checkpointing")
-"""How a model is run; what is compared is run in one way, that of most rows."""
-_PHASES = ("forward", "backward", "optimizer")
-_STEADY = 0.05  # of the mean: a standard deviation below that is called small
 _SHOWN_SHARE = 0.05
 _BUSY = 0.9
-
-
-def at_one_length(rows: Sequence[Row]) -> list[Row]:
-    """Of rows run in one way those of the handout's length, or else of the longest; the smaller models first."""
-    found = one_setting(rows, *WAY)
-    lengths = {row.config["context_length"] for row in found}
-    length = CONTEXT if CONTEXT in lengths else max(lengths, default=0)
-    sizes = list(MODEL_SIZES)
-    order = lambda row: sizes.index(size) if (size := row.config["size"]) in sizes else -1  # noqa: E731
-    return sorted((row for row in found if row.config["context_length"] == length), key=order)
-
-
-def the_script(e: Evidence) -> str:
-    """(a) What times the model."""
-    return (
-        "(a) The script is `cs336 bench model`: the model's size, the warm-up steps and those that are timed, and how "
-        "much of a step is done are options (`--size`, `--warmup`, `--steps`, `--mode`), the batch is random, and "
-        "after each step it waits for the GPU."
-    )
-
-
-def times_by_size(e: Evidence) -> str | None:
-    """(b) How long the phases of a step take, size by size."""
-    found = e.ok("model", "forward_ms", "backward_ms", precision="fp32")
-    rows = at_one_length(found)
-    if not rows:
-        return None
-    sizes, length = {row.config["size"] for row in rows}, rows[0].config["context_length"]
-    more = [row for row in found if row.config["size"] not in sizes and row.config["context_length"] == length]
-    rows += at_one_length(more)  # of which no whole step fits
-    phases = [name for name in _PHASES if any(f"{name}_ms" in row.metrics for row in rows)]
-    told = [
-        f"{row.config['size']} "
-        + " / ".join(f"{p50(row, name):.1f}" if f"{name}_ms" in row.metrics else "-" for name in phases)
-        for row in rows
-    ]
-    ratio = span((p50(row, "backward") / p50(row, "forward") for row in rows), lambda x: f"{x:.1f}")
-    return (
-        f"(b) {' / '.join(phases).capitalize()} in ms at {length} tokens in fp32: "
-        f"{listing(told)}; a backward pass takes {ratio} times as long as the forward pass."
-    )
-
-
-def spread_of_steps(e: Evidence) -> str | None:
-    """(b) How far the steps of a setting lie apart."""
-    rows = e.ok("model", "step_ms")
-    if not rows:
-        return None
-    shares = {id(row): row.metrics["step_ms"]["std"] / row.metrics["step_ms"]["mean"] for row in rows}
-    most = max(rows, key=lambda row: shares[id(row)])
-    steady = sum(share < _STEADY for share in shares.values())
-    return (
-        f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of all {len(rows)} settings; it "
-        f"is largest, {percent(shares[id(most)])}, for {about(most, 'mode', 'size', 'context_length', 'precision')}."
-    )
-
-
-def warmup_steps(e: Evidence) -> str | None:
-    """(c) What the first steps of a process do to the mean."""
-    rows = e.ok("warmup", "steps_ms")
-    cold, warm = [r for r in rows if r.config["warmup"] == 0], [r for r in rows if r.config["warmup"] > 0]
-    if not cold or not warm:
-        return None
-    first = [row.metrics["steps_ms"][0] / p50(row) for row in cold]
-    excess = [row.metrics["step_ms"]["mean"] / p50(row) - 1 for row in cold]
-    off = max(abs(row.metrics["step_ms"]["mean"] / p50(row) - 1) for row in warm)
-    least = min(row.config["warmup"] for row in warm)
-    claim = e.claim("without warm-up the first step is longer than the others", min(first) > 1, least_ratio=min(first))
-    few = [row.metrics["steps_ms"][0] / p50(row) for row in warm if row.config["warmup"] in (1, 2)]
-    still = (
-        f"; but after one or two the first measured step still takes {span(few, lambda x: f'{x:.2f}')} times the "
-        "median, since clocks, caches and the allocator's blocks may need more steps to settle"
-    )
-    return (
-        f"(c) {claim[0].upper()}{claim[1:]}, {span(first, times)} the median, because libraries are loaded, kernels "
-        f"chosen and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. "
-        f"After {least} or more warm-up steps mean and median are within {percent(off)} of each other"
-        f"{still if few else ''}."
-    )
+_FAST_COPY = 0.6  # of the rate of copies: what moves memory so fast waits for it
 
 
 def _settings(e: Evidence) -> list[dict[str, Row]]:
@@ -254,10 +170,49 @@ def softmax_and_products(e: Evidence) -> str | None:
         pair = _softmax_beside_products(rows)
         return pair[0] / pair[1] if pair else None
 
+    row = rows["forward"]
+    rate = (operations[SCORES] + operations[VALUES]) / (products / 1e3)
     return (
         f"(e) Softmax takes {ms(softmax)} and the two products of attention {ms(products)}: {softmax / products:.2f} "
-        f"of their time for {work:.3f} of their operations; {claim}, because it is memory that it waits for."
+        f"of their time for {work:.3f} of their operations; {claim}{_by_memory(row, softmax)}. "
+        f"The products have {rate / 1e12:.3g} TFLOP/s.{_beside_narrow_products(row, rate)}"
         + _over_all(e, "that part of their time", ratio, lambda x: f"{x:.2f}")
+    )
+
+
+def _by_memory(row: Row, softmax_ms: float) -> str:
+    """Why softmax takes its time, where it moves its matrix nearly as fast as the card copies."""
+    c, card = row.config, card_of(row)
+    if card is None or not {"num_layers", "num_heads"} <= set(c):
+        return ""
+    moved = 2 * 4 * c["batch_size"] * c["num_heads"] * c["context_length"] ** 2 * c["num_layers"]
+    rate = moved / (softmax_ms / 1e3)
+    if rate < _FAST_COPY * card.bandwidth:
+        return ""
+    return (
+        ", because it is memory that it waits for: a layer's float32 scores are read and written, `8 B H N^2` bytes, "
+        f"at {rate / 1e12:.3g} TB/s, {percent(rate / card.bandwidth)} of what copies reach on this card"
+    )
+
+
+def float32_attention(rows: Sequence[Row]) -> str:
+    """What must be known of rows with plain attention under autocast; "" where there are none."""
+    if not any(row.config.get("attention") == "naive" and row.config.get("precision") != "fp32" for row in rows):
+        return ""
+    return (
+        " `naive` attention computes scores, softmax and both products in float32 under autocast too: that part of a "
+        "step gains nothing from 16 bits."
+    )
+
+
+def _beside_narrow_products(row: Row, rate: float) -> str:
+    """That the products are of float32 under autocast too, where the card would have had others in 16 bits."""
+    told, card = float32_attention([row]), card_of(row)
+    if not told or card is None or rate > card.matmul_fp32:
+        return told
+    return (
+        f"{told.removesuffix('.')}, and beside products in them, which reach {card.matmul / 1e12:.3g} TFLOP/s on this "
+        "card where they are large, softmax would take a larger part of the time."
     )
 
 

@@ -1,16 +1,16 @@
 """Communication, data parallelism, the sharded optimizer."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...bench.case import Row
 from ...bench.memory_moments import AFTER, BEFORE, INITIALISED
 from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
-from ..memory_parts import draw_parts
+from ..memory_parts import draw_parts, predicted_today
 from ..overlap import streams_file
 from ..streams import plot_streams
+from ..views import rows_table
 from .buckets import bucket_optimum, bucket_working, buckets
 from .claims import (
     XL_2026,
@@ -22,102 +22,37 @@ from .claims import (
     of_2026,
     one_setting,
     p50,
-    peak,
     percent,
 )
 from .collectives import DISTRIBUTED_COMMUNICATION
 from .problem import Drawing, Exhibit, Problem, RowFile, says
-from .steps import FAR, HOWS, Steps, of_one_run, steps
+from .steps import ALONE
+from .strategies import added, compared, pace_of_the_host, sharded_time, waits_for_the_host
 
 DATA, SHARDED = "Data parallelism", "Sharded optimizer state"
-_ALONE = "alone"
 _WITH_ZERO1 = ("overlap", "overlap:100", "bucketed:100")
-
-
-def _setting(row: Row) -> str:
-    c = row.config
-    return f"{c['size']}, {c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']}"
-
-
-def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
-    """The sentence on what a variant adds to the step of one GPU, eager and recorded as a CUDA graph."""
-
-    def say(e: Evidence) -> str | None:
-        parts, setting = [], ""
-        for end, how in HOWS.items():
-            if found := of_one_run(steps(e), variant + end, _ALONE + end):
-                ours, alone = found[variant + end], found[_ALONE + end]
-                more = p50(ours) - p50(alone)
-                share = f", {percent(more / p50(ours))} of the step" if more > 0 else ""
-                parts.append(
-                    f"{how}, {ms(p50(ours))} beside {ms(p50(alone))} of one rank alone, "
-                    f"{ms(more)} more ({more / p50(alone):+.0%}{share})"
-                )
-                setting = setting or _setting(ours)
-        if not parts:
-            return None
-        return (
-            f"{part}A step of {setting} with `{variant}` takes, {listing(parts)}: the difference is what "
-            "communicating gradients adds."
-        )
-
-    return say
-
-
-def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
-    """The sentence on whether a variant's step is shorter than those of others."""
-
-    def say(e: Evidence) -> str | None:
-        parts = []
-        for end, how in zip(HOWS, ("eager", "under a CUDA graph"), strict=True):
-            found = of_one_run(steps(e), variant + end, *(other + end for other in others))
-            told = [f"{_beside(found, variant + end, other + end)} than with `{other}`"
-                    for other in others if other + end in found]  # fmt: skip
-            if told:
-                parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
-        return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
-
-    return say
-
-
-def _beside(found: Steps, variant: str, other: str) -> str:
-    ratio = p50(found[variant]) / p50(found[other])
-    return f"{percent(abs(1 - ratio))} {'shorter' if ratio < 1 else 'longer'}"
-
-
-def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | None]:
-    """The sentence on why a variant that hides its transfers is longer than another all the same: only if it is.
-
-    Where the host holds an eager step up, the step of one rank alone is far longer than the same one recorded.
-    """
-
-    def say(e: Evidence) -> str | None:
-        eager = of_one_run(steps(e), variant, other, _ALONE, f"{_ALONE}+graph")
-        recorded = of_one_run(steps(e), f"{variant}+graph compiled", f"{other}+graph compiled")
-        if len(eager) < 4 or not recorded or p50(eager[variant]) <= p50(eager[other]):
-            return None
-        alone, without_host = p50(eager[_ALONE]), p50(eager[f"{_ALONE}+graph"])
-        of_recorded = [p50(row) for row in recorded.values()]
-        if alone < FAR * without_host or of_recorded[0] >= of_recorded[1]:
-            return None
-        return (
-            f"That eager it is the longer one is the host's doing: eager steps wait for it (one rank alone takes "
-            f"{ms(alone)}, recorded as a CUDA graph and not compiled {ms(without_host)}), and calls from hooks in the "
-            "backward pass give it more to do; compiled and recorded, with no host to wait for, it is the shorter one."
-        )
-
-    return say
 
 
 def overlapped(e: Evidence) -> str | None:
     """(b) How much of the communication ran beside the backward pass, by the profiler."""
-    rows = of_2026(e.ok("overlap-trace", "communication_ms", "overlapped"))
+    rows = [
+        row
+        for row in of_2026(e.ok("overlap-trace", "communication_ms", "overlapped"))
+        if row.metrics["overlapped"] is not None and not row.variant.startswith("fsdp")
+    ]
     told = [
         f"{percent(row.metrics['overlapped'])} of {ms(row.metrics['communication_ms'])} with `{row.variant}`"
         for row in rows
-        if row.metrics["overlapped"] is not None and not row.variant.startswith("fsdp")
     ]
-    return f"(b) In a profiled step communication runs beside computing for {listing(told)}." if told else None
+    if not told:
+        return None
+    slowed = [
+        f"{ms(row.metrics['span_ms'])} instead of {ms(p50(row))} with `{row.variant}`"
+        for row in rows
+        if "span_ms" in row.metrics and "step_ms" in row.metrics and row.metrics["span_ms"] > p50(row)
+    ]
+    longer = f" The profiler makes steps longer: {listing(slowed)}." if slowed else ""
+    return f"(b) In a profiled step communication runs beside computing for {listing(told)}.{longer}"
 
 
 def xxl(e: Evidence) -> str:
@@ -176,31 +111,20 @@ def sharded_memory(e: Evidence) -> str | None:
     state = [m[AFTER]["parts"]["optimizer_state"] for m in (ours, moments)]
     e.claim("sharding divides the optimizer's state", state[0] < state[1], sharded=state[0], whole=state[1])
     rest = listing([f"{name} {gib(ours[AFTER]['parts'][name])}" for name in ("parameters", "gradients")])
+    begun, parts = [m[INITIALISED] for m in (ours, moments)], []
+    if not any(m["parts"]["optimizer_state"] + m["parts"]["gradients"] for m in begun):
+        parts.append("After initialisation it is weights alone, since AdamW makes its moments in its first step")
+        if begun[0]["peak_bytes"] > begun[1]["peak_bytes"]:
+            parts.append(
+                "what the sharded one has more is a piece of them that is there twice while they are moved into the "
+                "tensors that are sent"
+            )
+    initialised = f" {'; '.join(parts)}." if parts else ""
     return (
         f"(a) With the optimizer sharded, {sharded[-1].config['size']} on {sharded[-1].config['devices']} ranks has a "
         f"peak of memory of {listing(told)}. Of that AdamW's moments are {gib(state[0])} instead of {gib(state[1])}, "
-        f"and {rest} in both cases."
+        f"and {rest} in both cases.{initialised}"
     )
-
-
-def sharded_time(e: Evidence) -> str | None:
-    """(b) The step with and without, where its memory was measured and in the case ddp."""
-    told = [text for case in ("optimizer-sharding", "ddp") if (text := _with_and_without(steps(e, case)))]
-    return f"(b) {' '.join(told)}" if told else None
-
-
-def _with_and_without(runs: Sequence[Steps]) -> str | None:
-    told, size = [], ""
-    for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
-        plain = name.replace("+zero1", "")
-        if found := of_one_run(runs, name, plain):
-            row, whole = found[name], found[plain]
-            size = row.config["size"]
-            told.append(
-                f"{ms(p50(row))} instead of {ms(p50(whole))} with `{plain}`, at {gib(peak(row))} instead of "
-                f"{gib(peak(whole))}"
-            )
-    return f"A step of {size} with the optimizer sharded takes {'; '.join(told)}." if told else None
 
 
 def sharded_and_zero(e: Evidence) -> str:
@@ -236,7 +160,7 @@ def ddp_exhibit(
     def matching(*which: str) -> re.Pattern[str]:
         return re.compile(rf"({'|'.join(map(re.escape, which))}){options}( compiled)?")
 
-    own, shown = matching(*names), matching(_ALONE, *beside, *names)
+    own, shown = matching(*names), matching(ALONE, *beside, *names)
     return Exhibit(
         case="ddp",
         command=DDP_COMMAND,
@@ -273,7 +197,7 @@ def trace_exhibit(*variants: str) -> Exhibit:
         command=f"bench overlap-trace --size {XL_2026} --variant {' '.join(variants)}",
         keep=lambda row: row.variant.partition(" ")[0] in variants,
         is_asked=is_xl_2026,
-        pictures=(("compute and communication over one step", draw_traced),),
+        pictures=(("compute and communication over one step under the profiler, which makes it longer", draw_traced),),
     )
 
 
@@ -292,7 +216,7 @@ PROBLEMS = (
         places=("2.2", "5.2"),
         question="How much of a step with naive data parallelism is communication?",
         exhibits=(ddp_exhibit("naive"),),
-        sentences=(says(added("naive"), "ddp"),),
+        sentences=(says(added("naive"), "ddp"), says(pace_of_the_host, "ddp")),
     ),
     Problem(
         name="minimal_ddp_flat_benchmarking",
@@ -320,7 +244,7 @@ PROBLEMS = (
             ddp_exhibit(
                 "overlap",
                 beside=("naive", "flat"),
-                pictures=(("steps recorded with --traces, of those that there are", _draw_beside),),
+                pictures=(("a step of each strategy under the profiler, which makes it longer", _draw_beside),),
             ),
             trace_exhibit("naive", "overlap"),
         ),
@@ -379,6 +303,7 @@ PROBLEMS = (
                 case="optimizer-sharding",
                 command=f"bench optimizer-sharding --size {XL_2026}",
                 is_asked=is_xl_2026,
+                show=lambda rows: rows_table(predicted_today(rows)),
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
             ddp_exhibit(*(f"{name}+zero1" for name in _WITH_ZERO1), beside=_WITH_ZERO1),

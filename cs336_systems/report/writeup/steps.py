@@ -1,13 +1,14 @@
-"""Steps of strategies that sentences compare: those of one run."""
+"""Steps of strategies that sentences compare: those of one run, and how far several runs lie apart."""
 
 from collections.abc import Mapping, Sequence
 
 from ...bench.case import Row
-from .claims import Evidence, is_alike, of_2026, one_setting
+from .claims import Evidence, is_alike, of_2026, one_setting, p50, percent
 
 SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 FAR = 1.2
 """So many times as long is told as far longer."""
+ALONE = "alone"
 Steps = Mapping[str, Row]
 """Rows of one run and setting, by variant."""
 HOWS = {"": "eager", "+graph compiled": "compiled and recorded as a CUDA graph"}
@@ -38,3 +39,33 @@ def of_one_run(runs: Sequence[Steps], variant: str, *others: str) -> Steps:
     found = [{name: run[name] for name in (variant, *others) if name in run} for run in runs if variant in run]
     most = max(reversed(found), key=len, default={})
     return most if len(most) > 1 else {}
+
+
+def pairs(runs: Sequence[Steps], variant: str, other: str) -> list[tuple[Row, Row]]:
+    """A variant's step and another's of each run that has both: each run is a launch of processes of its own."""
+    return [(run[variant], run[other]) for run in runs if variant in run and other in run]
+
+
+def ratios(found: Sequence[tuple[Row, Row]]) -> list[float]:
+    """How many times as long as the second the first of each pair is, the least first."""
+    return sorted(p50(ours) / p50(theirs) for ours, theirs in found)
+
+
+def longer_or_shorter(found: Sequence[float]) -> str:
+    """Of ratios, the least first: "20% shorter", "10% to 20% longer", "5.0% shorter to 10% longer"."""
+    ends = [(percent(abs(1 - ratio)), "shorter" if ratio < 1 else "longer") for ratio in (found[0], found[-1])]
+    (least, low), (most, high) = ends
+    if low != high:
+        return f"{least} {low} to {most} {high}"
+    first, last = (least, most) if high == "longer" else (most, least)
+    return f"{first} {low}" if first == last else f"{first} to {last} {low}"
+
+
+def is_undecided(found: Sequence[float]) -> bool:
+    """Whether of ratios, the least first, some are below 1 and others above."""
+    return found[0] < 1 < found[-1]
+
+
+def launches(count: int) -> str:
+    """ " over 3 launches", or "" for one."""
+    return f" over {count} launches" if count > 1 else ""

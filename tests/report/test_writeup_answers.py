@@ -1,0 +1,277 @@
+"""Sentences of the write-up that speak of several files of rows, and what they say where rows are few or disagree."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.cases import get_case
+from cs336_systems.bench.memory_moments import INITIALISED, MOMENTS
+from cs336_systems.bench.sweep import configurations
+from cs336_systems.planner.memory import part_bytes
+from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.report.writeup import (
+    additions,
+    attention,
+    build,
+    claims,
+    memory,
+    precision,
+    profiling,
+    several_gpus,
+    strategies,
+)
+from cs336_systems.report.writeup.build import find_rows
+from cs336_systems.report.writeup.claims import ClaimError, Evidence
+from cs336_systems.report.writeup.problem import RowFile, evidence_of
+from cs336_systems.report.writeup.problems import PROBLEMS
+from cs336_systems.report_command import make_report
+
+from .test_writeup import ENV, ROOT, evidence, of_ddp, of_files, recorded, row
+
+
+def with_commit(rows: list[Row], commit: str) -> list[Row]:
+    return [replace(each, env={**each.env, "commit": commit}) for each in rows]
+
+
+def test_of_two_files_of_one_day_that_in_the_upper_folder_is_the_later_one(tmp_path: Path) -> None:
+    current, earlier = of_ddp(alone=100.0), with_commit(of_ddp(alone=200.0), "def5678")
+    for folder, rows in (("strategies", current), ("strategies/earlier", earlier)):
+        append_row(tmp_path / folder / "ddp.jsonl", rows[0])
+    e = evidence_of("made_up", find_rows(tmp_path))
+    assert [claims.p50(run[0]) for run in e.runs("ddp")] == [200.0, 100.0]
+    assert [claims.p50(row) for row in e.ok("ddp")] == [100.0]
+    append_row(tmp_path / "strategies/earlier/again/ddp.jsonl", of_ddp("2026-01-02", alone=300.0)[0])
+    assert [claims.p50(row) for row in evidence_of("made_up", find_rows(tmp_path)).ok("ddp")] == [300.0]
+
+
+H200 = {**ENV, "gpu": "NVIDIA H200"}
+
+
+def of_model(length: int, mode: str, precision: str, gib: float, **more: Any) -> Row:
+    made = row("model", metrics={"peak_memory_bytes": gib * 2**30}, size="2.7B", context_length=length, mode=mode,
+               precision=precision)  # fmt: skip
+    return replace(made, env=H200, **more)
+
+
+def test_the_step_that_is_told_is_the_one_that_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = {"ms": [0.0, 1.0], "in_use": {"activations": [1, 2]}, "phases": {"optimizer": [0.0, 1.0]}}
+    rows = [recorded(mode, peak << 30, length=length, timeline=timeline)
+            for mode, peak, length in (("forward", 7, 128), ("train_step", 9, 128), ("forward", 8, 512),
+                                       ("train_step", 20, 512))]  # fmt: skip
+    failed = replace(recorded("train_step", 99 << 30, length=2048, timeline=timeline), status="oom")
+    drawn: list[Row] = []
+    monkeypatch.setattr(memory, "draw_timeline", lambda each, path: drawn.append(each))
+    for _, draw in next(each for each in PROBLEMS if each.name == "memory_profiling").exhibits[0].pictures:
+        draw([RowFile(tmp_path / "rows.jsonl", [*rows, failed])], tmp_path / "out.png")
+    assert [(each.variant, each.config["context_length"]) for each in drawn] == [("forward", 512), ("train_step", 512)]
+    said = memory.memory_over_time(evidence(*rows, failed)) or ""
+    assert said.startswith("(a) A train step of 2.7B, 512 tokens, fp32 peaks at 20 GiB")
+    assert "keeps nothing for later: it peaks at 8 GiB" in said
+
+
+def test_peaks_by_precision_are_of_either_case_and_told_at_each_length() -> None:
+    rows = [of_model(512, "forward", "fp32", 13.2), of_model(512, "forward", "bf16", 19.3)]
+    rows += [of_model(128, "train_step", "fp32", 51.3), of_model(128, "train_step", "bf16", 51.1)]
+    rows += [of_model(1024, "train_step", "fp32", 88.0), of_model(1024, "train_step", "bf16", 84.4)]
+    of_profiler = [replace(recorded(mode, 51 << 30, precision=p), env=H200)
+                   for mode, p in (("forward", "fp32"), ("train_step", "fp32"), ("train_step", "bf16"))]  # fmt: skip
+    said = memory.memory_by_precision(evidence(*rows, *of_profiler)) or ""
+    assert "a forward pass goes from 13.2 GiB to 19.3 GiB, +46%, at 512 tokens" in said
+    assert "from 51 GiB to 51 GiB, no change, at 128 tokens and from 88 GiB to 84.4 GiB, -4%, at 1024 tokens" in said
+    assert "the copies, which are kept until the loss is there, are 6.3 GiB" in said
+    assert "is less by 1.25 GiB at 128 tokens and 10 GiB at 1024 tokens; at 128 tokens the step peaks at" in said
+    other = memory.memory_by_precision(evidence(*rows[:-1], of_model(1024, "train_step", "bf16", 95.0))) or ""
+    assert "1024 tokens" in other
+    assert "10 GiB at 1024" not in other  # which the planner does not have
+
+
+def test_a_step_that_the_card_has_no_memory_for_is_said_and_a_length_without_a_forward_pass() -> None:
+    rows = [of_model(128, mode, "fp32", 40.0) for mode in ("forward", "train_step")]
+    said = memory.peaks_by_length(evidence(*rows))
+    assert "counts 171 GiB at 2048 tokens: it does not fit in the card's 139 GiB (H200)." in said
+    assert said.endswith("A forward pass at 2048 tokens is not measured yet.")
+    failed = of_model(2048, "train_step", "bf16", 0.0, status="oom", metrics={})
+    assert "in bf16, for which it counts 158 GiB at 2048 tokens, it was measured and is out of memory." in (
+        memory.peaks_by_length(evidence(*rows, failed))
+    )
+
+
+def attention_profile(gpu: str = "NVIDIA H200", softmax: float = 2.4, attention: str = "naive") -> Row:
+    """A forward pass of 2.7B whose softmax moves 8.6 GB, in bf16."""
+    parts = {SCORES: {"forward": {"matmul": 5.0}}, VALUES: {"forward": {"matmul": 6.0}}}
+    parts[SOFTMAX] = {"forward": {"softmax": softmax}}
+    operations = {SCORES: 1.7e11, VALUES: 1.7e11, SOFTMAX: 5e9}
+    config = dict(size="2.7B", batch_size=4, context_length=512, precision="bf16", attention=attention, num_layers=32)
+    config |= dict(num_heads=32, activation_checkpointing="none")
+    metrics = {"spans": {}, "attention": parts, "attention_operations": operations}
+    return replace(row("profile-kernels", "forward", metrics, **config), env={**ENV, "gpu": gpu})
+
+
+def test_that_softmax_waits_for_memory_is_said_of_bytes_and_that_products_are_float32() -> None:
+    said = profiling.softmax_and_products(evidence(attention_profile())) or ""
+    assert "because it is memory that it waits for: a layer's float32 scores are read and written" in said
+    assert "at 3.58 TB/s, 83% of what copies reach on this card. The products have 30.9 TFLOP/s." in said
+    assert "both products in float32 under autocast too" in said
+    assert "which reach 790 TFLOP/s on this card where they are large, softmax would take a larger part" in said
+    for other in (attention_profile(softmax=8.0), attention_profile("NVIDIA Made-up")):
+        assert "waits for" not in (profiling.softmax_and_products(evidence(other)) or "waits for")
+    assert "autocast" not in (profiling.softmax_and_products(evidence(attention_profile(attention="f"))) or "autocast")
+
+
+def test_what_16_bits_gain_is_told_with_what_plain_attention_does_in_float32() -> None:
+    times = {f"{name}_ms": {"p50": 5.0} for name in ("forward", "backward", "step")}
+    for kernel, is_said in (("naive", True), ("sdpa", False)):
+        rows = [row("model", metrics=times, size="small", context_length=128, precision=p, attention=kernel)
+                for p in ("fp32", "bf16")]  # fmt: skip
+        assert ("gains nothing from 16 bits" in (precision.bf16_speed(evidence(*rows)) or "")) is is_said
+    rows = [replace(of_model(512, "forward", p, 13.0)) for p in ("fp32", "bf16")]
+    for each in rows:
+        each.config["attention"] = "naive"
+    assert "gains nothing from 16 bits" in (memory.memory_by_precision(evidence(*rows)) or "")
+
+
+def test_that_launches_differ_by_the_pace_of_the_host_is_said_where_only_eager_steps_do() -> None:
+    first = of_ddp(alone=180.0, alone_plus_graph=117.0, naive=230.0)
+    slow = of_ddp("2026-01-02", alone=265.0, alone_plus_graph=118.0, naive=300.0)
+    assert strategies.pace_of_the_host(of_files(first, slow)) == (
+        "Eager steps wait for the host, whose pace is another in each launch: one rank alone takes 180 to 265 ms over "
+        "2 launches, and 117 to 118 ms recorded as a CUDA graph. So the order of eager strategies may be another in "
+        "each launch, too."
+    )
+    assert strategies.pace_of_the_host(evidence(*first)) is None
+    throttled = of_ddp("2026-01-02", alone=265.0, alone_plus_graph=170.0)
+    assert strategies.pace_of_the_host(of_files(first, throttled)) is None
+
+
+def test_what_a_sharded_optimizer_costs_is_concluded_of_all_pairs() -> None:
+    def launch(date: str, **step_ms: float) -> list[Row]:
+        rows = of_ddp(date, **step_ms)
+        for each in rows:
+            each.metrics["peak_memory_bytes"] = (29 if "zero1" in each.variant else 37) << 30
+        return rows
+
+    first = launch("2026-01-01", overlap=300.0, overlap_plus_zero1=330.0, naive_plus_graph_compiled=100.0)
+    second = launch("2026-01-02", overlap=300.0, overlap_plus_zero1=285.0, naive_plus_graph_compiled=100.0)
+    graph = launch("2026-01-02", naive_plus_zero1_plus_graph_compiled=98.0)
+    said = strategies.sharded_time(of_files(first, [*second, *graph])) or ""
+    assert "takes 285 to 330 ms instead of 300 ms with `overlap` over 2 launches, at 29 GiB instead of 37 GiB;" in said
+    assert said.endswith(
+        "With the state sharded, eager the step is 5.0% shorter to 10% longer over 2 pairs, each of one launch, so "
+        "that it is undecided which is the shorter one; recorded as a CUDA graph the step is 2.0% shorter. The peak is "
+        "8 GiB lower."
+    )
+
+
+def test_what_memory_after_initialisation_shows_is_explained_of_the_rows() -> None:
+    def measured(variant: str, state: int, peak: int) -> Row:
+        parts = {"parameters": 2**30, "gradients": 2**30, "optimizer_state": state}
+        moments = {name: {"peak_bytes": 8 << 30, "parts": parts} for name in MOMENTS}
+        begun = {"parameters": 2**30, "gradients": 0, "optimizer_state": 0}
+        moments[INITIALISED] = {"peak_bytes": peak, "parts": begun}
+        return row("optimizer-sharding", variant, {"moments": moments}, devices=2, size="xl")
+
+    plain = measured("overlap", 4 << 30, 100)
+    more = several_gpus.sharded_memory(evidence(plain, measured("overlap+zero1", 2 << 30, 110))) or ""
+    assert "After initialisation it is weights alone, since AdamW makes its moments in its first step; what the" in more
+    less = several_gpus.sharded_memory(evidence(plain, measured("overlap+zero1", 2 << 30, 90))) or ""
+    assert less.endswith("since AdamW makes its moments in its first step.")
+
+
+def test_fsdp_is_told_over_launches_with_each_comparison_within_one() -> None:
+    first, second = of_ddp(fsdp=300.0, alone=150.0, torch_fsdp=600.0), of_ddp("2026-01-02", fsdp=240.0, alone=200.0)
+    assert additions.fsdp_step(of_files(first, second)) == (
+        "A step of xl with `fsdp` takes, eager, 240 to 300 ms at a peak of 1 GiB over 2 launches, beside 150 to 200 ms "
+        "with `alone` (20% to 100% longer) and 600 ms with `torch_fsdp` (50% shorter)."
+    )
+
+
+def test_types_read_on_a_cpu_are_told_as_they_are_and_on_a_gpu_claimed() -> None:
+    def types(device: str, half: str, brain: str) -> Evidence:
+        rows = [row("autocast-dtypes", metrics={"dtypes": {"norm_output": kind}}, norm="layer_norm", precision=p,
+                    device=device) for p, kind in (("fp16", half), ("bf16", brain))]  # fmt: skip
+        return evidence(*rows)
+
+    here = precision.norm_type(types("cpu", "float16", "bfloat16")) or ""
+    assert "These rows are of a CPU, whose autocast does not: its output is float16 under float16 and bfloat16" in here
+    there = precision.norm_type(types("cuda", "float32", "float32")) or ""
+    assert "autocast keeps it in float32. Under bfloat16, whose range is that of float32, it also does so" in there
+    with pytest.raises(ClaimError, match="autocast keeps layer norm in float32 under float16"):
+        precision.norm_type(types("cuda:0", "float16", "float32"))
+
+
+def test_a_write_up_is_made_of_types_read_here(tmp_path: Path) -> None:
+    case = get_case("autocast-dtypes")
+    for made in case.measure(configurations(case, {"device": ("cpu",)})):
+        append_row(tmp_path / "results/autocast-dtypes.jsonl", made)
+    make_report(["writeup", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")])
+    assert "These rows are of a CPU" in (tmp_path / "out/writeup.md").read_text()
+
+
+def test_of_a_problem_that_is_measured_in_part_the_rest_is_named_with_its_command(tmp_path: Path) -> None:
+    problem = next(each for each in PROBLEMS if each.name == "pytorch_attention")
+    made = row("attention", metrics={"forward_ms": {"p50": 1.0}, "backward_ms": {"p50": 1.0}}, length=256, head_size=16)
+    parts = build.problem_parts(problem, {"attention": [RowFile(tmp_path / "attention.jsonl", [made])]}, tmp_path)
+    also = problem.exhibits[0].also[0]
+    assert f"Not measured yet; this measures it: `cs336 {also}`." in parts
+
+
+def test_where_our_kernel_is_slower_than_plain_attention_is_said() -> None:
+    def pair(length: int, ours: float, dtype: str = "fp32") -> list[Row]:
+        return [row("flash", kernel, {"forward_ms": {"p50": time}}, kernel=kernel, length=length, head_size=64,
+                    dtype=dtype) for kernel, time in (("naive", 10.0), ("flash_triton", ours))]  # fmt: skip
+
+    say = attention.against_naive("forward", "forward")
+    slower = say(evidence(*pair(1024, 20.0), *pair(2048, 12.5), *pair(4096, 5.0), *pair(4096, 5.0, "bf16"))) or ""
+    assert slower.endswith(
+        "Over all lengths it is slower in 2 of 3 settings in fp32, of 1,024 to 2,048 tokens, at worst 0.50 times as "
+        "fast (head size 64, length 1024)."
+    )
+    assert (say(evidence(*pair(4096, 5.0))) or "").endswith("It is slower at none of the lengths.")
+
+
+@pytest.mark.parametrize("name, case", [("fsdp_accounting", "fsdp-accounting"),
+                                        ("optimizer_state_sharding_accounting", "optimizer-sharding")])  # fmt: skip
+def test_predictions_are_those_of_the_planner_of_today(name: str, case: str, tmp_path: Path) -> None:
+    rows = read_rows(ROOT / f"results/h200/{case}.jsonl")
+    for each in rows:
+        each.metrics["predicted"] = dict.fromkeys(each.metrics["predicted"], 77 * 2**30)
+    problem = next(each for each in PROBLEMS if each.name == name)
+    text = "\n".join(build.problem_parts(problem, {case: [RowFile(tmp_path / "a.jsonl", rows)]}, tmp_path))
+    assert "| 77.00 |" not in text
+    for job in list(additions._jobs().values())[: 3 if case == "fsdp-accounting" else 2]:
+        assert f"| {part_bytes(job)['peak'] / 2**30:.2f} |" in text
+
+
+def test_a_table_of_speed_ups_says_what_its_step_is() -> None:
+    def table(mode: str) -> str:
+        times = {f"{name}_ms": {"p50": 5.0} for name in ("forward", "backward", "step")}
+        return precision.speedup_table([row("model", metrics=times, size="small", context_length=8, precision=p,
+                                            mode=mode) for p in ("fp32", "bf16")])  # fmt: skip
+
+    assert table("train_step").startswith("A step is a whole training step, with the optimizer;")
+    assert table("forward_backward").startswith("A step is a forward and a backward pass, without the optimizer;")
+    assert "step, times as fast as in fp32" in table("train_step")
+
+
+def test_that_the_profiler_makes_steps_longer_is_said_of_the_rows() -> None:
+    def traced(span_ms: float) -> Row:
+        metrics = {"communication_ms": 30.0, "overlapped": 0.5, "span_ms": span_ms, "step_ms": {"p50": 200.0}}
+        return row("overlap-trace", "overlap", metrics, size="xl")
+
+    said = several_gpus.overlapped(evidence(traced(300.0))) or ""
+    assert said.endswith("The profiler makes steps longer: 300 ms instead of 200 ms with `overlap`.")
+    assert "longer" not in (several_gpus.overlapped(evidence(traced(190.0))) or "longer")
+
+
+def test_which_block_saves_most_is_named_with_its_length() -> None:
+    metrics = {"saved_bytes": 100, "counted_bytes": 100, "parts": {"attention": 67, "ffn": 33}}
+    config = dict(size="2.7B", precision="bf16", compile=False, attention="naive")
+    said = additions.saved_by_block(evidence(row("residuals", metrics=metrics, context_length=2048, **config))) or ""
+    assert said.endswith("for the one that saves most (2.7B, 2048 tokens, bf16, `naive`).")
+
+
+def test_what_is_said_of_how_rows_were_measured_is_explained_once() -> None:
+    assert "what is to be measured again by a command are older rows that bear none" in build.document({}, ROOT, ())

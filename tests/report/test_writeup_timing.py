@@ -1,0 +1,50 @@
+"""Sentences of the write-up on how long steps of one GPU take: phases, the spread of steps, the first steps."""
+
+from cs336_systems.bench.case import Row
+from cs336_systems.report.writeup import timing
+
+from .test_writeup import evidence, row
+
+
+def step(length: int, ms: float, spread: float, size: str = "small", **phases: float) -> Row:
+    metrics = {"step_ms": {"p50": ms, "mean": ms, "std": spread * ms}}
+    metrics |= {f"{name}_ms": {"p50": time} for name, time in phases.items()}
+    return row("model", metrics=metrics, size=size, context_length=length, mode="train_step", precision="fp32")
+
+
+def test_phases_are_told_to_add_up_to_what_they_do() -> None:
+    rows = [step(512, 50.0, 0.0, forward=20.0, backward=30.0, optimizer=5.0),
+            step(256, 50.0, 0.0, forward=20.0, backward=20.0, optimizer=5.0)]  # fmt: skip
+    said = timing.times_by_size(evidence(*rows)) or ""
+    assert said.endswith("so that they do not add up to it: their sum is 0.90 to 1.10 times the step.")
+
+
+def test_steps_that_differ_are_put_down_to_the_host_where_they_hardly_grow_with_the_tokens() -> None:
+    waiting = [step(128, 30.0, 0.08), step(256, 31.0, 0.09), step(512, 60.0, 0.01)]
+    said = timing.spread_of_steps(evidence(*waiting)) or ""
+    assert said.endswith(
+        "Of the 2 others that were also measured at half or twice the tokens, 2 take less than 1.5 times as long for "
+        "twice the tokens: there the GPU waits for the host, whose pace varies. In the 1 whose step grows by "
+        "more it is at most 1.0%."
+    )
+    growing = [step(128, 30.0, 0.08), step(256, 60.0, 0.09), step(512, 120.0, 0.01)]
+    assert "waits for the host" not in (timing.spread_of_steps(evidence(*growing)) or "waits for the host")
+    alone = [step(128, 30.0, 0.08), step(256, 31.0, 0.01, size="xl")]
+    assert "waits for the host" not in (timing.spread_of_steps(evidence(*alone)) or "waits for the host")
+
+
+def test_a_long_first_step_is_noise_where_later_ones_are_as_long() -> None:
+    def warmups(first: float, later: float) -> list[Row]:
+        def one(warmup: int, steps: list[float]) -> Row:
+            metrics = {"steps_ms": steps, "step_ms": {"p50": 10.0, "mean": 10.1}}
+            return row("warmup", f"warmup {warmup}", metrics, size="small", warmup=warmup)
+
+        return [one(0, [40.0, 10.0]), one(1, [first, 10.0, later])]
+
+    noise = timing.warmup_steps(evidence(*warmups(11.4, 11.2))) or ""
+    assert noise.endswith(
+        "the first measured step takes 1.14 times the median, and the longest of the later ones 1.12 times: where "
+        "results still differ, it is by noise that is in all steps, and not by warming up."
+    )
+    settling = timing.warmup_steps(evidence(*warmups(11.4, 10.1))) or ""
+    assert settling.endswith("clocks, caches and the allocator's blocks may need more steps to settle.")
