@@ -40,7 +40,8 @@ class Row:
                 raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
         lines = {"variant": self.variant} | {f"env.{name}": self.env.get(name) for name in ("command", "gpu", "commit")}
         for name, line in lines.items():
-            if line is not None and not (isinstance(line, str) and line.strip() and line.isprintable()):
+            is_line = line is None or (isinstance(line, str) and line.isprintable())
+            if not is_line or (name == "env.command" and line is not None and not line.strip()):
                 raise ValueError(f"{name} of a row is {line!r}: it must be a line of printable text")
         if not isinstance(self.error, str | None):
             raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")

@@ -137,7 +137,7 @@ def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
 def _attention_working(job: Job, card: Card) -> str:
     s, n = job.shape, job.shape.context_length
     if job.holds_scores:
-        flops = 12 * s.num_layers * job.batch_size * n * n * s.d_model
+        flops = 12.0 * s.num_layers * job.batch_size * n * n * s.d_model
         rate, passes = SCORES_RATE[job.compile] * card.matmul_fp32, sum(SCORES_PASSES[job.compile])
         scores = 4 * s.num_layers * job.batch_size * s.num_heads * n * n
         of_scores = f"{passes} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
