@@ -1,9 +1,14 @@
 """Sentences of the write-up on how long steps of one GPU take: phases, the spread of steps, the first steps."""
 
+from dataclasses import replace
+
+import pytest
+
 from cs336_systems.bench.case import Row
 from cs336_systems.report.writeup import timing
+from cs336_systems.report.writeup.claims import ClaimError
 
-from .test_writeup import evidence, row
+from .test_writeup import ENV, evidence, row
 
 
 def step(length: int, ms: float, spread: float, size: str = "small", **phases: float) -> Row:
@@ -48,3 +53,14 @@ def test_a_long_first_step_is_noise_where_later_ones_are_as_long() -> None:
     )
     settling = timing.warmup_steps(evidence(*warmups(11.4, 10.1))) or ""
     assert settling.endswith("clocks, caches and the allocator's blocks may need more steps to settle.")
+
+
+def test_that_the_first_step_is_longer_is_claimed_on_a_gpu_alone() -> None:
+    def warmups(gpu: str | None) -> list[Row]:
+        metrics = {"steps_ms": [9.0, 10.0], "step_ms": {"p50": 10.0, "mean": 10.1}}
+        rows = [row("warmup", f"warmup {n}", metrics, size="small", warmup=n) for n in (0, 1)]
+        return [replace(each, env={**ENV, "gpu": gpu}) for each in rows]
+
+    assert timing.warmup_steps(evidence(*warmups(None))) is None
+    with pytest.raises(ClaimError, match="the first step is longer"):
+        timing.warmup_steps(evidence(*warmups("NVIDIA Made-up")))

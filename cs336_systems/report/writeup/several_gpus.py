@@ -197,7 +197,9 @@ def trace_exhibit(*variants: str) -> Exhibit:
         command=f"bench overlap-trace --size {XL_2026} --variant {' '.join(variants)}",
         keep=lambda row: row.variant.partition(" ")[0] in variants,
         is_asked=is_xl_2026,
-        pictures=(("compute and communication over one step under the profiler, which makes it longer", draw_traced),),
+        pictures=(
+            ("computing and communication over one profiled step (the profiler makes eager steps longer)", draw_traced),
+        ),
     )
 
 
@@ -244,7 +246,12 @@ PROBLEMS = (
             ddp_exhibit(
                 "overlap",
                 beside=("naive", "flat"),
-                pictures=(("a step of each strategy under the profiler, which makes it longer", _draw_beside),),
+                pictures=(
+                    (
+                        "computing and communication over a profiled step of each strategy (the profiler makes eager steps longer)",
+                        _draw_beside,
+                    ),
+                ),
             ),
             trace_exhibit("naive", "overlap"),
         ),
