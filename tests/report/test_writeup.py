@@ -1069,9 +1069,7 @@ def test_every_table_of_rows_names_file_command_commit_and_machine(made: Path) -
     pictures = re.findall(r"\]\((pictures/.*?)\)", text)
     assert pictures
     assert all((made / picture).is_file() for picture in pictures)
-    assert any(
-        "a step of each strategy under the profiler" in line for line in text.splitlines()
-    )  # of files beside the rows
+    assert "over a profiled step of each strategy" in text  # of files beside the rows
 
 
 def test_the_pdf_is_made_of_the_committed_rows(made: Path) -> None:

@@ -30,6 +30,7 @@ from .steps import ALONE
 from .strategies import added, compared, pace_of_the_host, sharded_time, waits_for_the_host
 
 DATA, SHARDED = "Data parallelism", "Sharded optimizer state"
+_LONGER = "the profiler makes eager steps longer"
 _WITH_ZERO1 = ("overlap", "overlap:100", "bucketed:100")
 
 
@@ -197,9 +198,7 @@ def trace_exhibit(*variants: str) -> Exhibit:
         command=f"bench overlap-trace --size {XL_2026} --variant {' '.join(variants)}",
         keep=lambda row: row.variant.partition(" ")[0] in variants,
         is_asked=is_xl_2026,
-        pictures=(
-            ("computing and communication over one profiled step (the profiler makes eager steps longer)", draw_traced),
-        ),
+        pictures=((f"computing and communication over one profiled step ({_LONGER})", draw_traced),),
     )
 
 
@@ -248,7 +247,7 @@ PROBLEMS = (
                 beside=("naive", "flat"),
                 pictures=(
                     (
-                        "computing and communication over a profiled step of each strategy (the profiler makes eager steps longer)",
+                        f"computing and communication over a profiled step of each strategy ({_LONGER})",
                         _draw_beside,
                     ),
                 ),
