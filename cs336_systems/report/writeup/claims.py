@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...bench.case import Row
-from ...planner.cards import CARDS, Card
 from ..view import grouped, latest, machine, runs, value_of
 from ..views import VIEWS
 
@@ -99,11 +98,6 @@ def is_xl_2026(row: Row) -> bool:
 def of_2026(rows: Sequence[Row]) -> list[Row]:
     """Of rows those of 2026's xl, where there are any."""
     return [row for row in rows if is_xl_2026(row)] or list(rows)
-
-
-def card_of(row: Row) -> Card | None:
-    """The planner's card that a row was measured on; None where it knows it not."""
-    return next((card for name, card in CARDS.items() if name in str(row.env.get("gpu"))), None)
 
 
 def p50(row: Row, name: str = "step") -> float:

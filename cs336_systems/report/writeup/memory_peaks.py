@@ -8,9 +8,10 @@ from ...model_config import ModelConfig
 from ...planner.activations import saved_bytes
 from ...planner.job import Job
 from ...planner.memory import copy_terms, moments, peak_bytes
+from ...planner.rows import card_of
 from ..tables import markdown_table
 from ..view import OUTCOMES
-from .claims import XL_2026, Evidence, card_of, gib, is_xl_2026, listing, one_setting, peak
+from .claims import XL_2026, Evidence, gib, is_xl_2026, listing, one_setting, peak
 from .profiling import float32_attention
 from .timing import WAY
 
