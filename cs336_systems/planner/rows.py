@@ -20,12 +20,18 @@ ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-a
 class Measured(Protocol):
     """What of a row is read; `bench.case.Row` has it."""
 
-    case: str
-    variant: str
-    config: dict[str, Any]
-    status: Any
-    metrics: dict[str, Any]
-    env: dict[str, Any]
+    @property
+    def case(self) -> str: ...
+    @property
+    def variant(self) -> str: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def metrics(self) -> dict[str, Any]: ...
+    @property
+    def env(self) -> dict[str, Any]: ...
 
 
 def job_of(row: Measured) -> Job:
