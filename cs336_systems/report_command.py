@@ -93,7 +93,6 @@ def make_report(arguments: Sequence[str]) -> str:
     text = (streams_table if options.what == "streams" else runs_table)(paths)
     if options.plot is not None:
         try:
-            Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
             (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
         except OSError as error:
             where = f"plot is {options.plot!r}: it must be a file that can be written"

@@ -22,12 +22,21 @@ from cs336_systems.report_command import make_report
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ["docs/assignment.md", "docs/extending.md", "docs/troubleshooting.md"]
-DOCUMENTS = ["README.md", "docs/design.md", "docs/log.md", "docs/multi-node.md", "docs/one-gpu.md", *GUIDES]
+DOCUMENTS = [
+    "README.md",
+    "docs/design.md",
+    "docs/log.md",
+    "docs/multi-node.md",
+    "docs/one-gpu.md",
+    "docs/two-gpus.md",
+    *GUIDES,
+]
 
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {
     "cs336_systems.config",
     "cs336_systems.fields",
+    "cs336_systems.files",
     "cs336_systems.model_config",
     "cs336_systems.accounting",
     "cs336_systems.hardware",
@@ -39,6 +48,7 @@ ALLOWED = {
     "cs336_basics": set(),
     "cs336_systems.console": set(),
     "cs336_systems.fields": set(),
+    "cs336_systems.files": set(),
     "cs336_systems.model_config": {"cs336_basics", "cs336_systems.fields"},
     "cs336_systems.config": {"cs336_basics", "cs336_systems.fields", "cs336_systems.model_config"},
     "cs336_systems.accounting": {"cs336_basics"},

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import write_figure
 from .communication import added_seconds, best_num_buckets
 
 MIB = 2**20
@@ -40,7 +41,6 @@ def plot_overhead(
     axis.grid(alpha=0.3, which="major")
     axis.legend(frameon=False)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png", dpi=150)
+        write_figure(figure, out)
     except OSError as error:
         raise ValueError(f"plot is {str(out)!r}: it must be a file that can be written ({error.strerror})") from error

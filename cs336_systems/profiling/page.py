@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import write_whole
 from .history import History
 from .plot import COLORS
 from .timeline import code_lines, facts
@@ -18,7 +19,7 @@ _FILES = Path(__file__).parent / "page"
 def write_page(history: History, path: Path, title: str, note: str, detail: int, min_bytes: int) -> None:
     """Write the page. At first the `detail` largest allocations of at least `min_bytes` are drawn one by one."""
     scripts = ("stack.js", "axes.js", "page.js")
-    path.write_text(fill_page("page.html", scripts, title, note, page_data(history, detail, min_bytes)), "utf-8")
+    write_whole(path, fill_page("page.html", scripts, title, note, page_data(history, detail, min_bytes)))
 
 
 def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import write_figure
 from .history import LIFETIMES, History
 from .phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
 from .timeline import Timeline, timeline_of
@@ -24,7 +25,7 @@ _COLUMNS = 1600
 
 def plot_timeline(history: History, path: Path, title: str) -> None:
     """Draw the history into a PNG. Of moments that share a column of pixels, the highest is drawn: no peak is lost."""
-    timeline_figure(timeline_of(history, _COLUMNS), title).savefig(path, dpi=150)
+    write_figure(timeline_figure(timeline_of(history, _COLUMNS), title), path)
 
 
 def timeline_figure(timeline: Timeline, title: str) -> Any:

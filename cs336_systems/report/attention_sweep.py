@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.case import Row
+from ..files import write_figure, write_whole
 from .attention import with_speedups
 from .plots import KERNEL_COLORS, KERNEL_MARKERS, draw, put_title
 from .tables import markdown_table, row_fields
@@ -28,14 +29,13 @@ def derive(rows: Sequence[Row]) -> list[Row]:
 
 def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all of it into a folder; the files. CSV and table have all rows, plots those of the last row's setting."""
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = [row for row in rows if _setting(row) == _setting(rows[-1])]
-    (folder / CSV).write_text(csv_text(rows, VIEW), "utf-8")
+    write_whole(folder / CSV, csv_text(rows, VIEW))
     bars = Plot(name="forward", y=_TIME, x="tier", lines=("kernel",), kind="bar", log="y")
     draw(bars, drawn, folder / FORWARD, _SETTING[:-1])
     draw_heatmap(drawn, folder / HEATMAP)
     draw_scaling(drawn, folder / SCALING)
-    (folder / REPORT).write_text(report(rows, drawn), "utf-8")
+    write_whole(folder / REPORT, report(rows, drawn))
     return [folder / name for name in (CSV, FORWARD, HEATMAP, SCALING, REPORT)]
 
 
@@ -81,7 +81,7 @@ def draw_heatmap(rows: Sequence[Row], path: Path) -> None:
     ticks = range(low, high + 1)
     bar.set_ticks(list(ticks), labels=[f"{2.0**tick:.3g}" for tick in ticks])
     put_title(figure, f"median of the forward pass; {_facts(rows)}")
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def draw_scaling(rows: Sequence[Row], path: Path) -> None:
@@ -114,7 +114,7 @@ def draw_scaling(rows: Sequence[Row], path: Path) -> None:
     if axes.get_lines():
         figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     put_title(figure, _facts(rows))
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path)
 
 
 def _points(rows: Sequence[Row]) -> dict[tuple[int, int], float]:

@@ -7,12 +7,12 @@ A block begins with a comment that holds its command and ends with another:
     <!-- end -->
 """
 
-import os
 import re
 import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from ..files import write_whole
 
 # The end is empty where the next block, or the end of the document, comes first.
 _BLOCK = re.compile(
@@ -72,20 +72,5 @@ def update_document(path: Path, make: Callable[[Sequence[str]], str]) -> bool:
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"document {path}: {error}") from error
     if after != before:
-        _replace(path.resolve(), after)  # a link stays one
+        write_whole(path, after)
     return after != before
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Give a file another content; where that fails, it is as it was."""
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

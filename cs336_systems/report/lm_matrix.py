@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..bench.case import Row
+from ..files import write_whole
 from .plots import draw
 from .tables import markdown_table, row_fields
 from .view import Column, Plot, View, common_facts, csv_text, grouped, table
@@ -25,14 +26,13 @@ _SETTING = ("size", "d_model", "num_layers", "vocab_size", "context_length", "ba
 
 def write(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all of it into a folder; the files. CSV and table have all rows, plots those of the last row's setting."""
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = next(group for group in grouped(rows, _SETTING) if rows[-1] in group)
     plain = [replace(row, config={k: v for k, v in row.config.items() if k != "run"}) for row in rows]
-    (folder / CSV).write_text(csv_text(plain, VIEW), "utf-8")
+    write_whole(folder / CSV, csv_text(plain, VIEW))
     for name, column in _PLOTS.items():
         plot = Plot(name=Path(name).stem, y=column, x="kernel", lines=("strategy",), kind="bar")
         draw(plot, [row for row in drawn if row.status == "ok"], folder / name, _SETTING)
-    (folder / REPORT).write_text(report(rows, drawn), "utf-8")
+    write_whole(folder / REPORT, report(rows, drawn))
     return [folder / name for name in (CSV, *_PLOTS, REPORT)]
 
 

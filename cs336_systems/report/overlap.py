@@ -10,6 +10,7 @@ from typing import Any
 from ..bench.case import Row
 from ..bench.cases.overlap_trace import DEFAULTS
 from ..bench.streams import totals
+from ..files import write_whole
 from ..profiling.nsys import record_command
 from ..profiling.page import fill_page
 from .streams import COLORS, plot_streams, read_streams
@@ -63,7 +64,7 @@ def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
     steps = [_step(path) for path in paths]
     data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}
     title = "Compute and communication over one step"
-    out.write_text(fill_page("streams.html", ("axes.js", "streams.js"), title, note, data), "utf-8")
+    write_whole(out, fill_page("streams.html", ("axes.js", "streams.js"), title, note, data))
 
 
 def _step(path: Path) -> dict[str, Any]:

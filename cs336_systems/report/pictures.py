@@ -10,14 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..files import write_figure
+
 _KEYWORD = "Drawn"
 
 
 def save_picture(figure: Any, path: Path) -> Path:
     """Write a figure as PNG with the hash of what is drawn in it; the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150, metadata={_KEYWORD: drawn_hash(figure)})
-    return path
+    return write_figure(figure, path, **{_KEYWORD: drawn_hash(figure)})
 
 
 def drawn_hash(figure: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..bench.case import Row, read_rows
+from ..files import write_whole
 from . import attention_sweep, bucket_size, lm_matrix, memory_parts, memory_timelines, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table
@@ -190,9 +191,9 @@ def _write_case(case: str, rows: Sequence[Row], folder: Path, swept: Sequence[st
     shown = [] if view is None else view.derive(latest(rows, view.keys))
     if view is not None and view.write is not None:
         return view.write(shown, folder)
-    files = [_write(folder / f"{case}.md", _case_table(rows, swept) + "\n")]
+    files = [write_whole(folder / f"{case}.md", _case_table(rows, swept) + "\n")]
     if view is not None:
-        files.append(_write(folder / f"{case}.csv", csv_text(shown, view)))
+        files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
         for plot in view.plots:
             files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
         files += view.more(shown, folder) if view.more else []
@@ -204,12 +205,6 @@ def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         found.setdefault(row.case, []).append(row)
     return found
-
-
-def _write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")
-    return path
 
 
 def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:

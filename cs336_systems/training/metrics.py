@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ..config import RunConfig
 from ..console import READER_GONE, say
+from ..files import write_figure
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -208,4 +209,4 @@ def plot_loss_curves(
         axes.axhline(value, color="0.4", linestyle=(":", "--", "-.")[i % 3], linewidth=1, label=f"{name} ({value:.2f})")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png", dpi=150)
+    write_figure(figure, Path(path))

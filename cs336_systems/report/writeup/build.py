@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ...bench.case import read_rows
+from ...files import write_whole
 from ...model_config import MODEL_SIZES
 from ...planner.working import Section, show
 from ..tables import markdown_table
@@ -64,8 +65,8 @@ def write_writeup(
     if (out / PICTURES).exists() and not (out / PICTURES).is_dir():
         raise ValueError(f"out is {str(out)!r}: it holds a file {PICTURES}, where a folder is to be made")
     text = document(files, out, problems, links_from)
-    (out / MARKDOWN).write_text(text, "utf-8")
-    (out / HTML).write_text(html_page(TITLE, text, out), "utf-8")
+    write_whole(out / MARKDOWN, text)
+    write_whole(out / HTML, html_page(TITLE, text, out))
     try:
         write_pdf(to_typst(TITLE, text), out, out / PDF)
     except ModuleNotFoundError as error:
