@@ -1,8 +1,11 @@
 """Files that are whole: what cannot be written leaves the one before as it was."""
 
+import contextlib
+import errno
 import io
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +13,47 @@ from typing import Any
 def write_whole(path: Path, content: str | bytes) -> Path:
     """Write a file, text as UTF-8, in the place of the one that is there; its path. Mode and links are kept.
 
-    Raises OSError naming the file where that fails; then it is as it was, or not there.
+    What is no regular file, such as /dev/stdout, is written into. Raises OSError naming the file where that fails; then
+    it is as it was, or not there.
     """
-    target = path.resolve()  # a link stays one
-    beside = target.with_name(f"{target.name}.tmp")
+    data = content.encode() if isinstance(content, str) else content
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        target = path.resolve()  # a link stays one
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(target, data)
+    except RuntimeError as error:  # Python 3.12 and before, of links that lead to each other
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+    except OSError as error:  # which does not say by itself, or names the file beside
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return path
+
+
+def _replace(target: Path, data: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f"{target.name}.", suffix=".tmp")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
-            shutil.copymode(target, beside)
-        os.replace(beside, target)
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # which does not say by itself, or names the file beside
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            shutil.copymode(target, name)
+        else:
+            os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
         raise
-    return path
+
+
+def _umask() -> int:
+    """The process's, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def write_figure(figure: Any, path: Path, **metadata: str) -> Path:

@@ -48,9 +48,9 @@ class Worker:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
         resource_tracker.ensure_running()  # which the server needs; where it is started, it lets interrupts through
-        with _later(signal.SIGINT):  # the server is to get none: a terminal's Ctrl-C is for this process
+        with _later(), _no_interrupts_inherited():  # the server is to get none: a terminal's Ctrl-C is for this process
             forkserver.ensure_running()
-        with _later(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a half-sent request is a traceback of the server's
+        with _later():  # half of a request would be a traceback of the server's
             self._process.start()
         theirs.close()
         lifeline.close()
@@ -97,9 +97,30 @@ class Worker:
 
 
 @contextlib.contextmanager
-def _later(*signals: signal.Signals) -> Iterator[None]:
-    """A signal that comes now is not lost but comes afterwards; a process that is started now gets none at all."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def _later() -> Iterator[None]:
+    """A signal that is to end this process is not lost but comes afterwards.
+
+    By its handler, not by a mask, which is of one thread: a signal then comes by another, such as that of a bar.
+    """
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # only there may handlers be set, and are they run
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for ours, handler in before.items():
+            signal.signal(ours, handler)
+        for one in dict.fromkeys(came):
+            signal.raise_signal(one)
+
+
+@contextlib.contextmanager
+def _no_interrupts_inherited() -> Iterator[None]:
+    """A process that is started now, by this thread, gets no interrupts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:

@@ -64,7 +64,9 @@ def _compare(name: str, row: Measured) -> Comparison:
     if row.case == "all-reduce":
         return _compare_collective(name, row, card)
     job = job_of(row)
-    if not row.env.get("gpu"):  # whose peak is that of the whole process, and which has no card's rates
+    if (
+        not row.env.get("gpu") or row.config.get("device") == "cpu"
+    ):  # whose peak is that of the whole process, and which has no card's rates
         raise ValueError("of a CPU nothing is predicted")
     peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))

@@ -68,11 +68,17 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """torch.compile, with a backward pass that computes in the types of its tensors, as the uncompiled one does.
 
     PyTorch's default is to trace it under the autocast around the forward pass, also what had switched that off inside:
-    `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The setting is one of the
-    process and is made here, because compiling takes place at the first call.
+    `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The setting is one of each
+    thread (of the process, in older versions), and compiling takes place in the one that calls first.
     """
-    torch._functorch.config.backward_pass_autocast = "off"
-    return torch.compile(function)
+    inner = torch.compile(function)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._functorch.config.backward_pass_autocast != "off":
+            torch._functorch.config.backward_pass_autocast = "off"
+        return inner(*args, **kwargs)
+
+    return call
 
 
 def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:

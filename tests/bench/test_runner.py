@@ -332,15 +332,18 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
 
 
 _IN_A_REQUEST = """
-import signal, sys
+import os, signal, sys, threading, time
 from multiprocessing import popen_forkserver
 from cs336_systems.cli import main
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # as that of a bar, to which a signal may come
 
 connect = popen_forkserver.forkserver.connect_to_new_process
 
 def connect_and_signal(files):
     pipes = connect(files)
-    signal.raise_signal(int(sys.argv[1]))
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(0.1)
     return pipes
 
 popen_forkserver.forkserver.connect_to_new_process = connect_and_signal

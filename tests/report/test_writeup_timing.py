@@ -64,3 +64,19 @@ def test_that_the_first_step_is_longer_is_claimed_on_a_gpu_alone() -> None:
     assert timing.warmup_steps(evidence(*warmups(None))) is None
     with pytest.raises(ClaimError, match="the first step is longer"):
         timing.warmup_steps(evidence(*warmups("NVIDIA Made-up")))
+
+
+def test_a_row_that_was_asked_to_be_of_the_cpu_is_not_taken_for_one_of_the_gpu() -> None:
+    on_gpu = step(512, 50.0, 0.0)
+    on_cpu = [
+        replace(each, config=each.config | {"device": "cpu"}) for each in (step(128, 9.0, 0.0), step(256, 9.0, 0.0))
+    ]
+    assert evidence(*on_cpu, on_gpu).ok("model") == [on_gpu]
+
+
+def test_one_measured_step_has_no_later_ones() -> None:
+    metrics = {"steps_ms": [10.0], "step_ms": {"p50": 10.0, "mean": 10.0}}
+    cold = {"steps_ms": [40.0, 10.0], "step_ms": {"p50": 10.0, "mean": 10.1}}
+    rows = [row("warmup", f"warmup {n}", m, size="small", warmup=n) for n, m in enumerate((cold, metrics))]
+    said = timing.warmup_steps(evidence(*rows)) or ""
+    assert said.endswith("mean and median are within 0.0% of each other.")

@@ -650,6 +650,8 @@ def test_a_picture_that_cannot_be_written_names_plot(cs336: Run, folder: Path) -
     for plot in ("", "is a folder"):
         line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", plot))
         assert line.startswith(f"plot is {plot!r}: it must be a file that can be written (")
+    line = the_line(cs336("report", "runs", str(Path(__file__).parents[2] / "results/cpu/demo"), "--plot", "a.pdf"))
+    assert line == "plot is 'a.pdf': it must be a PNG file (.png)"
     assert sorted(path.name for path in folder.iterdir()) == ["is a folder"]
 
 

@@ -48,6 +48,32 @@ def test_mode_and_links_are_kept_and_text_is_utf_8(tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o640
 
 
+def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    assert pipe.is_fifo()
+    os.close(reader)
+
+
+def test_links_that_lead_to_each_other_and_a_file_as_a_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "a", tmp_path / "file" / "c"):
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            write_whole(path, "x")
+        assert caught.value.filename == str(path)
+
+
+def test_a_new_file_has_the_mode_that_others_have(tmp_path: Path) -> None:
+    (tmp_path / "theirs").touch()
+    ours = write_whole(tmp_path / "ours", "x")
+    assert ours.stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=str(tmp_path)):
         write_whole(tmp_path, "x")

@@ -1,6 +1,7 @@
 """What a model becomes before it is trained: the type of its weights, the loss in chunks, what compiled blocks keep."""
 
 import functools
+import threading
 from typing import Any
 
 import pytest
@@ -156,9 +157,15 @@ def gradients_under_autocast(dtype: torch.dtype, compile: bool) -> list[Tensor]:
     model = TransformerLM(8, 64, 32, 1, 2, 64, attention=get_attention("naive"))
     if compile:
         compile_model(model)
-    with torch.autocast("cpu", dtype):
-        loss = model(torch.arange(64).view(2, 32) % 8).square().mean()
-    loss.backward()
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype):
+            loss = model(torch.arange(64).view(2, 32) % 8).square().mean()
+        loss.backward()
+
+    thread = threading.Thread(target=step)  # one in which nothing was set when the model was made
+    thread.start()
+    thread.join()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...bench.case import Row
-from ..view import grouped, latest, machine, runs, value_of
+from ..view import grouped, is_of_cpu, latest, machine, runs, value_of
 from ..views import VIEWS
 
 GIB = 2**30
@@ -76,7 +76,7 @@ def _keys(case: str, rows: Sequence[Row]) -> Sequence[str]:
 
 
 def _of_one_machine(rows: Sequence[Row]) -> list[Row]:
-    return max(grouped(rows, ()), key=lambda group: (bool(group[0].env.get("gpu")), len(group)), default=[])
+    return max(grouped(rows, ()), key=lambda group: (not is_of_cpu(group[0]), len(group)), default=[])
 
 
 def one_setting(rows: Sequence[Row], *fields: str) -> list[Row]:

@@ -50,7 +50,7 @@ class Exhibit:
     is_asked: Callable[[Row], bool] = lambda row: True
     """Which of them are of what the commands measure; as long as there are none, the commands stand below the table.
 
-    Else below it stands what each command names and no row is of.
+    Else below it stands what each command that names settings has and no row is of.
     """
     together: bool = False
     """Whether rows of all files stand in one table: where each call writes a file, or some compare with others."""

@@ -8,6 +8,7 @@ from ...planner.rows import card_of
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
+from ..view import is_of_cpu
 from .claims import XL_2026, Evidence, about, is_xl_2026, listing, ms, percent
 from .problem import Exhibit, Problem, RowFile, says
 from .timing import CONTEXT, spread_of_steps, the_script, times_by_size, warmup_steps
@@ -63,7 +64,7 @@ def profiled_time(e: Evidence) -> str | None:
     if row is None:
         return None
     m, share = row.metrics, row.metrics["kernel_ms"] / row.metrics["wall_ms"]
-    if not row.env.get("gpu"):
+    if is_of_cpu(row):
         busy = ", on a CPU"
     elif share >= _BUSY:
         busy = ": the GPU is busy nearly all the time"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ...bench.case import Row
 from ...model_config import MODEL_SIZES
+from ..view import is_of_cpu
 from .claims import Evidence, about, listing, one_setting, p50, percent, span, times
 from .steps import FAR
 
@@ -129,11 +130,11 @@ def warmup_steps(e: Evidence) -> str | None:
     off = max(abs(row.metrics["step_ms"]["mean"] / p50(row) - 1) for row in warm)
     least = min(row.config["warmup"] for row in warm)
     text = "without warm-up the first step is longer than the others"
-    if any(row.env.get("gpu") for row in cold):  # a CPU has little to begin with, and other work beside it
+    if not all(map(is_of_cpu, cold)):  # a CPU has little to begin with, and other work beside it
         e.claim(text, min(first) > 1, least_ratio=min(first))
     elif min(first) <= 1:
         return None
-    few = [row for row in warm if row.config["warmup"] in (1, 2)]
+    few = [row for row in warm if row.config["warmup"] in (1, 2) and len(row.metrics["steps_ms"]) > 1]
     return (
         f"(c) {text[0].upper()}{text[1:]}, {span(first, times)} the median, because libraries are loaded, kernels "
         f"chosen and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. "
