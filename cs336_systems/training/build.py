@@ -71,14 +71,13 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The setting is one of each
     thread (of the process, in older versions), and compiling takes place in the one that calls first.
     """
-    inner = torch.compile(function)
+    return functools.partial(_in_own_types, torch.compile(function))
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch._functorch.config.backward_pass_autocast != "off":
-            torch._functorch.config.backward_pass_autocast = "off"
-        return inner(*args, **kwargs)
 
-    return call
+def _in_own_types(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    if torch._functorch.config.backward_pass_autocast != "off":
+        torch._functorch.config.backward_pass_autocast = "off"
+    return compiled(*args, **kwargs)
 
 
 def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
