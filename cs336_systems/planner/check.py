@@ -9,7 +9,7 @@ from typing import Any
 from .cards import Card
 from .communication import collective_seconds
 from .memory import peak_bytes
-from .rows import Measured, card_of, job_of, positive
+from .rows import Measured, card_of, is_of_cpu, job_of, positive
 from .step import step_seconds
 from .working import GIB
 
@@ -64,9 +64,7 @@ def _compare(name: str, row: Measured) -> Comparison:
     if row.case == "all-reduce":
         return _compare_collective(name, row, card)
     job = job_of(row)
-    if (
-        not row.env.get("gpu") or row.config.get("device") == "cpu"
-    ):  # whose peak is that of the whole process, and which has no card's rates
+    if is_of_cpu(row):  # whose peak is that of the whole process, and which has no card's rates
         raise ValueError("of a CPU nothing is predicted")
     peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))

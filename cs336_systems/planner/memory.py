@@ -257,9 +257,15 @@ def moments(job: Job) -> dict[str, list[Term]]:
     return found
 
 
+def peak(job: Job) -> tuple[str, float]:
+    """The moment at which memory is most, and its bytes."""
+    sums = {name: sum(term.value for term in terms) for name, terms in moments(job).items()}
+    return max(sums.items(), key=lambda each: each[1])
+
+
 def peak_bytes(job: Job) -> float:
-    """Memory at the moment at which it is most."""
-    return max(sum(term.value for term in terms) for terms in moments(job).values())
+    """Memory at that moment."""
+    return peak(job)[1]
 
 
 def part_bytes(job: Job) -> dict[str, float]:

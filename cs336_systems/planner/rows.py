@@ -89,6 +89,11 @@ def _model_job(config: Mapping[str, Any]) -> Job:
     )
 
 
+def is_of_cpu(row: Measured) -> bool:
+    """Whether a row was measured on the CPU: where there is no GPU, or where that was asked for."""
+    return not row.env.get("gpu") or row.config.get("device") == "cpu"
+
+
 def card_of(row: Measured) -> Card | None:
     """The card of a row, where it is known."""
     return card_by_name(str(row.env.get("gpu") or ""))

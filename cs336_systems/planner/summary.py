@@ -5,7 +5,7 @@ from typing import Any
 
 from .cards import Card
 from .job import Job
-from .memory import RESERVE, largest_batch, moments, verdict
+from .memory import RESERVE, largest_batch, peak, peak_bytes, verdict
 from .step import step_sections
 from .working import GIB, Section, show
 
@@ -54,7 +54,7 @@ def _sharing(job: Job) -> str:
 
 
 def _fit(job: Job, memory_gib: float) -> str:
-    needed, memory = _peak(job)[1], memory_gib * GIB
+    needed, memory = peak_bytes(job), memory_gib * GIB
     found, kept = verdict(needed, memory), f"{(1 - RESERVE) * memory_gib:.4g}"
     why = {
         "fits": f"is within {kept} GiB, {1 - RESERVE:.0%} of the card's memory",
@@ -64,15 +64,9 @@ def _fit(job: Job, memory_gib: float) -> str:
     return f"{found}: the peak of {show(needed, 'bytes')} {why[found]}"
 
 
-def _peak(job: Job) -> tuple[str, float]:
-    """The moment of the peak, and its bytes."""
-    sums = {name: sum(term.value for term in terms) for name, terms in moments(job).items()}
-    return max(sums.items(), key=lambda each: each[1])
-
-
 def memory_summary(job: Job, memory_gib: float) -> dict[str, Any]:
     """The peak, whether it fits, and the largest batch that does."""
-    when, needed = _peak(job)
+    when, needed = peak(job)
     memory = memory_gib * GIB
     found = verdict(needed, memory)
     return {

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from ..bench.case import Row
+from ..planner.rows import is_of_cpu
 from .tables import markdown_table, row_fields
-from .view import OUTCOMES, grouped, is_of_cpu, machine
+from .view import OUTCOMES, grouped, machine
 
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..bench.case import Row
+from ..planner.rows import is_of_cpu
 from .tables import Fields, markdown_table, plain, row_fields
 
 _WORDS = {"compile": ("compiled", "eager"), "is_causal": ("causal", "not causal")}  # true, false
@@ -88,11 +89,6 @@ class View:
 
 MACHINE = "machine"
 """Stands among the fields of rows for the machine that a row is of."""
-
-
-def is_of_cpu(row: Row) -> bool:
-    """Whether a row was measured on the CPU: where there is no GPU, or where that was asked for."""
-    return not row.env.get("gpu") or row.config.get("device") == "cpu"
 
 
 def machine(row: Row) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..config import RunConfig
 from ..console import READER_GONE, say
-from ..files import write_figure
+from ..files import write_figure, write_whole
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -35,9 +35,7 @@ class JsonLines:
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
-        beside = path.with_suffix(".jsonl.tmp")
-        beside.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
-        os.replace(beside, path)
+        write_whole(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
         self._file = path.open("a", buffering=1)
 
     def write(self, row: Row) -> None:

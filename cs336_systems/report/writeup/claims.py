@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...bench.case import Row
-from ..view import grouped, is_of_cpu, latest, machine, runs, value_of
+from ...planner.rows import is_of_cpu
+from ..view import grouped, latest, machine, runs, value_of
 from ..views import VIEWS
 
 GIB = 2**30

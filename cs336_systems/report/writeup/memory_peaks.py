@@ -7,7 +7,8 @@ from ...bench.case import Row
 from ...model_config import ModelConfig
 from ...planner.activations import saved_bytes
 from ...planner.job import Job
-from ...planner.memory import copy_terms, moments, peak_bytes
+from ...planner.memory import copy_terms, peak_bytes
+from ...planner.memory import peak as moment_of_peak
 from ...planner.rows import card_of
 from ..tables import markdown_table
 from ..view import OUTCOMES
@@ -159,8 +160,7 @@ def _counted(pairs: Sequence[tuple[int, float, float]]) -> str:
 
 def _peaks_last(job: Job) -> bool:
     """Whether a step's memory is most when the backward pass is at the first block, or over."""
-    counted = {name: sum(term.value for term in terms) for name, terms in moments(job).items()}
-    return max(counted, key=lambda name: counted[name]) in ("backward of the first block", "the end of backward")
+    return moment_of_peak(job)[0] in ("backward of the first block", "the end of backward")
 
 
 def peaks_table(rows: Sequence[Row]) -> str:

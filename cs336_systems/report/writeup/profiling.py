@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...bench.case import Row
-from ...planner.rows import card_of
+from ...planner.rows import card_of, is_of_cpu
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
-from ..view import is_of_cpu
 from .claims import XL_2026, Evidence, about, is_xl_2026, listing, ms, percent
 from .problem import Exhibit, Problem, RowFile, says
 from .timing import CONTEXT, spread_of_steps, the_script, times_by_size, warmup_steps

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ...bench.case import Row
 from ...model_config import MODEL_SIZES
-from ..view import is_of_cpu
+from ...planner.rows import is_of_cpu
 from .claims import Evidence, about, listing, one_setting, p50, percent, span, times
 from .steps import FAR
 
