@@ -462,7 +462,9 @@ class FlashKernelTests(KernelTests):
         torch._dynamo.reset()
         q, k, v = self.normal(2, 17, 16)
         compiled = torch.compile(self.attention, backend="aot_eager")
-        with pytest.raises(ValueError, match=r"^v has 8 positions"):
+        # PyTorch 2.11 wraps what an operator raises while it is traced; 2.13 lets it through.
+        wrapped = torch._dynamo.exc.TorchRuntimeError
+        with pytest.raises((ValueError, wrapped), match="v has 8 positions: it must have as many as k"):
             compiled(q, k, v[:, :8], True)
 
     def test_what_is_no_tensor_is_named(self) -> None:
