@@ -30,9 +30,17 @@ def device_peak_flops(device: torch.device, precision: str) -> float | None:
     """`peak_flops` of a torch device; fp32 counts as tf32 where float32 matrix products are allowed to use it."""
     if device.type != "cuda":
         return None
-    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+    if precision == "fp32" and allows_tf32():
         precision = "tf32"
     return peak_flops(torch.cuda.get_device_name(device), precision)
+
+
+def allows_tf32() -> bool:
+    """Whether a GPU's float32 matrix products may be TF32's, by whichever of PyTorch's two settings was used."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by the newer one, the older one cannot be read
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def select_device(name: str) -> torch.device:

@@ -103,6 +103,9 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
     if x.ndim < 1:
         raise ValueError("x has no dimensions: it must be (..., d)")
     if weight.shape != x.shape[-1:]:

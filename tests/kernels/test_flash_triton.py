@@ -1,9 +1,11 @@
 import dataclasses
+import functools
 import itertools
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,8 @@ from tests.kernels.attention_cases import (
     Case,
     FlashKernelTests,
     check_case,
+    compute_truth,
+    gradients,
 )
 
 pytest.importorskip("triton", reason="Triton is only there on Linux")
@@ -104,6 +108,76 @@ def test_every_layout_equals_the_truth_at_every_head_size(layout: str, d: int, d
     """Tiles are chosen on contiguous tensors, and the compiler makes other code of them for each layout."""
     for n_q, n_k, is_causal in ((100, 130, True), (129, 33, False)):
         check_case(flash_triton.flash_triton, Case(n_q, n_k, d, (2, 3), is_causal, layout), dtype, "cuda")
+
+
+def reaching_far(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """x in a tensor of 2^31 elements and more, of which a tile along the axis has the first and the last."""
+    strides = [0, 0]
+    strides[axis] = -(-(2**31) // (x.shape[axis] - 1))
+    strides[1 - axis] = 1
+    memory = torch.empty((x.shape[axis] - 1) * strides[axis] + x.shape[1 - axis], dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", ["one launch", "pointers"], indirect=True)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=on_cpu_only), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
+def test_elements_of_a_tile_may_be_further_apart_than_32_bits_count(axis: int, device: str) -> None:
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6e9:
+        pytest.skip("needs 6 GB of free GPU memory")
+    given = [x.detach() for x in Case(33, 33, 16, leading=()).inputs(torch.float16, device)]
+
+    def found(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        o = flash_triton.flash_triton(q, k, v, True)
+        return [o, *torch.autograd.grad(o, (q, k, v), inputs[3])]
+
+    expected = found(*given)
+    for i in range(4 if axis == 0 else 3):  # a dO with columns apart is copied
+        inputs = list(given)
+        inputs[i] = reaching_far(given[i], axis)
+        assert all(map(torch.equal, found(*inputs), expected)), f"input {i}"
+
+
+@pytest.fixture
+def matmul_precision() -> Iterator[Callable[[str], None]]:
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_the_precision_of_products_is_asked_of_float32_alone(matmul_precision: Callable[[str], None]) -> None:
+    matmul_precision("high")
+    precisions = {dtype: flash_triton._precision(torch.empty(1, dtype=dtype)) for dtype in flash_triton.DTYPES}
+    assert precisions == {torch.float32: "tf32", torch.bfloat16: "ieee", torch.float16: "ieee"}
+    matmul_precision("highest")
+    assert flash_triton._precision(torch.empty(1)) == ("ieee" if flash_triton.INTERPRET else "bf16x6")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [129, 4096], ids=["one launch", "two"])
+def test_float32_products_are_as_exact_as_pytorch_is_told(n: int, matmul_precision: Callable[[str], None]) -> None:
+    case = Case(n, n, 64, leading=(2,), is_causal=True)
+    q, k, v, dO = case.inputs(torch.float32, "cuda")
+    truth = compute_truth(q, k, v, dO, True).results
+    off = {}
+    for precision in ("highest", "high"):
+        matmul_precision(precision)
+        results = gradients(flash_triton.flash_triton(q, k, v, True), [q, k, v], dO)
+        off[precision] = {x: float((results[x] - truth[x]).norm() / truth[x].norm()) for x in truth}
+    for name, exact in off["highest"].items():
+        assert exact < 1e-5, name
+        assert 10 * exact < off["high"][name] < 1e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_gives_the_same_bits_twice_at_the_sizes_of_training(d: int) -> None:
+    q, k, v, dO = Case(4096, 4096, d, leading=(2, 8), is_causal=True).inputs(torch.bfloat16, "cuda")
+    first, *others = (gradients(flash_triton.flash_triton(q, k, v, True), [q, k, v], dO) for _ in range(4))
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
@@ -345,10 +419,17 @@ def test_the_compiled_backward_pass_is_the_one_that_runs(monkeypatch: pytest.Mon
         return flash_torch._gradients(*arguments)
 
     monkeypatch.setattr(flash_torch, "_compiled_gradients", lambda: gradients)
-    check_case(
-        get_attention("flash_triton_compiled"), Case(300, 260, 16, leading=(), is_causal=True), torch.float32, "cpu"
-    )
+    case = Case(300, 260, 16, leading=(), is_causal=True)
+    check_case(get_attention("flash_triton_compiled"), case, torch.float32, "cpu")
     assert ran == [(1, 260, 16)]  # one call over all scores
+    check_case(functools.partial(flash_triton.flash_triton, backward="compiled"), case, torch.float32, "cpu")
+    assert ran == 2 * [(1, 260, 16)]
+
+
+def test_a_backward_pass_that_there_is_not_is_refused() -> None:
+    q = torch.randn(4, 16)
+    with pytest.raises(ValueError, match=r"^backward is 'cuda': it must be triton or compiled"):
+        flash_triton.flash_triton(q, q, q, True, backward="cuda")
 
 
 HASHES = """

@@ -58,7 +58,6 @@ def test_truth_computes_in_float32_also_under_autocast(dtype: torch.dtype) -> No
 class TestNaive(KernelTests):
     name = "naive"
     dtypes = ALL_DTYPES
-    test_refuses_wrong_inputs = None  # the model's own function: it is written to be read, and broadcasts
 
 
 class TestVectorizedTorch(KernelTests):

@@ -28,9 +28,10 @@ def test_every_name_is_that_of_a_function_or_of_what_is_not_installed() -> None:
             assert callable(ATTENTION[name])
 
 
-def test_the_models_default_is_naive_under_both_its_names() -> None:
+def test_naive_under_both_its_names_is_the_models_default_with_checks() -> None:
+    q, k, v = (torch.randn(2, 9, 4) for _ in range(3))
     for name in ("naive", "scaled_dot_prod_attention"):
-        assert get_attention(name) is model.scaled_dot_product_attention
+        assert torch.equal(get_attention(name)(q, k, v, True), model.scaled_dot_product_attention(q, k, v, True))
 
 
 @pytest.mark.parametrize("name", ["", "Naive", "sdpa ", "flash"])

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -115,6 +116,18 @@ def test_fp32_is_measured_against_tf32_where_tf32_is_allowed(
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
     assert device_peak_flops(torch.device("cuda"), "fp32") == tflops * 1e12
     assert device_peak_flops(torch.device("cuda"), "bf16") == 989e12
+
+
+@pytest.mark.parametrize("how", ["torch.backends.cuda.matmul", "torch.backends"])
+def test_the_newer_setting_of_precision_is_read_too(how: str) -> None:
+    """In a process of its own: the two settings must not be mixed."""
+    program = (
+        "import torch; from cs336_systems.hardware import allows_tf32\n"
+        f"print(allows_tf32()); {how}.fp32_precision = 'tf32'; print(allows_tf32())\n"
+        f"{how}.fp32_precision = 'ieee'; print(allows_tf32())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
 
 
 # Devices

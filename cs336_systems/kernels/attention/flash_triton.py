@@ -23,6 +23,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
+from ...hardware import allows_tf32
 from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
@@ -156,14 +157,23 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
         d,
         padded_head_size(d),
         is_causal,
-        tma,
-        _precision(),
+        "descriptors" if tma else _pointers(operands, tile),
+        _precision(q),
     ]
 
 
-def _precision() -> str:
+def _pointers(operands: list[Tensor], tile: Tile) -> str:
+    """How a tile's elements are reached; see the kernels' legend. Strides that ask for 64 bits span gigabytes."""
+    rows, columns = max(tile.BM, tile.BN) - 1, padded_head_size(operands[0].shape[-1]) - 1
+    far = max(rows * x.stride(2) + columns * x.stride(3) for x in operands) >= 2**31
+    return "far pointers" if far else "pointers"
+
+
+def _precision(q: Tensor) -> str:
     """How float32 is multiplied; see the kernels' legend."""
-    if torch.get_float32_matmul_precision() != "highest":
+    if q.dtype != torch.float32:
+        return "ieee"
+    if allows_tf32():
         return "tf32"
     return "ieee" if INTERPRET else "bf16x6"
 
@@ -238,7 +248,7 @@ _LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 def _key(is_causal: bool, *tensors: Tensor) -> tuple[Any, ...]:
     """All that the choice of a launch depends on."""
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
-    return is_causal, torch.get_float32_matmul_precision(), *facts
+    return is_causal, _precision(tensors[0]), *facts
 
 
 def _remember(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
@@ -356,6 +366,7 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
 
 FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward, _check_served)
 FlashAttentionTritonCompiled = flash_function("flash_triton_compiled", flash_forward, compiled_backward, _check_served)
+BACKWARDS = {"triton": FlashAttentionTriton, "compiled": FlashAttentionTritonCompiled}
 
 
 def flash_triton(
@@ -363,6 +374,7 @@ def flash_triton(
     k: Float[Tensor, "... N_k D"],
     v: Float[Tensor, "... N_k D"],
     is_causal: bool = False,
+    backward: str = "triton",
 ) -> Float[Tensor, "... N_q D"]:
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
@@ -370,11 +382,14 @@ def flash_triton(
     float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened, which copies
     where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at "highest"
     each is one of 24 bits, put together from bfloat16. Needs O(N) memory beyond its outputs: two float32 vectors in the
-    backward pass. The same inputs give the same bits.
+    backward pass, and there a copy of a dO with repeated elements, as `sum` gives. The same inputs give the same bits.
+    `backward`: "triton", or "compiled" for that of `flash_triton_compiled`.
 
     Raises ValueError naming the argument that it does not take.
     """
-    return FlashAttentionTriton.of(q, k, v, is_causal)
+    if backward not in BACKWARDS:
+        raise ValueError(f"backward is {backward!r}: it must be {' or '.join(BACKWARDS)}")
+    return BACKWARDS[backward].of(q, k, v, is_causal)
 
 
 def flash_triton_compiled(
@@ -386,6 +401,7 @@ def flash_triton_compiled(
     """The forward pass of `flash_triton` with a backward pass by torch.compile, as the handout first asks for it.
 
     Takes what `flash_triton` takes, and keeps as little for the backward pass, which holds N_q x N_k scores in float32.
-    That one rounds them otherwise than the forward pass: with scores of 1e5 its gradients are off by 1e-3.
+    That one rounds them otherwise than the forward pass: with scores of 1e5 its gradients are off by 1e-3, with larger
+    ones by more.
     """
     return FlashAttentionTritonCompiled.of(q, k, v, is_causal)

@@ -14,7 +14,8 @@ Legend
     PRECISION      how float32 is multiplied: "tf32" in 11 bits; "bf16x6" in 24, as the sum of the six largest products
                    of three parts of each, in bfloat16: tensor cores are that much faster than multiply-adds, which are
                    "ieee" and for the interpreter
-    TMA            tensors come as descriptors and are moved by the copy engine of Hopper; otherwise by pointers
+    MOVE           how tiles are moved: by "descriptors", as which tensors then come, with the copy engine of Hopper; by
+                   "pointers", which reach an element of a tile in 32 bits from its first, or "far pointers", in 64
     TOGETHER       the keys and the values of a tile are waited for at once, before the first product. Otherwise the
                    values are waited for when they are needed, and the compiler puts a barrier there: with eight warps
                    it keeps both groups of four in step, where one's exponentials could hide behind the other's products
@@ -37,23 +38,26 @@ _LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is compiled anew for a leng
 
 
 @triton.jit
-def _pointers(x, strides, b, h, row, ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    # 64 bits up to the first element of the tile; inside a tile 32 are enough and cost fewer registers.
+def _pointers(x, strides, b, h, row, ROWS: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr):
+    # 64 bits up to the first element of the tile; inside a tile 32 are nearly always enough and cost fewer registers.
     start = x + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
     start += tl.cast(row, tl.int64) * strides[2]
-    return start + tl.arange(0, ROWS)[:, None] * strides[2] + tl.arange(0, D_PAD)[None, :] * strides[3]
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, D_PAD)
+    if MOVE == "far pointers":
+        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
+    return start + rows[:, None] * strides[2] + columns[None, :] * strides[3]
 
 
 @triton.jit
 def _load(
     x, strides, b, h, row, N,
-    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """(ROWS, D_PAD) elements of x[b, h] from `row`; zero beyond D and, where there is an EDGE, beyond row N."""
-    if TMA:
+    if MOVE == "descriptors":
         tile = x.load([b, h, row, 0]).reshape(ROWS, D_PAD)
     else:
-        pointers = _pointers(x, strides, b, h, row, ROWS, D_PAD)
+        pointers = _pointers(x, strides, b, h, row, ROWS, D_PAD, MOVE)
         column_ok = (tl.arange(0, D_PAD) < D)[None, :]
         row_ok = (row + tl.arange(0, ROWS) < N)[:, None]
         if EDGE and D < D_PAD:
@@ -68,12 +72,14 @@ def _load(
 
 
 @triton.jit
-def _store(x, strides, tile, b, h, row, N, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr):
-    if TMA:  # the copy engine leaves out what is beyond the tensor
+def _store(
+    x, strides, tile, b, h, row, N, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr
+):
+    if MOVE == "descriptors":  # the copy engine leaves out what is beyond the tensor
         x.store([b, h, row, 0], tile.reshape(1, 1, ROWS, D_PAD))
     else:
         ok = (row + tl.arange(0, ROWS) < N)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
-        tl.store(_pointers(x, strides, b, h, row, ROWS, D_PAD), tile, mask=ok)
+        tl.store(_pointers(x, strides, b, h, row, ROWS, D_PAD, MOVE), tile, mask=ok)
 
 
 @triton.jit
@@ -128,14 +134,14 @@ def _key_ranges(m0, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexp
 def _forward_keys(
     acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 1, lines 6 to 11, over the keys lo to hi. m, the running maximum, is in units of base 2."""
     for n0 in tl.range(lo, hi, BN):
-        k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         if TOGETHER:
-            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         s = _scores(q, k, PRECISION)
         if MASKED:
             s = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), s, float("-inf"))
@@ -146,7 +152,7 @@ def _forward_keys(
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if not TOGETHER:
-            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         acc = _dot(p.to(q.dtype), v, acc, PRECISION)
         m = m_new
     return acc, total, m
@@ -156,7 +162,7 @@ def _forward_keys(
 def forward_kernel(
     q_, k_, v_, o_, L, q_strides, k_strides, v_strides, o_strides, scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: o and L."""
     sc = scale * _LOG2_E
@@ -164,39 +170,39 @@ def forward_kernel(
     block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM  # causal: the tile with the most keys starts first, and the short ones fill up
-    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     acc = tl.zeros([BM, D_PAD], tl.float32)
     total = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     acc, total, m = _forward_keys(
         acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION, TOGETHER,
+        BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     acc, total, m = _forward_keys(
         acc, total, m, q, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION, TOGETHER,
+        BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     rows = m0 + tl.arange(0, BM)
     tl.store(L + tl.cast(bh, tl.int64) * N_q + rows, (m + tl.log2(total)) * _LN_2, mask=rows < N_q)
-    _store(o_, o_strides, (acc / total[:, None]).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
+    _store(o_, o_strides, (acc / total[:, None]).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, MOVE)
 
 
 @triton.jit
 def _dq_keys(
     dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 10, 11 and 13 to 15, along the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
-        k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+        k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         if TOGETHER:
-            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         s = _scores(q, k, PRECISION)
         if not TOGETHER:
-            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, MASKED)
+            v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         dp = _scores(do, v, PRECISION)
         p = tl.exp2(s * sc - l2[:, None])
         if MASKED:  # after exp2, which may be infinite where a score beyond the mask is above the logsumexp
@@ -209,11 +215,11 @@ def _dq_keys(
 @triton.jit
 def _row_statistics(
     o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q,
-    BM: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr,
 ):  # fmt: skip
     """do, L in base 2 and delta = rowsum(do * o) for the queries from m0."""
-    do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
-    o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
+    o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     rows = m0 + tl.arange(0, BM)
     l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
     return do, l2, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
@@ -223,22 +229,22 @@ def _row_statistics(
 def _dq_tile(
     q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dq of the queries from m0."""
     sc = scale * _LOG2_E
-    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+    q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     dq = tl.zeros([BM, D_PAD], tl.float32)
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     dq = _dq_keys(
         dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, False, TMA, PRECISION, TOGETHER,
+        BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     dq = _dq_keys(
         dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
-        BM, BN, D, D_PAD, CAUSAL, True, TMA, PRECISION, TOGETHER,
+        BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
-    _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, TMA)
+    _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, MOVE)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -246,7 +252,7 @@ def dq_kernel(
     q_, k_, v_, o_, do_, dq_, L, VECTORS, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     NEED_DQ: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: VECTORS for the other walk, and dq."""
@@ -255,14 +261,14 @@ def dq_kernel(
     block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM
-    do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+    do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
     vectors = VECTORS + tl.cast(bh, tl.int64) * N_PAD + m0 + tl.arange(0, BM)
     tl.store(vectors, l2)
     tl.store(vectors + tl.cast(tl.num_programs(0) // num_blocks, tl.int64) * N_PAD, delta)
     if NEED_DQ and m0 < N_q:
         _dq_tile(
             q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, TOGETHER,
+            BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, TOGETHER,
         )  # fmt: skip
 
 
@@ -270,7 +276,7 @@ def dq_kernel(
 def _dkv_queries(
     dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0, lo, hi, sc, N_q,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+    MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 10 to 14 and 16, along the queries lo to hi.
 
@@ -279,22 +285,22 @@ def _dkv_queries(
     """
     N_PAD = tl.cdiv(N_q, _PAD) * _PAD
     for m0 in tl.range(lo, hi, BM):
-        q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+        q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
         rows = m0 + tl.arange(0, BM)
         if ALONE:
-            do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
-        elif TMA:  # by pointers the latency of these vectors would be waited for in every tile
+            do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
+        elif MOVE == "descriptors":  # by pointers the latency of these vectors would be waited for in every tile
             l2 = VECTORS.load([bh, m0]).reshape(BM)
         else:
             l2 = tl.load(VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows)
         st = _scores(k, q, PRECISION)
         if not ALONE:
-            do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, TMA, True)
+            do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
         pt = tl.exp2(st * sc - l2[None, :])
         if MASKED:
             pt = tl.where(rows[None, :] >= (n0 + tl.arange(0, BN))[:, None], pt, 0.0)
         dv = _dot(pt.to(k.dtype), do, dv, PRECISION)
-        if TMA and not ALONE:
+        if MOVE == "descriptors" and not ALONE:
             delta = VECTORS.load([num_heads + bh, m0]).reshape(BM)
         elif not ALONE:
             delta = tl.load(VECTORS + tl.cast(num_heads + bh, tl.int64) * N_PAD + rows)
@@ -310,12 +316,12 @@ def _dkv_tile(
     q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
     b, h, bh, num_heads, n0, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the keys from n0. Keys beyond N_k give rows that are not stored, so they need no mask."""
     sc = scale * _LOG2_E
-    k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
-    v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, TMA, True)
+    k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, True)
+    v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, True)
     dk = tl.zeros([BN, D_PAD], tl.float32)
     dv = tl.zeros([BN, D_PAD], tl.float32)
     lo = 0
@@ -325,14 +331,14 @@ def _dkv_tile(
         lo = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, end)
         dk, dv = _dkv_queries(
             dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
-            first, lo, sc, N_q, BM, BN, D, D_PAD, True, TMA, PRECISION, ALONE,
+            first, lo, sc, N_q, BM, BN, D, D_PAD, True, MOVE, PRECISION, ALONE,
         )  # fmt: skip
     dk, dv = _dkv_queries(
         dk, dv, k, v, q_, o_, do_, L, VECTORS, q_strides, o_strides, do_strides, b, h, bh, num_heads, n0,
-        lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, TMA, PRECISION, ALONE,
+        lo, N_q, sc, N_q, BM, BN, D, D_PAD, False, MOVE, PRECISION, ALONE,
     )  # fmt: skip
-    _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
-    _store(dv_, dv_strides, dv.to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, TMA)
+    _store(dk_, dk_strides, (dk * scale).to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, MOVE)
+    _store(dv_, dv_strides, dv.to(k.dtype), b, h, n0, N_k, BN, D, D_PAD, MOVE)
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -340,7 +346,7 @@ def dkv_kernel(
     q_, k_, v_, do_, dk_, dv_, VECTORS, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
     scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
     num_blocks = tl.cdiv(N_k, BN)
@@ -349,7 +355,7 @@ def dkv_kernel(
         q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not looked at
         q_strides, k_strides, v_strides, do_strides, do_strides, dk_strides, dv_strides,
         bh // H, bh % H, bh, tl.num_programs(0) // num_blocks, block * BN, scale, N_q, N_k,
-        BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, False,
+        BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, False,
     )  # fmt: skip
 
 
@@ -359,7 +365,7 @@ def backward_kernel(
     q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, dk_strides, dv_strides,
     scale, H, N_q, N_k, GROUP,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both walks in one launch, for work that is shorter than a launch: the one for dk and dv finds delta itself."""
     num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
@@ -370,12 +376,12 @@ def backward_kernel(
         _dkv_tile(
             q_, k_, v_, o_, do_, dk_, dv_, L, L,
             q_strides, k_strides, v_strides, o_strides, do_strides, dk_strides, dv_strides,
-            b, h, bh, num_heads, block * BN, scale, N_q, N_k, BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, True,
+            b, h, bh, num_heads, block * BN, scale, N_q, N_k, BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, True,
         )  # fmt: skip
     else:
         m0 = (num_key_blocks + num_query_blocks - 1 - block) * BM
-        do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, TMA)
+        do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
         _dq_tile(
             q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
-            BM, BN, D, D_PAD, CAUSAL, TMA, PRECISION, False,
+            BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, False,
         )  # fmt: skip

@@ -1,7 +1,5 @@
 """Attention that holds all scores: the truth that kernels are tested against, and what a PyTorch user writes first.
 
-`naive` itself is `cs336_basics.model.scaled_dot_product_attention`, the model's own default.
-
 Shapes: N_q queries, N_k keys, D size of a head; `...` any number of leading dimensions.
 """
 
@@ -13,12 +11,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from cs336_basics.model import scaled_dot_product_attention as naive
-from cs336_basics.model import without_autocast
+from cs336_basics.model import scaled_dot_product_attention, without_autocast
 
 from .contract import FLOATING_DTYPES, check_qkv
 
-__all__ = ["attention_with_logsumexp", "naive", "vectorized_torch"]
+
+def naive(
+    q: Float[Tensor, "... queries d"],
+    k: Float[Tensor, "... keys d"],
+    v: Float[Tensor, "... keys d"],
+    is_causal: bool = False,
+) -> Float[Tensor, "... queries d"]:
+    """`cs336_basics.model.scaled_dot_product_attention`, the model's own default, for what kernels take and no more.
+
+    Raises ValueError where q, k and v do not fit each other or are not floating point.
+    """
+    check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
+    return scaled_dot_product_attention(q, k, v, is_causal)
 
 
 def attention_with_logsumexp(
