@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,22 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     except OSError as error:  # which does not say by itself, or names the file beside
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file beside, for who writes by itself, which takes the place of the file once it is written.
+
+    Raises OSError naming the file where that fails; then it is as it was, or not there.
+    """
+    beside = path.with_name(f"writing-{path.name}")  # of the same kind: by its end it may be compressed
+    try:
+        yield beside
+        os.replace(beside, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _replace(target: Path, data: bytes) -> None:

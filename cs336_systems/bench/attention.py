@@ -22,7 +22,7 @@ from ..training.metrics import summarise
 from .case import Row
 from .outcome import current_gpu_state, failed, free_memory, is_sound, measured, with_gpu_states
 from .sweep import as_json, swept
-from .timing import time_ms, wait_for
+from .timing import time_ms, timer, wait_for
 
 KERNELS = tuple(name for name in ATTENTION if name not in ("scaled_dot_prod_attention", "flash_attention_triton"))
 QUICK_KERNELS = ("naive", "vectorized_torch", "flash_torch", "sdpa")
@@ -229,7 +229,8 @@ class _Subject:
     def row(self) -> Row:
         if self.failure is not None:
             return self.failure
-        metrics: dict[str, Any] = dict(self.facts)
+        counts = {name: len(times) for name, times in self.times.items()}
+        metrics: dict[str, Any] = {**self.facts, "timer": timer(self.do.device), "samples": counts}
         for name, times in self.times.items():
             flops = attention_flops(self.do.shape, self.qkv[1].shape[-2], self.config.is_causal, WORKS[name])
             metrics[f"{name}_ms"] = summarise(times)

@@ -30,7 +30,7 @@ class Row:
     config: dict[str, Any]
     status: Literal["ok", "oom", "error"] = "ok"
     metrics: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, Any] = field(default_factory=lambda: _stamp())
+    env: dict[str, Any] = field(default_factory=lambda: stamp())
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Row:
             )
 
 
-def _stamp() -> dict[str, Any]:
+def stamp() -> dict[str, Any]:
     """Machine, versions, commit and date, and what was asked for where it was a command."""
     command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
     return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
@@ -81,8 +81,7 @@ def append_row(path: Path, row: Row) -> None:
         file.seek(0)
         last = file.read().rpartition(b"\n")[2]
         length = file.seek(0, os.SEEK_END)
-        begun = last.startswith(_BEGIN) or _BEGIN.startswith(last)
-        if last and begun and not _is_json(last):  # part of a row, which a process that was killed has left
+        if _is_cut(last):
             length = file.truncate(length - len(last))
         elif last:
             left = b"\n" + left
@@ -108,16 +107,19 @@ def _locked(file: Any) -> Iterator[None]:
     yield
 
 
-def _is_json(line: bytes) -> bool:
+def _is_cut(line: bytes) -> bool:
+    """Whether a last line is part of a row, as a process that was killed leaves it."""
+    if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
+        return False
     try:
         json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return True
+    return False
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON Lines file. A last line that was cut short is left out, with a warning.
+    """The rows of a JSON Lines file. A last row that was cut short is left out, with a warning.
 
     Raises ValueError naming file and line for any other line that is no row, and for a measured one whose metrics are
     not finite.
@@ -134,7 +136,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             loaded = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if i == len(lines) - 1 and not content.endswith(b"\n"):
+            if i == len(lines) - 1 and not content.endswith(b"\n") and _is_cut(line):
                 logger.warning("%s, line %d was cut short, left out", path, i + 1)
                 continue
             raise ValueError(f"{path}, line {i + 1} is not JSON: {error}") from error

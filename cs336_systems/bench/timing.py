@@ -34,6 +34,13 @@ def time_ms(
     return measure(work, max(1, int(rep_ms / estimate)), gradients_of, device)
 
 
+def timer(device: torch.device) -> str:
+    """What `time_ms` does on a device, for the row."""
+    if device.type == "cuda":
+        return "CUDA events around each call, the L2 cache flushed before it"
+    return "time.perf_counter around each call"
+
+
 def _gpu_times(
     work: Callable[[], Any], count: int, gradients_of: Sequence[Tensor], device: torch.device
 ) -> list[float]:

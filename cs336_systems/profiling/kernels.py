@@ -10,13 +10,14 @@ import torch
 
 from ..accounting import attention_product_flops, softmax_flops
 from ..bench.case import Row, append_row
-from ..bench.outcome import failure, free_memory
+from ..bench.outcome import current_gpu_state, failure, free_memory, with_gpu_states
 from ..bench.ranges import named_range
 from ..bench.timing import Stopwatch, wait_for
 from ..bench.trace import read_trace
 from ..bench.workload import Workbench, Workload
 from ..fields import require, require_at_least
-from ..hardware import check_precision, select_device
+from ..files import written_whole
+from ..hardware import check_precision, select_device, use_device
 from .annotated import SCORES, SOFTMAX, VALUES, annotate_attention
 from .summary import KERNELS_FILE, SPANS, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
 from .trace import cpu_kernels, gpu_kernels
@@ -77,8 +78,12 @@ def measure(
         given = {"warmup": config.warmup, "steps": config.steps}
         totals: list[KernelTotal] = []
         try:
+            if config.workload.device.startswith("cuda"):
+                use_device(config.workload.device)  # its state before is asked for next
+            before = current_gpu_state()
             ran, metrics, totals = profile(config, mode, out)
             row = Row(case=CASE, variant=mode, config=ran | given, metrics=metrics)
+            row = with_gpu_states(row, before, current_gpu_state())
         except Exception as error:
             status, reason = failure(error)
             if status != "oom":
@@ -172,5 +177,6 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
             # Waited for: a kernel that were still running when recording begins would have no launch.
             times.append(watch.lap_ms())
             profiler.step()
-    profiler.export_chrome_trace(str(trace))
+    with written_whole(trace) as beside:
+        profiler.export_chrome_trace(str(beside))
     return sum(times[1:]) / steps

@@ -13,8 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..bench.case import stamp
+from ..bench.outcome import current_gpu_state
 from ..bench.workload import Workbench, Workload
-from ..hardware import environment, select_device
+from ..files import written_whole
+from ..hardware import select_device
 from .phases import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, PHASES_FILE, SNAPSHOT_FILE, Held, Phases
 from .storages import StorageRecorder
 
@@ -38,12 +41,14 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
     if config.compile and select_device(config.device).type == "cpu":
         raise ValueError("compile is True: it must be false on a CPU, where storages are counted operator by operator")
     bench = Workbench(config)
+    before = current_gpu_state()
     _warm_up(bench, warmup)
     on_gpu = bench.device.type == "cuda"
     step = _Step(bench)
     recorder = _allocator_history() if on_gpu else StorageRecorder(h[2] for h in held_tensors(bench))
     with recorder as running:
         error = step.run()
+        states = {"gpu_before": before, "gpu_after": current_gpu_state()}
         running.save(folder / SNAPSHOT_FILE)
     phases = Phases(
         names=bench.phases[: len(step.boundaries_us)],
@@ -53,7 +58,7 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
         max_entries=MAX_ENTRIES if on_gpu else None,
         error=error,
         config={**bench.read_back(), "warmup": warmup},
-        env=environment(),
+        env=stamp() | {name: state for name, state in states.items() if state},
         allocator=_allocator_peaks(bench.device) if on_gpu else {},
     )
     phases.save(folder / PHASES_FILE)
@@ -145,7 +150,8 @@ def _allocator_history() -> Iterator[Recorder]:
 
 class _AllocatorRecorder:
     def save(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
+        with written_whole(path) as beside:
+            torch.cuda.memory._dump_snapshot(str(beside))
 
 
 def _allocator_peaks(device: torch.device) -> dict[str, int]:

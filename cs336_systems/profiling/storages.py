@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..bench.live_bytes import StorageFollower
+from ..files import written_whole
 
 _MOST_FRAMES = 40
 
@@ -61,7 +62,7 @@ class StorageRecorder(StorageFollower):
             )
             facts |= dict(device=0, stream=0, segment_type="large", segment_pool_id=(0, 0), is_expandable=False)
             segments.append({**facts, "frames": frames, "blocks": [block]})
-        with path.open("wb") as file:
+        with written_whole(path) as beside, beside.open("wb") as file:
             pickle.dump({"segments": segments, "device_traces": [self._events]}, file)
 
     def _note(self, action: str, address: int, size: int, frames: list[dict[str, Any]]) -> None:

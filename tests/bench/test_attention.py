@@ -3,19 +3,22 @@
 import os
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems.bench import attention as bench
-from cs336_systems.bench import runner
+from cs336_systems.bench import runner, timing
 from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.cases.kernels import CASE, SHAPES, KernelsBench, parse_shape
 from cs336_systems.bench.sweep import configurations, groups
 from cs336_systems.bench.timing import time_ms
 from cs336_systems.cli import main
 from cs336_systems.console import COMMAND
+from cs336_systems.kernels.attention import ATTENTION
 from cs336_systems.kernels.attention.contract import visible_pairs
 from cs336_systems.report.views import rows_table
 
@@ -36,6 +39,8 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_times() -> None:
         assert 0 < times["p20"] <= times["p50"] <= times["p80"]
         flops = products * 2 * 16 * visible_pairs(32, 32, True) * 2  # two heads
         assert row.metrics[f"{name}_tflops"] == pytest.approx(flops / times["p50"] / 1e9)
+        assert row.metrics["samples"][name] >= 2  # of two rounds
+    assert row.metrics["timer"] == "time.perf_counter around each call"
 
 
 def test_kernels_take_turns_and_all_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,18 +239,47 @@ def test_the_command_refuses_before_it_measures(
     assert said.count("\n") == 1
 
 
+def test_each_call_on_a_gpu_finds_its_cache_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 2.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(zero_=lambda: seen.append("flushed")))
+    x = SimpleNamespace(grad=1)
+    times = timing._gpu_times(lambda: seen.append(f"work, {x.grad}"), 2, [x], torch.device("cuda"))
+    assert times == [2.0, 2.0]
+    assert seen == 2 * ["flushed", "event", "work, None", "event"] + ["waited"]
+
+
+def test_calls_for_so_long_come_before_those_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: counts.append(count) or count * [2.0])
+    assert len(time_ms(lambda: None, torch.device("cpu"), warmup_ms=20, rep_ms=100)) == 50
+    assert counts == [1, 4, 10, 50]
+
+
 @pytest.mark.gpu
 @pytest.mark.timing
-def test_times_agree_with_tritons_benchmark() -> None:
+@pytest.mark.parametrize("length", [32768, 65536])  # where the host is ahead
+def test_the_case_flash_agrees_with_tritons_benchmark(length: int) -> None:
     from triton.testing import do_bench
 
-    q, k, v = (torch.randn(8, 16, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    of_case, q_k_v = get_case("flash"), [torch.randn(1, length, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+    q, k, v = (x.requires_grad_() for x in q_k_v)
+    given = {"kernel": ("flash_triton",), "length": (length,), "head_size": (64,), "dtype": ("bf16",)}
+    dO = torch.randn_like(q)
 
-    def work() -> None:
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def both() -> None:
+        ATTENTION["flash_triton"](q, k, v, True).backward(dO)
 
-    ratios = []
-    for _ in range(3):  # in turns: the clock moves
-        theirs = do_bench(work, warmup=25, rep=100, return_mode="median")
-        ratios.append(statistics.median(time_ms(work, q.device, warmup_ms=25, rep_ms=100)) / theirs)
-    assert statistics.median(ratios) == pytest.approx(1, rel=0.02)
+    ratios: dict[str, list[float]] = {"forward": [], "forward_backward": []}
+    for _ in range(5):  # in turns: the clock moves
+        (row,) = of_case.measure(configurations(of_case, given))
+        with torch.no_grad():
+            forward = do_bench(lambda: ATTENTION["flash_triton"](q, k, v, True), return_mode="median")
+        by_hand = {"forward": forward, "forward_backward": do_bench(both, grad_to_none=[q, k, v], return_mode="median")}
+        for work, theirs in by_hand.items():
+            ratios[work].append(row.metrics[f"{work}_ms"]["p50"] / theirs)
+    assert {work: statistics.median(of_work) for work, of_work in ratios.items()} == pytest.approx(
+        dict.fromkeys(ratios, 1), rel=0.02
+    )

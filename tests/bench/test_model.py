@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems import profile_command
 from cs336_systems.accounting import forward_flops, training_flops
-from cs336_systems.bench import sweep
+from cs336_systems.bench import sweep, timing
 from cs336_systems.bench.case import Row
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
@@ -97,6 +97,26 @@ def test_laps_are_those_of_the_clock() -> None:
     now = iter((10.0, 10.5, 12.0))
     watch = Stopwatch(torch.device("cpu"), lambda: next(now))
     assert [watch.lap_ms(), watch.lap_ms()] == [500.0, 1500.0]
+
+
+def test_a_lap_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(timing, "wait_for", lambda device: seen.append(f"waited for {device}"))
+    watch = Stopwatch(torch.device("cpu"), lambda: seen.append("looked at the clock") or 0.0)
+    watch.lap_ms()
+    assert seen == 2 * ["waited for cpu", "looked at the clock"]
+
+
+@pytest.mark.parametrize("name", ["model", "warmup", "checkpointing"])
+def test_so_many_steps_come_before_those_that_are_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_case = get_case(name)
+    steps: list[int] = []
+    monkeypatch.setattr(Workbench, "step", lambda self: steps.append(0))
+    for warmup in (0, 3):
+        given = {"warmup": (warmup,), "steps": (2,), "mode": ("forward_backward",)}
+        steps.clear()
+        (row, *_) = of_case.measure(configurations(of_case, given, quick=True)[:1])
+        assert (row.error, row.config["warmup"], len(steps)) == (None, warmup, warmup + 2)
 
 
 def test_phases_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

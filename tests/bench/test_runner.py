@@ -269,6 +269,18 @@ def test_a_short_memory_is_told_from_other_failures() -> None:
     assert failure(KeyError("x")) == ("error", "KeyError: 'x'")
 
 
+def test_a_file_whose_last_line_is_no_row_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "precision-accumulation.jsonl"
+    path.write_text("my notes")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "precision-accumulation", "--out", str(tmp_path)])
+    assert stop.value.code == 2
+    assert f"{path}, line 1 is not JSON" in capsys.readouterr().err
+    assert path.read_text() == "my notes"
+
+
 def append_many(path: str, number: int) -> None:
     for i in range(100):
         append_row(Path(path), Row(case="a", variant=f"{number} {i}", config={"long": "x" * 9000}, env={}))
