@@ -142,6 +142,15 @@ ATTENTION_VIEWS: dict[str, View] = {
             Column("TFLOP/s", "forward_sum_backward_tflops", ".3g"),
             Column("peak (GiB)", "peak_memory_bytes", ".2f", 2**30),
         ),
+        plots=(
+            Plot(
+                name="time",
+                y=Column("mean (ms)", "forward_sum_backward_ms.mean", ".3f"),
+                x="kernel",
+                lines=("compile",),
+                kind="bar",
+            ),
+        ),
     ),
 }
 """By case; `kernels` has a table of its own besides."""

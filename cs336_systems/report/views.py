@@ -39,6 +39,17 @@ def _steps(row: Row) -> list[Row]:
     ]
 
 
+_FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
+
+
+def _fraction_bits(row: Row) -> list[Row]:
+    """A row for each type that a row of `autocast-dtypes` has, which a plot cannot show by its name."""
+    return [
+        replace(row, config={**row.config, "of": name.replace("_", " ")}, metrics={"bits": _FRACTION_BITS[dtype]})
+        for name, dtype in row.metrics["dtypes"].items()
+    ]
+
+
 VIEWS: dict[str, View] = {
     "model": View(
         keys=_MODEL_KEYS,
@@ -77,11 +88,18 @@ VIEWS: dict[str, View] = {
     "precision-accumulation": View(
         keys=("accumulation", "value", "count", "device"),
         columns=(Column("sum", "sum", ".7f"), Column("error", "error", "+.7f"), Column("type", "dtype", "s")),
+        plots=(
+            Plot(name="error", y=Column("error", "error", "+.7f"), x="accumulation", lines=("device",), kind="bar"),
+        ),
     ),
     "autocast-dtypes": View(
         keys=("norm", "precision", "device"),
         columns=tuple(Column(name.replace("_", " "), f"dtypes.{name}", "s")
                       for name in ("parameters", "fc1_output", "norm_output", "logits", "loss", "gradients")),
+        plots=(
+            Plot(name="bits", y=Column("bits of the fraction", "bits", "d"), x="of", lines=("norm", "precision"),
+                 kind="bar", each=_fraction_bits),
+        ),
     ),
     "residuals": View(
         keys=("size", "context_length", "batch_size", "precision", "compile", "attention"),
@@ -255,6 +273,8 @@ def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) ->
     or the files where each can.
     """
     rows = [row for path in paths for row in read_rows(path)]
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, paths))}: there is no row")
     with naming_the_files(paths):
         return show(rows)
 
