@@ -55,6 +55,7 @@ class DDPBucketed(DDP):
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
+        self._kept: set[nn.Parameter] = set()  # with gradients of finished steps, which have not been cleared
         super().__init__(module, grad_dtype, bucket_size_mb)
 
     def _arrange(self) -> None:
@@ -67,20 +68,26 @@ class DDPBucketed(DDP):
         return super().forward(*inputs, **kwargs)
 
     def _make_buckets(self) -> None:
-        self._buckets = [Bucket(group) for group in self._groups]
+        with torch.inference_mode(False):  # of a tensor born in it no gradient could be a view
+            self._buckets = [Bucket(group) for group in self._groups]
         for bucket in self._buckets:
             bucket.collect()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. They stay views of the buckets, whatever set_to_none says."""
         super().zero_grad()
+        self._kept.clear()
         if not self._buckets:
             self._make_buckets()
         for bucket in self._buckets:
             bucket.clear()
 
     def _is_missing(self, p: nn.Parameter) -> bool:
-        return p not in self._touched  # its gradient may be the zeros of its view
+        return p not in self._touched and (p.grad is None or p not in self._kept)  # it may be the zeros of its view
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        self._kept = {p for p in self.trainable() if p.grad is not None}
 
     def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
         if not self._buckets:  # a step without a forward pass

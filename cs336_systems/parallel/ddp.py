@@ -109,6 +109,11 @@ class DDP(Strategy):
         self._still_to_come = [len(group) for group in self._groups]
         self._transfers: list[comm.Transfer] = []
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._came and all(p.grad is None for p in self._came):  # dropped by an optimizer's zero_grad
+            self._forget()
+        return super().forward(*inputs, **kwargs)
+
     def _on_gradient(self, p: nn.Parameter) -> None:
         self._touched.add(p)
         if not self._synchronizing:
@@ -135,10 +140,13 @@ class DDP(Strategy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget a backward pass that has not been finished."""
+        self._forget()
+        super().zero_grad(set_to_none)
+
+    def _forget(self) -> None:
         for transfer in self._transfers:
             transfer.wait()
         self._reset()
-        super().zero_grad(set_to_none)
 
     def _is_missing(self, p: nn.Parameter) -> bool:
         return p.grad is None

@@ -35,6 +35,10 @@ TIMED_OUT = "Timed out"
 """In the message of gloo of a transfer in which another rank is late."""
 
 
+TELL_ALL = ("ValueError", "FileNotFoundError", "NonFiniteError", "CheckpointError", "CollectiveError")
+"""Errors, by their names, that say by themselves what was where; of others rank and step are told."""
+
+
 class CollectiveError(RuntimeError):
     """A transfer between ranks failed or was not done in time. Says which rank, which operation, which step."""
 
@@ -167,6 +171,8 @@ def leave_failure(error: BaseException) -> None:
     with a summary that has the message of every rank.
     """
     message = " ".join(str(error).split()) or type(error).__name__
+    if _step is not None and type(error).__name__ not in TELL_ALL:
+        message = f"{_place('training')} failed: {message}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # Without py_callstack, in the place of which the summary shows the message.
         report = {"message": message, "kind": type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}

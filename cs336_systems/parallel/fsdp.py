@@ -1,8 +1,7 @@
 """Fully sharded data parallelism: every rank keeps a piece of each weight and has a whole one only while it computes.
 
 ZeRO stage 3 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") in the
-form of PyTorch FSDP (Zhao et al. 2023). Read it from `FSDP` downwards: when something is sent is in `_Walk`, what in
-`fsdp_units.py`.
+form of PyTorch FSDP (Zhao et al. 2023). When something is sent is in `fsdp_walk.py`, what in `fsdp_units.py`.
 
 Streams. An NCCL transfer starts after what is queued on the current stream so far, and `wait` makes the current stream
 wait for it. All memory of transfers is allocated and freed on the current stream, and freed only after that wait, so
@@ -12,7 +11,7 @@ the caching allocator hands it on in order; nothing needs `record_stream`, which
 import math
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from cs336_basics.nn_utils import gradient_norms
 
 from ..hardware import to_host
 from . import comm
-from .fsdp_units import EMBEDDINGS, Unit, divide
+from .fsdp_units import APART, EMBEDDINGS, PART, WHOLE, Unit, divide
+from .fsdp_walk import Place, Walk, insert
 from .strategy import Strategy, check_wire_dtype, weak_hook
 
 
@@ -35,7 +35,8 @@ class FSDP(Strategy):
 
     What is gathered together is a unit: the weights of one element of an nn.ModuleList (a Transformer block), and
     elsewhere of one module. While a unit computes, forward or backward, the next one is on its way; so at most two are
-    whole. A unit's gradients leave as soon as they are there, and are waited for when the next unit's leave.
+    whole. A unit's gradients leave as soon as they are there, and are waited for when the next unit's leave, or when
+    backward ends.
 
     compute_dtype: shards are cast to it before they travel; weights and their gradients have it in computation. Under
     autocast give the same type, or autocast keeps its own copies of all weights until backward is over.
@@ -46,8 +47,9 @@ class FSDP(Strategy):
 
     Ranks may use different weights, but must make the same calls of forward and backward; in the first forward, which
     teaches the order of units, only where they are registered in that order. Weights are whole only inside the calls of
-    their unit's module and its backward. A block may be compiled or checkpointed inside (its `forward` replaced, before
-    or after wrapping) or checkpointed from outside, with use_reentrant=False. Freeze parameters before wrapping.
+    their unit's module and its backward: in that first forward using one elsewhere is a RuntimeError. A block may be
+    compiled or checkpointed inside (its `forward` replaced, before or after wrapping) or checkpointed from outside,
+    with use_reentrant=False. Freeze parameters before wrapping.
 
     Raises ValueError where the ranks' modules are not alike, and for sparse gradients and max_norm of nn.Embedding.
     """
@@ -70,11 +72,12 @@ class FSDP(Strategy):
         self._plan(list(range(len(self._stages))))
         self._unknown = {True, False}  # whether with gradients: forward passes whose order is not learned yet
         self._called: list[tuple[int, bool]] = []  # in such a pass: stages, and whether backward comes to them
-        self._walk: _Walk | None = None  # through the forward pass under way
-        self._back: _Walk | None = None  # through the backward pass under way
+        self._walk: Walk | None = None  # through the forward pass under way
+        self._back: Walk | None = None  # through the backward pass under way
         self._task = -1  # its number in autograd
         self._marked = False  # whether `_mark_used` was called in this step
         self._scattering: Unit | None = None
+        self._hidden = False  # whether modules have what may not be used, in the place of their parts
         self._whole = {id(weight.full): (unit, weight) for unit in self._units for weight in unit.trainable}
         hook = weak_hook(self._after_gradient)
         for unit in self._units:
@@ -87,6 +90,7 @@ class FSDP(Strategy):
             stage.module.register_forward_pre_hook(outside(partial(self._before_stage, number)))
             stage.module.register_forward_hook(outside(partial(self._after_stage, number)), always_call=True)
         module.register_forward_hook(outside(self._after_forward))
+        module.register_forward_hook(outside(self._show_parts), always_call=True)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -94,21 +98,25 @@ class FSDP(Strategy):
         if _in_backward():  # checkpointing computes it again
             return
         self._reset()  # what is whole is of an older pass: the weights may have changed, or its backward never came
-        self._walk = _Walk(self._places)
+        self._walk = Walk(self._places)
         self._called = []
+        if self._unknown:
+            for unit in self._units:
+                unit.register(APART)
+            self._hidden = True
 
     def _before_stage(self, number: int, module: nn.Module, inputs: Any) -> None:
         stage = self._stages[number]
         if _in_backward() or self._walk is None or not self._walk.visit(number):
             stage.start()  # out of turn: all ranks have to do the same
             stage.wait()
-        stage.register(full=True)
+        stage.register(WHOLE)
 
     def _after_stage(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if _in_backward():
             return  # the gradients come next
         stage = self._stages[number]
-        stage.register(full=False)
+        stage.register(APART if self._hidden else PART)
         backed = _watch(output, partial(self._before_stage_backward, number))
         if self._unknown:
             self._called.append((number, backed))
@@ -116,6 +124,13 @@ class FSDP(Strategy):
             stage.free()
         elif not (self._walk.at_end() and torch.is_grad_enabled()):  # the last is the first that backward needs
             self._walk.leave()
+
+    def _show_parts(self, *_: Any) -> None:
+        """Let the modules have their parts again after the first forward pass, also where it has failed."""
+        if self._hidden and not _in_backward():
+            self._hidden = False
+            for unit in self._units:
+                unit.register(PART)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if _in_backward() or self._walk is None:
@@ -134,7 +149,7 @@ class FSDP(Strategy):
         everyone = comm.gather_objects(self._called, "the order of the units")
         order = [number for number, _ in max(everyone, key=lambda called: len(called))]
         for number in set(range(len(self._stages))).difference(order):
-            _insert(order, number, [stage.name.rpartition(".")[0] for stage in self._stages])
+            insert(order, number, [stage.name.rpartition(".")[0] for stage in self._stages])
         self._unknown -= {False, torch.is_grad_enabled()}
         if order != [place.number for place in self._places]:
             self._reset()
@@ -143,17 +158,17 @@ class FSDP(Strategy):
     def _plan(self, order: list[int], backed: Container[int] = ()) -> None:
         """Lay out the walks of forward, and of backward as far back as it goes or may go on some rank."""
         stages = self._stages
-        self._places = [_Place(number, stages[number].units, []) for number in order]
+        self._places = [Place(number, stages[number].units, []) for number in order]
         goes = [number in backed or stages[number].trains for number in order]
         seen: set[Unit] = set()
-        self._back_places: list[_Place] = []
+        self._back_places: list[Place] = []
         for number in order[goes.index(True) if True in goes else len(order) :]:
             stage = stages[number]
             due = [unit for unit in stage.units if unit.trainable and unit not in seen]
             seen.update(due)
             # The backward of an embedding needs the indices, not the weight.
             gathered = [] if isinstance(stage.module, EMBEDDINGS) else stage.units
-            self._back_places.insert(0, _Place(number, gathered, due))
+            self._back_places.insert(0, Place(number, gathered, due))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -163,7 +178,7 @@ class FSDP(Strategy):
             return
         self._reset(keep=self._task == -1)  # all but what forward has kept, unless a backward was broken off
         self._mark_used()
-        self._task, self._back = task, _Walk(self._back_places, self._scatter)
+        self._task, self._back = task, Walk(self._back_places, self._scatter)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
@@ -178,7 +193,7 @@ class FSDP(Strategy):
         if not isinstance(stage.module, EMBEDDINGS):
             stage.start()
             stage.wait()
-            stage.register(full=True)  # checkpointing computes the forward again, with the module's weights
+            stage.register(WHOLE)  # checkpointing computes the forward again, with the module's weights
 
     def _after_gradient(self, full: Tensor) -> None:
         self._begin_backward()
@@ -207,6 +222,7 @@ class FSDP(Strategy):
             for unit in place.due:
                 if unit.arrived or not unit.scattered:
                     self._scatter(unit)
+        self._wait_scatter()  # so that whoever drops the gradients, an optimizer's zero_grad too, drops all of them
         self._back, self._task = None, -1
         for unit in self._units:
             unit.free()
@@ -215,6 +231,10 @@ class FSDP(Strategy):
     def _reset(self, keep: bool = False) -> None:
         """Forget a pass that was broken off; free what is whole."""
         self._walk = None
+        self._show_parts()
+        if self._task != -1 and self._scattering is not None:
+            self._scattering.drop_scatter()
+            self._scattering = None
         for unit in () if keep else self._units:
             unit.free()
             if self._task != -1:
@@ -228,9 +248,8 @@ class FSDP(Strategy):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait for the last shards and average the replicated gradients; no unit is whole afterwards."""
+        """Average the replicated gradients; no unit is whole afterwards."""
         self._reset()
-        self._wait_scatter()
         self._mark_used()
         self._marked = False
         if not self._trainable:
@@ -249,6 +268,12 @@ class FSDP(Strategy):
             for i in missing:
                 if not by_anybody[i]:
                     self._trainable[i].grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and forget who was used."""
+        self._reset()
+        self._marked = False
+        super().zero_grad(set_to_none)
 
     def _used(self, parameter: nn.Parameter) -> bool:
         weight = self._sharded.get(id(parameter))
@@ -297,91 +322,6 @@ class FSDP(Strategy):
         named = self.module.named_parameters(remove_duplicate=False)
         weights = {name: self._sharded[id(p)] for name, p in named if id(p) in self._sharded}
         return {name: (weight.shape, weight.first_row) for name, weight in weights.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# When: the walk that all ranks make alike
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """A place in a walk: a stage by its number, what is gathered for it, whose gradients are complete after it."""
-
-    number: int
-    gathered: list[Unit]
-    due: list[Unit]
-
-
-class _Walk:
-    """One pass through all places of a plan, one after another.
-
-    Coming to a place starts the gather of the next one; leaving it sends the gradients that are due, where they have
-    not left yet, and frees its units. A rank passes in the same way over places that it does not use. So all ranks
-    start the same transfers in the same order, which is all that collectives need.
-    """
-
-    def __init__(self, places: list[_Place], scatter: Callable[[Unit], None] | None = None) -> None:
-        self.places, self.at, self._scatter = places, -1, scatter
-
-    def is_at(self, number: int) -> bool:
-        return self.at >= 0 and self.places[self.at].number == number
-
-    def at_end(self) -> bool:
-        return self.at == len(self.places) - 1
-
-    def knows(self, number: int) -> bool:
-        return any(place.number == number for place in self.places)
-
-    def visit(self, number: int) -> bool:
-        """Go to the next place of this stage and wait for its weights. False if there is none ahead."""
-        for i in range(self.at + 1, len(self.places)):
-            if self.places[i].number == number:
-                self._go(i)
-                return True
-        return False
-
-    def to_end(self) -> None:
-        self._go(len(self.places) - 1)
-
-    def restart(self) -> None:
-        self.to_end()
-        self.leave()
-        self.at = -1
-
-    def leave(self) -> None:
-        if self.at < 0:
-            return
-        here = self.places[self.at]
-        for unit in here.due:
-            if self._scatter and not unit.scattered:  # not used here, or not all of it
-                self._scatter(unit)
-        following = [] if self.at_end() else self.places[self.at + 1].gathered
-        for unit in here.gathered:
-            if unit not in following:
-                unit.free()
-
-    def _go(self, to: int) -> None:
-        while self.at < to:
-            if self.at >= 0:
-                self.leave()
-            self.at += 1
-            for unit in self.places[self.at].gathered:
-                unit.start_gather()  # of the first place; the others are under way
-                if self.at == to:
-                    unit.wait_gather()
-            if not self.at_end():
-                for unit in self.places[self.at + 1].gathered:
-                    unit.start_gather()
-
-
-def _insert(order: list[int], number: int, folders: list[str]) -> None:
-    """Put a stage that has not been called among its neighbours: those of the same list, or those registered beside."""
-    near = [other for other in order if folders[other] == folders[number]] if folders[number] else []
-    near = near or order
-    if before := [other for other in near if other < number]:
-        order.insert(len(order) - order[::-1].index(max(before)), number)
-    else:
-        order.insert(order.index(min(near)) if near else 0, number)
 
 
 def _in_backward() -> bool:

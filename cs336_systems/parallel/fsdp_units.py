@@ -4,10 +4,11 @@
 """
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from cs336_basics.model import Embedding, Linear
 
@@ -68,12 +69,35 @@ class Parcel:
             self._copies.give_back()
 
 
+WHOLE, PART, APART = range(3)
+"""What modules may have in the place of a weight: all of it, this rank's part, or what must not be used, `Apart`."""
+
+
+class Apart(Tensor):
+    """In the place of a weight while it is not whole. Using it raises RuntimeError: a part would give wrong numbers."""
+
+    weight_name: str
+    _HARMLESS: ClassVar = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__}  # type: ignore
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in cls._HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        names = [x.weight_name for x in tree_leaves((args, kwargs)) if isinstance(x, Apart)]
+        raise RuntimeError(
+            f"{names[0]} was used outside of the calls of its module, where fsdp has a part of it only: share the "
+            "parameter between modules and call them, or take another strategy"
+        )
+
+
 class Weight:
     """One weight: this rank's rows, and the whole, whose memory is there only while it is needed."""
 
     full: nn.Parameter
 
-    def __init__(self, parameter: nn.Parameter, owners: list[tuple[dict[str, Any], str]]) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, owners: list[tuple[dict[str, Any], str]]) -> None:
         self.shard, self.owners = parameter, owners  # where modules have it: their dict of parameters, its name there
         self.shape, self.used = parameter.shape, False
         rows, world_size = self.shape[0], comm.world_size()
@@ -83,6 +107,8 @@ class Weight:
         parameter.grad = None
         mark_as_part(parameter)
         parameter.data = parameter.data[self.first_row : self.first_row + self.piece[0]]  # its unit copies them
+        self.apart = torch.empty(0, dtype=parameter.dtype, device=parameter.device).as_subclass(Apart)
+        self.apart.weight_name = name
 
     def lay(self, room: Tensor) -> None:
         """Let the whole weight be on this tensor."""
@@ -114,8 +140,8 @@ class Unit:
         for weight, room in zip(weights, self.whole.tensors, strict=True):
             weight.lay(room)
         self.whole.give_back()
-        self._places = [(parameters, key, w.full, w.shard) for w in weights for parameters, key in w.owners]
-        self._registered = False  # whether modules have the whole weights
+        self._places = [(parameters, key, (w.full, w.shard, w.apart)) for w in weights for parameters, key in w.owners]
+        self._registered = PART
         self._pieces = Parcel(self._shards, [w.piece for w in weights], dtype)
         self._present = False  # whole, or under way
         self._gather: comm.Transfer | None = None
@@ -136,12 +162,12 @@ class Unit:
         for weight in self.trainable:
             weight.full.grad = None
 
-    def register(self, full: bool) -> None:
-        """Let the modules have the whole weights, or the shards again."""
-        if full != self._registered:
-            self._registered = full
-            for parameters, name, whole, shard in self._places:
-                parameters[name] = whole if full else shard
+    def register(self, what: int) -> None:
+        """Let the modules have the weights WHOLE, this rank's PART of them, or what is APART."""
+        if what != self._registered:
+            self._registered = what
+            for parameters, name, three in self._places:
+                parameters[name] = three[what]
 
     def start_gather(self) -> None:
         if self._present:
@@ -162,7 +188,8 @@ class Unit:
         """Give the memory of the whole weights back; the tensors stay, for autograd has saved them."""
         if self._present:
             self.wait_gather()
-            self.register(full=False)
+            if self._registered == WHOLE:
+                self.register(PART)
             self.whole.give_back()
             self._present = False
 
@@ -195,6 +222,14 @@ class Unit:
             else:
                 shard.grad.add_(gradient)
 
+    def drop_scatter(self) -> None:
+        """Forget gradients that are on their way."""
+        if self._scatter is not None:
+            self._scatter[0].wait()
+            self._scatter = None
+            self._gradients.give_back()
+            self._got.give_back()
+
     def gather_masters(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
         """By each shard what `keep` makes of the weight whole, in the type of the shard."""
         rooms = [w.shard.new_empty(w.padded) for w in self.weights]
@@ -221,9 +256,9 @@ class Stage:
         for unit in self.units:
             unit.wait_gather()
 
-    def register(self, full: bool) -> None:
+    def register(self, what: int) -> None:
         for unit in self.units:
-            unit.register(full)
+            unit.register(what)
 
     def free(self) -> None:
         for unit in self.units:
@@ -253,9 +288,10 @@ def divide(module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: tor
     for p in sharded:
         groups.setdefault((tuple(users[p]), p.dtype), []).append(p)
     names = {child: name for name, child in module.named_modules()}
+    parameter_names = {p: name for name, p in module.named_parameters()}
     units: list[list[Unit]] = [[] for _ in modules]
     for (numbers, dtype), parameters in groups.items():
-        weights = [Weight(p, sharded[p]) for p in parameters]
+        weights = [Weight(p, parameter_names[p], sharded[p]) for p in parameters]
         name = " and ".join(names[modules[number]] for number in numbers)
         unit = Unit(name, weights, compute_dtype or dtype, grad_dtype)
         for number in numbers:

@@ -35,6 +35,9 @@ class Strategy(nn.Module):
         self.module = module
         self.grad_dtype = grad_dtype
         self._synchronizing = True
+        for name, p in module.named_parameters():
+            if grad_dtype is not None and p.requires_grad and p.is_complex():
+                raise ValueError(f"grad_dtype is {grad_dtype}: it must be None, for {name} is {p.dtype}")
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         comm.check_same({name: _describe(t) for name, t in tensors.items()}, "parameters")
         comm.broadcast([t.detach() for t in tensors.values()], "broadcast of the parameters")

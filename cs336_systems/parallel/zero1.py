@@ -61,6 +61,11 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, {})
         self._assign()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Which copy.deepcopy and torch.save ask too. A copy would send parameters that its model does not have.
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled: its state_dict can, and what "
+                        "consolidate_state_dict gives")  # fmt: skip
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are assigned to ranks as the first were. Those stay where they are."""
         super().add_param_group(param_group)

@@ -1,5 +1,6 @@
 """Data parallelism on gloo: equal to one process on the whole batch, whatever the model does with its parameters."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.bucketed import DDPBucketed
 from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
 from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.parallel.zero1 import ShardedOptimizer
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
 
@@ -304,22 +306,34 @@ def test_ranks_with_different_shapes_are_told_which() -> None:
         assert "weight is float32 (3, 2) on rank 1 and float32 (2, 2) on rank 0" in message
 
 
-def after_a_dropped_step(name: str) -> dict[str, Tensor]:
-    """A backward pass that is not finished, then a step as if it had not been."""
+def after_a_dropped_step(name: str, own_zero_grad: bool, fails: bool) -> dict[str, Tensor]:
+    """A backward pass that is not finished, or breaks off, then a step as if it had not been."""
     module = build("transformer")
     strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
     optimizer = sgd(module.parameters())
     mine = batch_of(0).chunk(comm.world_size())[comm.rank()]
-    train_step(strategy, optimizer, mine)
-    strategy.zero_grad()
-    mean_loss(strategy, mine * 0).backward()
-    train_step(strategy, optimizer, batch_of(1).chunk(comm.world_size())[comm.rank()])
-    return {key: value.clone() for key, value in module.state_dict().items()}
+    train_step(strategy, optimizer, mine, own_zero_grad=own_zero_grad)
+    clear = strategy.zero_grad if own_zero_grad else optimizer.zero_grad
+    clear()
+
+    def fail_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if fails:
+            output.register_hook(lambda gradient: 1 / 0)
+
+    handle = module.token_embeddings.register_forward_hook(fail_in_backward)  # the last that backward comes to
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        mean_loss(strategy, mine * 0).backward()
+    handle.remove()
+    clear()
+    train_step(strategy, optimizer, batch_of(1).chunk(comm.world_size())[comm.rank()], own_zero_grad=own_zero_grad)
+    return {key: value.clone() for key, value in strategy.full_state_dict().items()}
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_step_that_is_dropped_leaves_nothing_behind(name: str) -> None:
-    states = run_ranks(after_a_dropped_step, 2, name)
+@pytest.mark.parametrize("fails", [False, True], ids=["dropped", "broken off"])
+@pytest.mark.parametrize("own_zero_grad", [True, False])
+@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+def test_a_step_that_is_dropped_leaves_nothing_behind(name: str, own_zero_grad: bool, fails: bool) -> None:
+    states = run_ranks(after_a_dropped_step, 2, name, own_zero_grad, fails)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone("transformer", 2, sgd), rtol=1e-4, atol=1e-5)
 
@@ -341,14 +355,116 @@ def without_a_backward_pass(name: str) -> list[bool]:
     strategy.finish_gradient_synchronization()
     strategy(torch.ones(1, 2)).sum().backward()
     strategy.finish_gradient_synchronization()
+    gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     strategy.finish_gradient_synchronization()
-    return [p.grad is None for p in module.parameters()]
+    return [p.grad is not None and torch.equal(p.grad, g) for p, g in zip(module.parameters(), gradients, strict=True)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", [*OURS, "fsdp"])
-def test_a_step_may_be_finished_without_a_backward_pass(name: str, world_size: int) -> None:
-    assert len(run_ranks(without_a_backward_pass, world_size, name)) == world_size
+def test_a_step_may_be_finished_without_a_backward_pass_and_again(name: str, world_size: int) -> None:
+    assert run_ranks(without_a_backward_pass, world_size, name) == [[True, True]] * world_size
+
+
+def one_branch_after_the_other(name: str) -> list[bool]:
+    module = Branches()
+    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    for branch in ("a", "b"):
+        strategy(torch.ones(1, 3), branch).backward()
+        strategy.finish_gradient_synchronization()
+    return [p.grad is not None for p in (module.a.weight, module.b.weight)]
+
+
+@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+def test_a_gradient_that_is_not_cleared_is_kept_by_a_step_that_does_not_use_it(name: str) -> None:
+    assert run_ranks(one_branch_after_the_other, 2, name) == [[True, True]] * 2
+
+
+def evaluated_first(name: str) -> dict[str, Tensor]:
+    module = build("transformer")
+    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    optimizer = sgd(module.parameters())
+    for step in range(3):
+        mine = batch_of(step).chunk(comm.world_size())[comm.rank()]
+        with torch.inference_mode():
+            mean_loss(strategy, mine)
+        train_step(strategy, optimizer, mine)
+    return {key: value.clone() for key, value in strategy.full_state_dict().items()}
+
+
+@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+def test_inference_between_steps_changes_nothing(name: str) -> None:
+    states = run_ranks(evaluated_first, 2, name)
+    assert_close(states[0], train_alone("transformer", 3, sgd), rtol=1e-4, atol=1e-5)
+
+
+class Shuffled(nn.Module):
+    """Calls its layers in another order than that in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.third(self.second(x)))
+
+
+def order_of_groups(cls: type[DDP], *options: Any) -> list[list[str]]:
+    strategy = cls(Shuffled(), *options)
+    orders = []
+    for _ in range(2):
+        orders.append([name.partition(".")[0] for group in strategy.groups for name in group])
+        strategy(torch.ones(1, 3)).sum().backward()
+        strategy.finish_gradient_synchronization()
+    return orders
+
+
+@pytest.mark.parametrize("how", [(DDP,), (DDPBucketed, 0.002), (DDP, None, 0.002)], ids=["single", "buckets", "groups"])
+def test_after_the_first_step_gradients_go_in_the_order_in_which_they_came(how: tuple[Any, ...]) -> None:
+    for before, after in run_ranks(order_of_groups, 2, *how):
+        assert before == ["third", "second", "first"]
+        assert after == ["first", "third", "second"]
+
+
+def types_that_travel(name: str, options: dict[str, Any]) -> dict[str, set[torch.dtype]]:
+    """By what is sent the types in which it is."""
+    sent: dict[str, set[torch.dtype]] = {}
+    start = comm._together
+
+    def together(method: str, tensors: Any, how: Any, what: str, op: Any = None) -> Any:
+        sent.setdefault(what.partition(" ")[0], set()).update(t.dtype for some in tensors for t in some)
+        return start(method, tensors, how, what, op)
+
+    module = build("transformer")
+    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002, **options))
+    comm._together = together
+    try:
+        train_step(strategy, sgd(module.parameters()), batch_of(0).chunk(comm.world_size())[comm.rank()])
+    finally:
+        comm._together = start
+    return sent
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_gradients_in_bf16_are_sent_in_bf16(name: str) -> None:
+    for sent in run_ranks(types_that_travel, 2, name, {"grad_dtype": torch.bfloat16}):
+        assert torch.bfloat16 in sent["all-reduce"]
+        assert sent["all-reduce"] <= {torch.bfloat16, torch.float32}  # the flags of used parameters
+    for sent in run_ranks(types_that_travel, 2, name, {}):
+        assert sent == {"all-reduce": {torch.float32}}
+
+
+def test_sharded_weights_are_cast_before_they_are_sent() -> None:
+    for sent in run_ranks(types_that_travel, 2, "fsdp", {"compute_dtype": torch.bfloat16}):
+        assert (sent["gather"], sent["scatter"]) == ({torch.bfloat16}, {torch.bfloat16})
+    for sent in run_ranks(types_that_travel, 2, "fsdp", {"grad_dtype": torch.bfloat16}):
+        assert (sent["gather"], sent["scatter"]) == ({torch.float32}, {torch.bfloat16})
+
+
+def test_complex_gradients_do_not_travel_in_a_real_type() -> None:
+    module = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"^grad_dtype is torch.bfloat16: it must be None, for weight is torch.compl"):
+        DDP(module, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "bf16", torch.float8_e5m2, torch.complex64, int])
@@ -364,6 +480,8 @@ def test_gradients_travel_in_floating_point(dtype: Any) -> None:
 def test_a_strategy_is_not_copied(cls: type[Any], copied: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"^a {cls.__name__} cannot be copied or pickled"):
         copied(cls(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"^a ShardedOptimizer cannot be copied or pickled"):
+        copied(ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.AdamW))
 
 
 def compressed_by_torch() -> str:

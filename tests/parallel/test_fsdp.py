@@ -1,5 +1,6 @@
 """FSDP on gloo (and NCCL): equal to one process, at most two units whole, the same transfers on all ranks."""
 
+import operator
 import re
 from collections.abc import Callable
 from functools import partial
@@ -618,6 +619,39 @@ def test_equals_one_process_nccl(model: str, how: str) -> None:
     states = run_ranks(train_on_ranks, 2, *args, device="cuda", timeout_s=240)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone(model, STEPS, sgd), rtol=1e-3, atol=1e-4)
+
+
+class TiedByHand(nn.Module):
+    """Uses the weight of its embedding without calling it, as many models do for their logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.by_hand = nn.Embedding(6, 4), nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert (self.embedding.weight.dtype, self.embedding.weight.device.type) == (torch.float32, "cpu")  # harmless
+        h = self.layer(self.embedding(x))
+        return nn.functional.linear(h, self.embedding.weight) if self.by_hand else h
+
+
+def tie_by_hand() -> str:
+    module = TiedByHand()
+    strategy = FSDP(module)
+    parts = list(module.parameters())
+    with pytest.raises(RuntimeError, match="outside") as error:
+        strategy(torch.tensor([1, 5]))
+    assert all(map(operator.is_, module.parameters(), parts))  # as before
+    module.by_hand = False
+    strategy(torch.tensor([1, 5])).sum().backward()
+    strategy.finish_gradient_synchronization()
+    assert strategy.full_state_dict()["embedding.weight"].shape == (6, 4)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_that_is_used_outside_of_its_module_is_refused_by_name(world_size: int) -> None:
+    for said in run_ranks(tie_by_hand, world_size):
+        assert said.startswith("embedding.weight was used outside of the calls of its module, where fsdp has a part")
 
 
 @pytest.mark.multigpu

@@ -1,0 +1,89 @@
+"""When fully sharded training sends: the walk through a model that all ranks make alike.
+
+`fsdp.py` says where the method comes from, `fsdp_units.py` what is sent.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .fsdp_units import Unit
+
+
+class Place(NamedTuple):
+    """A place in a walk: a stage by its number, what is gathered for it, whose gradients are complete after it."""
+
+    number: int
+    gathered: list[Unit]
+    due: list[Unit]
+
+
+class Walk:
+    """One pass through all places of a plan, one after another.
+
+    Coming to a place starts the gather of the next one; leaving it sends the gradients that are due, where they have
+    not left yet, and frees its units. A rank passes in the same way over places that it does not use. So all ranks
+    start the same transfers in the same order, which is all that collectives need.
+    """
+
+    def __init__(self, places: list[Place], scatter: Callable[[Unit], None] | None = None) -> None:
+        self.places, self.at, self._scatter = places, -1, scatter
+
+    def is_at(self, number: int) -> bool:
+        return self.at >= 0 and self.places[self.at].number == number
+
+    def at_end(self) -> bool:
+        return self.at == len(self.places) - 1
+
+    def knows(self, number: int) -> bool:
+        return any(place.number == number for place in self.places)
+
+    def visit(self, number: int) -> bool:
+        """Go to the next place of this stage and wait for its weights. False if there is none ahead."""
+        for i in range(self.at + 1, len(self.places)):
+            if self.places[i].number == number:
+                self._go(i)
+                return True
+        return False
+
+    def to_end(self) -> None:
+        self._go(len(self.places) - 1)
+
+    def restart(self) -> None:
+        self.to_end()
+        self.leave()
+        self.at = -1
+
+    def leave(self) -> None:
+        if self.at < 0:
+            return
+        here = self.places[self.at]
+        for unit in here.due:
+            if self._scatter and not unit.scattered:  # not used here, or not all of it
+                self._scatter(unit)
+        following = [] if self.at_end() else self.places[self.at + 1].gathered
+        for unit in here.gathered:
+            if unit not in following:
+                unit.free()
+
+    def _go(self, to: int) -> None:
+        while self.at < to:
+            if self.at >= 0:
+                self.leave()
+            self.at += 1
+            for unit in self.places[self.at].gathered:
+                unit.start_gather()  # of the first place; the others are under way
+                if self.at == to:
+                    unit.wait_gather()
+            if not self.at_end():
+                for unit in self.places[self.at + 1].gathered:
+                    unit.start_gather()
+
+
+def insert(order: list[int], number: int, folders: list[str]) -> None:
+    """Put a stage that has not been called among its neighbours: those of the same list, or those registered beside."""
+    near = [other for other in order if folders[other] == folders[number]] if folders[number] else []
+    near = near or order
+    if before := [other for other in near if other < number]:
+        order.insert(len(order) - order[::-1].index(max(before)), number)
+    else:
+        order.insert(order.index(min(near)) if near else 0, number)
