@@ -32,7 +32,7 @@ from .config import (
     SampleConfig,
     TrainConfig,
 )
-from .console import by_command, launched_rank, say, start_logging
+from .console import by_command, launched_rank, program, say, start_logging
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -152,7 +152,7 @@ def _train(arguments: Sequence[str]) -> int:
         return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
     if result.interrupted is not None:
         # How many processes there were is in config.json where the command has started them; torchrun has to be told.
-        again = _program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
+        again = program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
         command = f"{again} train --config {shlex.quote(f'{result.run_dir}/config.json')} --resume auto"
         say(f"stopped by {result.interrupted} at step {result.step}; to go on: {command}")
         return _EXIT_CODES[result.interrupted]
@@ -163,13 +163,8 @@ def _train(arguments: Sequence[str]) -> int:
     say(f"time             {time.perf_counter() - started:.0f} s")
     if result.sample is not None:
         prompt = "One day" if config.data.source in ("stories", "tinystories") else "The"
-        say(f'\nmore of it: {_program()} generate {shlex.quote(result.run_dir)} --prompt "{prompt}"')
+        say(f'\nmore of it: {program()} generate {shlex.quote(result.run_dir)} --prompt "{prompt}"')
     return 0
-
-
-def _program() -> str:
-    """How this command was called, for lines that can be pasted."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "cs336" else "cs336"
 
 
 def _generate(arguments: Sequence[str]) -> int:

@@ -6,8 +6,10 @@ import math
 import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 COMMAND = "CS336_COMMAND"
 """Has, in the environment of whatever makes rows, the command that was given."""
@@ -57,6 +59,12 @@ def by_command(words: Sequence[str]) -> Iterator[None]:
         del os.environ[COMMAND]
         if before is not None:
             os.environ[COMMAND] = before
+
+
+def program(name: str = "cs336") -> str:
+    """How the command `cs336` was called, or how another one beside it is, for lines that can be pasted."""
+    called = Path(sys.argv[0])
+    return str(called.with_name(name)) if called.name == "cs336" else name
 
 
 def say(line: str) -> None:

@@ -12,7 +12,6 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ..console import say
-from ..fields import require
 from ..hardware import gpu_count
 from .case import Row
 
@@ -70,8 +69,11 @@ def check_sized_for_gpu(what: str, device: str) -> None:
 
     Raises ValueError where `auto` would be a CPU.
     """
-    accepted = f"cpu, or left out with --quick, which takes seconds: there is no GPU, and {what} is sized for one"
-    require(device != "auto" or gpu_count() > 0, "device", device, accepted)
+    if device == "auto" and not gpu_count():
+        raise ValueError(
+            "device is 'auto', and there is no GPU: give --quick, which takes seconds, or --device cpu; "
+            f"{what} is sized for one"
+        )
     if device == "cpu":
         say(f"{what} is sized for a GPU unless told otherwise: a CPU may take hours or be short of memory; "
             "--quick takes seconds")  # fmt: skip

@@ -19,7 +19,7 @@ from cs336_basics.shape import ModelShape
 from ..accounting import num_parameters
 from ..bench.case import Row, append_row
 from ..config import RunConfig
-from ..console import say
+from ..console import program, say
 from ..fields import folder_to_write, require
 from ..hardware import check_precision, gpu_count, gpu_name, memory_bytes, select_device
 from ..kernels.attention import get_attention
@@ -260,18 +260,16 @@ class Speedrun:
         return self._config(best.trial.size, fields)
 
     def _say_commands(self, file: Path, config: RunConfig) -> None:
-        train = f"cs336 train --config {shlex.quote(str(file))}"
+        train = f"{program()} train --config {shlex.quote(str(file))}"
         if config.parallel.devices > 1:
-            train = (
-                f"torchrun --nproc-per-node {config.parallel.devices} -m cs336_systems {train.removeprefix('cs336 ')}"
-            )
+            many = f"{program('torchrun')} --nproc-per-node {config.parallel.devices} -m cs336_systems"
+            train = train.replace(program(), many, 1)
         say("\ncommands:")
         say(f"  {train}                 # trains it")
         say(f"  {train} --resume auto   # goes on where it was stopped")
         if config.data.source != "random":  # of which there is no tokenizer
-            say(
-                f"  {shlex.join(['cs336', 'generate', str(config.run_dir), '--prompt', config.sample.prompt or 'The'])}"
-            )
+            words = [program(), "generate", str(config.run_dir), "--prompt", config.sample.prompt or "The"]
+            say(f"  {shlex.join(words)}")
         say("")
 
 

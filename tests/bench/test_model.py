@@ -232,7 +232,7 @@ def test_what_is_sized_for_a_gpu_is_not_begun_on_a_cpu_that_nobody_asked_for(
         main(name.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
-        "cs336: device is 'auto': it must be cpu, or left out with --quick, which takes seconds: there is no GPU, and "
+        "cs336: device is 'auto', and there is no GPU: give --quick, which takes seconds, or --device cpu; "
         f"{name} is sized for one\n"
     )
 
