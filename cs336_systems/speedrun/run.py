@@ -146,7 +146,8 @@ class Speedrun:
             is_time_left=lambda: seconds is None or self._elapsed() < _SEARCH_SHARE * seconds,
         )
         where = f"{self.devices} x {gpu_name()}" if self.device.type == "cuda" else "the CPU"
-        say(f"searching, on {where}, with {unique_tokens:,} tokens of text (the loss is a formula's, to choose by):")
+        formula = "the loss is a formula's, of large models on web text: to compare by, not to expect"
+        say(f"searching, on {where}, with {unique_tokens:,} tokens of text ({formula}):")
         found = list(self._said(search(task)))
         return found[-1]
 
