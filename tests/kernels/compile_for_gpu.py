@@ -19,18 +19,20 @@ from cs336_systems.kernels.attention import flash_triton_kernels as kernels
 from cs336_systems.kernels.attention.flash_triton_tiles import Tile, tile_key, tile_table
 
 WAYS = (
-    (80, 64, torch.bfloat16, False),
-    (90, 128, torch.bfloat16, True),
-    (80, 16, torch.float32, False),
-    (80, 128, torch.float32, False),
+    (80, 64, torch.bfloat16, "pointers"),
+    (90, 128, torch.bfloat16, "descriptors"),
+    (90, 64, torch.bfloat16, "far pointers"),
+    (80, 16, torch.float32, "pointers"),
+    (80, 128, torch.float32, "pointers"),
 )
-"""Compute capability, head size, dtype, whether by descriptors."""
+"""Compute capability, head size, dtype, how tiles are moved."""
 
 
-def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, tma: bool, tile: Tile) -> ASTSource:
+def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile: Tile) -> ASTSource:
     element = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     rows = {"q_": tile.BM, "o_": tile.BM, "do_": tile.BM, "dq_": tile.BM}
-    values = dict(tile._asdict(), D=d, D_PAD=d, CAUSAL=True, TMA=tma, PRECISION="bf16x6", NEED_DQ=True)
+    tma, precision = move == "descriptors", flash_triton._precision(torch.empty(0, dtype=dtype))
+    values = dict(tile._asdict(), D=d, D_PAD=d, CAUSAL=True, MOVE=move, PRECISION=precision, NEED_DQ=True)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -134,14 +136,16 @@ def compile_gluon() -> None:
 def main(everything: bool) -> None:
     for phase in ("forward", "dq", "dkv", "backward"):
         kernel = getattr(kernels, f"{phase}_kernel")
-        for capability, d, dtype, tma in WAYS:
+        for capability, d, dtype, move in WAYS:
+            tma = move == "descriptors"
             if (phase == "backward" and tma) or (phase != "forward" and dtype == torch.float32):
                 continue  # there is none; in float32 the forward pass will do: all have the same product
-            if not everything and (tma != (phase in ("forward", "dkv")) or dtype == torch.float32):
+            usual = "descriptors" if phase in ("forward", "dkv") else "pointers"
+            if not everything and (move != usual or dtype == torch.float32):
                 continue  # these have what the others do, with descriptors and without
             tile = tile_table()[tile_key(phase, d, dtype, tma)]
             compiled = triton.compile(
-                source(kernel, phase, d, dtype, tma, tile),
+                source(kernel, phase, d, dtype, move, tile),
                 target=GPUTarget("cuda", capability, 32),
                 options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
             )
@@ -150,7 +154,7 @@ def main(everything: bool) -> None:
             assert product in compiled.asm["ptx"], (phase, capability, dtype)
             assert ".bf16.bf16" in compiled.asm["ptx"], (phase, capability, dtype)  # float32 is put together from it
             assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == tma, (phase, capability, dtype)
-            print(phase, capability, d, dtype, "compiled")
+            print(phase, capability, d, dtype, move, "compiled")
     if everything:
         compile_gluon()
 
