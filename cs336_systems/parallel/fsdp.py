@@ -270,8 +270,9 @@ class FSDP(Strategy):
                     self._trainable[i].grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and forget who was used."""
-        self._reset()
+        """Clear the gradients, and forget who was used, and a backward pass that was broken off."""
+        if self._task != -1:
+            self._reset()
         self._marked = False
         super().zero_grad(set_to_none)
 
