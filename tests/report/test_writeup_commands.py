@@ -69,6 +69,15 @@ def test_rows_of_before_have_the_exhibits_command_where_they_are_what_it_asks_fo
     )
 
 
+def test_rows_of_before_do_not_have_a_command_that_gives_only_some_of_them() -> None:
+    settings = "measured by `cs336 bench model` at the settings in and above the table"
+    assert told([row("small"), row("xl")]) == settings
+    assert told([row("small"), row("small", warmup=7)]) == settings  # of what it does not name it takes the usual
+    assert (
+        told([row("small"), row("small", mode="forward", warmup=5)]) == "measured by `cs336 bench model --size small`"
+    )
+
+
 def test_other_rows_of_before_have_the_commands_that_measure_them_again() -> None:
     files = of_model(size=["xl"], mode=["forward"]), of_model(size=["xl"], mode=["train_step"], compile=[True])
     assert told(*files) == (

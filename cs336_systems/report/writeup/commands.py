@@ -38,7 +38,7 @@ def measured_by(exhibit: Exhibit, files: Sequence[RowFile], is_first: bool) -> s
 
 
 def _older(exhibit: Exhibit, files: Sequence[Sequence[Row]], is_asked: bool) -> str:
-    if is_asked and len(files) == 1:
+    if is_asked and len(files) == 1 and all(_gives(exhibit.command, row) for row in files[0]):
         return f"measured by `cs336 {exhibit.command}`"
     made = [command_for(rows) for rows in files]
     found = [command for command in made if command is not None]
@@ -94,6 +94,22 @@ def _is_shown(exhibit: Exhibit, setting: Setting) -> bool:
     typed = {name: int(v) if v.isdecimal() else {"true": True, "false": False}.get(v, v) for name, v in setting.items()}
     row = Row(case=exhibit.case, variant=setting.get("variant", ""), config=typed)
     return exhibit.keep(row) and exhibit.is_about(row)
+
+
+def _gives(command: str, row: Row) -> bool:
+    """Whether a command measures the configuration of a row: what it does not name has its usual value there."""
+    settings = _settings(command)
+    if settings and not any(_is_of(row, setting) for setting in settings):
+        return False
+    named = {name for setting in settings for name in setting}
+    if row.case not in NAMES or "quick" in named or "sweep" in named:
+        return True
+    for field in fields(get_case(row.case).config):
+        if field.name in row.config and field.name not in (*named, *_OF_THE_MACHINE, *_PATHS):
+            usual = list(field.metadata.get("values", (field.default,)))
+            if str(_given(row, field.name, usual)) not in map(str, usual):
+                return False
+    return True
 
 
 def _is_of(row: Row, setting: Setting) -> bool:
