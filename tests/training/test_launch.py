@@ -21,8 +21,9 @@ import torch
 
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
+from cs336_systems.parallel.failure import TELL_ALL
 from cs336_systems.training import pipeline, train
-from cs336_systems.training.launch import _failure
+from cs336_systems.training.launch import _ERRORS, _failure
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
 from tests.distributed import run_ranks
@@ -197,6 +198,10 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
 
     train(resumed(dataclasses.replace(config, parallel=alone.parallel)))
     assert_same_losses(config, alone)
+
+
+def test_what_says_by_itself_where_it_was_is_what_the_launcher_raises_again() -> None:
+    assert set(_ERRORS) == set(TELL_ALL)
 
 
 @pytest.mark.multigpu

@@ -157,13 +157,15 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
         d,
         padded_head_size(d),
         is_causal,
-        "descriptors" if tma else _pointers(operands, tile),
+        _move(operands, tile, tma),
         _precision(q),
     ]
 
 
-def _pointers(operands: list[Tensor], tile: Tile) -> str:
-    """How a tile's elements are reached; see the kernels' legend. Strides that ask for 64 bits span gigabytes."""
+def _move(operands: list[Tensor], tile: Tile, tma: bool) -> str:
+    """How tiles are moved; see the kernels' legend. Strides that ask for far pointers span gigabytes."""
+    if tma:
+        return "descriptors"
     rows, columns = max(tile.BM, tile.BN) - 1, padded_head_size(operands[0].shape[-1]) - 1
     far = max(rows * x.stride(2) + columns * x.stride(3) for x in operands) >= 2**31
     return "far pointers" if far else "pointers"
