@@ -31,7 +31,15 @@ from . import flash_gluon_kernels as gluon_forward
 from .contract import as_4d, check_qkv
 from .flash_torch import compiled_backward
 from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, forward_kernel
-from .flash_triton_tiles import Tile, choose_tile, padded_head_size, tile_key, tile_table
+from .flash_triton_tiles import (
+    Tile,
+    choose_tile,
+    is_float_apart,
+    is_float_of_few_programs,
+    padded_head_size,
+    tile_key,
+    tile_table,
+)
 from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
 MAX_HEAD_SIZE = 256
@@ -216,30 +224,6 @@ def _use_gluon(q: Tensor, tma: bool) -> bool:
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
-def _is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether they are float32 with columns that are not next to each other in memory: then tiles are the small ones.
-
-    With the tuned ones Triton 3.6 makes kernels for Hopper that read beyond the tensors at head sizes 32 and 64.
-    Outputs and gradients lie as q, k and v do; dO is made contiguous.
-    """
-    return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
-
-
-def _is_float_of_few_programs(q: Tensor, k: Tensor) -> bool:
-    """Whether, in float32, tuned tiles are so few that small ones, in one launch, take less time.
-
-    A third of the multiprocessors is about where the two cross, by the rows of one head (docs/log.md). Not where tuned
-    tiles have one launch too, nor at a head size of 256, where it takes long to compile and all tiles are small.
-    """
-    d = q.shape[-1]
-    has_both = tile_key("backward", d, q.dtype, False) in tile_table()
-    if INTERPRET or q.dtype != torch.float32 or has_both or padded_head_size(d) == 256:
-        return False
-    longest = max(q.shape[2], k.shape[2])
-    programs = triton.cdiv(longest, choose_tile("dq", q, False, False).BM) * q.shape[0] * q.shape[1]
-    return 3 * programs <= torch.cuda.get_device_properties(q.device).multi_processor_count
-
-
 def _num_scores(q: Tensor, k: Tensor) -> int:
     return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
@@ -288,7 +272,7 @@ def _forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool)
     tma = _use_tma(q, k, v, o)
     if _use_gluon(q, tma):
         return gluon_forward_launch(q, k, v, o, is_causal)
-    return forward_launch(q, k, v, o, is_causal, choose_tile("forward", q, tma, _is_float_apart(q, k, v)), tma)
+    return forward_launch(q, k, v, o, is_causal, choose_tile("forward", q, tma, is_float_apart(q, k, v)), tma)
 
 
 def _backward_launches(
@@ -305,9 +289,9 @@ def _backward_launches(
 ) -> tuple[Launch, ...]:
     gradients = [x for x in (dq, dk, dv) if x is not None]
     tma = _use_tma(q, k, v, o, do, *gradients)
-    apart = _is_float_apart(q, k, v)
+    apart = is_float_apart(q, k, v)
     if dq is not None and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
-        small = apart or _is_float_of_few_programs(q, k)
+        small = apart or is_float_of_few_programs(q, k)
         if tile_key("backward", q.shape[-1], q.dtype, tma, small) in tile_table():
             return (backward_launch(q, k, v, o, do, dq, dk, dv, is_causal, choose_tile("backward", q, tma, small)),)
     in_gluon = _use_gluon(q, tma)

@@ -57,3 +57,27 @@ def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
         rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
         return Tile(BM=rows, BN=rows, num_warps=4, num_stages=1)
     return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, small)]
+
+
+def is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether they are float32 with columns that are not next to each other in memory: then tiles are the small ones.
+
+    With the tuned ones Triton 3.6 makes kernels for Hopper that read beyond the tensors at head sizes 32 and 64.
+    Outputs and gradients lie as q, k and v do; dO is made contiguous.
+    """
+    return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
+
+
+def is_float_of_few_programs(q: Tensor, k: Tensor) -> bool:
+    """Whether, in float32, tuned tiles are so few that small ones, in one launch, take less time.
+
+    A third of the multiprocessors is about where the two cross, by the rows of one head (docs/log.md). Not where tuned
+    tiles have one launch too, nor at a head size of 256, where it takes long to compile and all tiles are small.
+    """
+    d = q.shape[-1]
+    has_both = tile_key("backward", d, q.dtype, False) in tile_table()
+    if INTERPRET or q.dtype != torch.float32 or has_both or padded_head_size(d) == 256:
+        return False
+    longest = max(q.shape[2], k.shape[2])
+    programs = triton.cdiv(longest, choose_tile("dq", q, False, False).BM) * q.shape[0] * q.shape[1]
+    return 3 * programs <= torch.cuda.get_device_properties(q.device).multi_processor_count
