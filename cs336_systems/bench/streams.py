@@ -28,20 +28,22 @@ class Piece(NamedTuple):
     end_us: float
 
 
-def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.device) -> list[Event]:
+def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.device, host: bool = True) -> list[Event]:
     """Call `step` twice, the second time under the profiler; the events of its trace.
 
     All ranks of a run call it together; those that are not profiled only take part, and get none.
+    host: with PyTorch's operators too, whose recording holds up the host; a CPU's trace always has them.
     """
     step()
     if not is_profiled:
         step()
         return []
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU] if host or not on_gpu else []
+    activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
     with torch.profiler.profile(activities=activities) as profile:
         step()
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         trace = Path(folder, "trace.json")
@@ -49,18 +51,22 @@ def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.devic
         return read_trace(trace)
 
 
-def record_step(step: Callable[[], Any], path: Path | None, device: torch.device, named: bool = False) -> Streams:
-    """`profile_step`, and write what ran when as JSON; ranks without a path only take part and get {}.
+def record_step(
+    step: Callable[[], Any], is_profiled: bool, device: torch.device, path: Path | None = None, named: bool = False
+) -> Streams:
+    """What ran when in a step, by `profile_step`; ranks that are not profiled only take part and get {}.
 
-    named: the file also has each piece of work with its name, for a page that can be pointed at.
+    path: where to write it as JSON too. named: the file also has each piece of work with its name, for a page that can
+    be pointed at.
     """
-    events = profile_step(step, path is not None, device)
-    if path is None:
+    events = profile_step(step, is_profiled, device, host=False)
+    if not is_profiled:
         return {}
     found = gpu_pieces(events) if device.type == "cuda" else cpu_pieces(events)
     streams = streams_of(found)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(streams | (by_name(found) if named else {})))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(streams | (by_name(found) if named else {})))
     return streams
 
 

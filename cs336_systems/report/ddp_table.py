@@ -1,6 +1,6 @@
 """The table of the case `ddp`: what each strategy adds to a step of one GPU alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..bench.case import Row
 from ..planner.rows import is_of_cpu
@@ -11,7 +11,8 @@ _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 
 
 def ddp_table(rows: Sequence[Row]) -> str:
-    """A table a machine and setting: the median step of each variant, eager and compiled, what it adds, its memory."""
+    """Tables of a machine and setting: the median step of each variant, eager and compiled, what it adds, its memory;
+    and, where rows have them, the times of communication in a profiled step."""
     return "\n\n".join(map(_setting_table, grouped(rows, _SETTING)))
 
 
@@ -47,4 +48,30 @@ def _setting_table(rows: Sequence[Row]) -> str:
     )
     names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]
     lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
-    return head + "\n\n" + markdown_table(["variant", *names], lines)
+    return "\n\n".join([head, markdown_table(["variant", *names], lines), *_communication(last, variants)])
+
+
+_COMMUNICATION = ("communicating", "share of the step", "not hidden")
+
+
+def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str]:
+    """A line and a table of the profiled steps, of the variants that have one."""
+
+    def cells(variant: str, how: str) -> tuple[str, ...]:
+        row = last.get(variant + how)
+        fields = None if row is None else row_fields(row)
+        if fields is None or not fields.has("metrics.communication_ms"):
+            return ("-",) * len(_COMMUNICATION)
+        sent, both, span = (fields.value(f"metrics.{name}") for name in ("communication_ms", "both_ms", "span_ms"))
+        return f"{sent:.1f}", f"{sent / span:.0%}" if span else "n/a", f"{sent - both:.1f}"
+
+    lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
+    lines = [line for line in lines if set(line[1:]) != {"-"}]
+    if not lines:
+        return []
+    head = (
+        "One more step, profiled on the first rank: for how many ms it communicates (waiting for the other ranks "
+        "included), what share of the step that is, and for how many ms of it nothing is computed:"
+    )
+    names = [f"{how} {what}" for how in ("eager", "compiled") for what in _COMMUNICATION]
+    return [head, markdown_table(["variant", *names], lines)]

@@ -59,6 +59,25 @@ def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None
         assert row.metrics["peak_memory_bytes"] > 0
     for variant in variants:
         assert f"| {variant} |" in rows_table(rows)
+    assert "communication_ms" not in rows[0].metrics
+    for row in rows[1:]:
+        sent, both, span = (row.metrics[f"{name}_ms"] for name in ("communication", "both", "span"))
+        assert 0 <= both <= sent < span
+        assert sent > 0
+
+
+def test_the_times_of_communication_have_a_table_where_rows_have_them() -> None:
+    config = as_json(quick(ALONE)[0])
+
+    def row(variant: str, **metrics: float) -> Row:
+        return Row(case="ddp", variant=variant, config=config,
+                   metrics={"step_ms": {"p50": 9.0}, "peak_memory_bytes": 1 << 30, **metrics}, env={})  # fmt: skip
+
+    rows = [row("alone"), row("naive", communication_ms=40.0, both_ms=10.0, span_ms=160.0)]
+    table = rows_table(rows).split("\n\n")[-1]
+    assert "| naive | 40.0 | 25% | 30.0 | - | - | - |" in table
+    assert "alone" not in table
+    assert "communicating" not in rows_table(rows[:1])
 
 
 def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

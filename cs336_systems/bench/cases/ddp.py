@@ -2,7 +2,8 @@
 
 One launch measures all variants, so that they have the same machine, and where its host is not steady they take turns.
 A step is the training loop's own, with clipping and the all-reduce of the loss, on random tokens. `alone` is the same
-on each GPU without any communication: the rest is what data parallelism adds.
+on each GPU without any communication: the rest is what data parallelism adds. After the timed steps one more is
+profiled: for how long it communicates, and for how much of that nothing is computed.
 """
 
 import re
@@ -21,7 +22,7 @@ from ...training.loop import Trainer
 from ..case import Row
 from ..outcome import measured
 from ..ranks import launched
-from ..streams import record_step
+from ..streams import record_step, totals
 from ..sweep import Case, as_json, swept
 from ..turns import measure_in_turns
 from ..workload import Workload
@@ -77,7 +78,7 @@ class DDPBench:
     rounds: int = swept(1)
     """How often the variants take turns, each built anew."""
     traces: str = swept("")
-    """Folder for what ran when in one step of each variant."""
+    """Folder for what ran when in the profiled step of each variant."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -169,11 +170,12 @@ def what_ran(config: DDPBench) -> dict[str, Any]:
 
 
 def _trace(config: DDPBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    """Where it is asked for, what ran when in one step."""
-    if config.traces:
-        file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json")
-        record_step(trainer.train_step, file if is_first else None, trainer.device)
-    return {}
+    """For how long one more step computes and communicates, seen from the first rank; alone only where asked for."""
+    file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json") if config.traces else None
+    if config.is_alone and file is None:
+        return {}
+    streams = record_step(trainer.train_step, is_first, trainer.device, file)
+    return {} if config.is_alone or not is_first else totals(streams)
 
 
 measure = launched(__name__)

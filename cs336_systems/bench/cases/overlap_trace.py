@@ -62,7 +62,7 @@ def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, 
         return {}
     stem = re.sub(r"\W+", "-", f"{config.size} {config.context_length} {name_of(config)}")
     file = Path(config.traces, f"{stem}.json")
-    streams = record_step(trainer.train_step, file if is_first else None, trainer.device, named=True)
+    streams = record_step(trainer.train_step, is_first, trainer.device, file, named=True)
     return totals(streams) | {"streams": str(file)} if is_first else {}
 
 
