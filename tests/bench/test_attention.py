@@ -2,6 +2,7 @@
 
 import os
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,24 +263,30 @@ def test_calls_for_so_long_come_before_those_that_are_measured(monkeypatch: pyte
 @pytest.mark.timing
 @pytest.mark.parametrize("length", [32768, 65536])  # where the host is ahead
 def test_the_case_flash_agrees_with_tritons_benchmark(length: int) -> None:
+    """Over the same times after the same load: a kernel is 5 % slower once the card is at the limit of its power."""
     from triton.testing import do_bench
 
-    of_case, q_k_v = get_case("flash"), [torch.randn(1, length, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
-    q, k, v = (x.requires_grad_() for x in q_k_v)
-    given = {"kernel": ("flash_triton",), "length": (length,), "head_size": (64,), "dtype": ("bf16",)}
-    dO = torch.randn_like(q)
+    of_case = get_case("flash")
+    given = {"kernel": ("flash_triton",), "length": (length,), "head_size": (64,), "dtype": ("bf16",), "rounds": (1,)}
+    (config,) = configurations(of_case, given)
+    q, k, v, dO = (torch.randn(1, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
 
-    def both() -> None:
-        ATTENTION["flash_triton"](q, k, v, True).backward(dO)
+    def attention() -> torch.Tensor:
+        return ATTENTION["flash_triton"](q, k, v, True)
 
-    ratios: dict[str, list[float]] = {"forward": [], "forward_backward": []}
-    for _ in range(5):  # in turns: the clock moves
-        (row,) = of_case.measure(configurations(of_case, given))
-        with torch.no_grad():
-            forward = do_bench(lambda: ATTENTION["flash_triton"](q, k, v, True), return_mode="median")
-        by_hand = {"forward": forward, "forward_backward": do_bench(both, grad_to_none=[q, k, v], return_mode="median")}
-        for work, theirs in by_hand.items():
-            ratios[work].append(row.metrics[f"{work}_ms"]["p50"] / theirs)
+    o = attention()
+    by_hand: dict[str, Callable[[], Any]] = {
+        "forward": attention,
+        "backward": lambda: o.backward(dO, retain_graph=True),
+        "forward_backward": lambda: attention().backward(dO),
+    }
+    how = dict(warmup=config.warmup_ms, rep=config.rep_ms, grad_to_none=inputs, return_mode="median")
+    ratios: dict[str, list[float]] = {work: [] for work in by_hand}
+    for _ in range(7):  # in turns: the clock moves
+        (row,) = of_case.measure([config])
+        for work, call in by_hand.items():
+            ratios[work].append(row.metrics[f"{work}_ms"]["p50"] / do_bench(call, **how))
     assert {work: statistics.median(of_work) for work, of_work in ratios.items()} == pytest.approx(
         dict.fromkeys(ratios, 1), rel=0.02
     )

@@ -139,7 +139,10 @@ def test_elements_of_a_tile_may_be_further_apart_than_32_bits_count(axis: int, d
     for i in range(4 if axis == 0 else 3):  # a dO with columns apart is copied
         inputs = list(given)
         inputs[i] = reaching_far(given[i], axis)
-        assert all(map(torch.equal, found(*inputs), expected)), f"input {i}"
+        # Elements read elsewhere differ by about 1; a kernel with 64 bits may round sums of products in another order.
+        torch.testing.assert_close(
+            found(*inputs), expected, rtol=2**-10, atol=1e-5, msg=lambda text, i=i: f"input {i}: {text}"
+        )
 
 
 @pytest.fixture
