@@ -278,7 +278,11 @@ def _scaling(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> int:
-    parser = _parser("check", "Predicted memory and step time beside measured rows.")
+    parser = _parser(
+        "check",
+        "Predicted memory and step time beside measured rows, and how many meet the planner's aims: peak memory within "
+        "5 %, step time within 15 % for models of size large and above on one H200.",
+    )
     parser.add_argument("results", nargs="+", type=str, help="Row files, or folders: all row files below.")
     options = parse(parser, arguments)
     from .planner.check import check_json, check_text, compare

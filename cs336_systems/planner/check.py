@@ -1,15 +1,20 @@
-"""Predictions beside what was measured: memory and time of rows, and how far off they are."""
+"""Predictions beside what was measured: memory and time of rows, how far off they are, and which aims they meet."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from .cards import Card
+from ..accounting import matmul_parameters
+from ..model_config import ModelConfig
+from .cards import CARDS, Card
+from .cases import NO_STEPS, measured_memory
 from .communication import collective_seconds
-from .memory import peak_bytes
-from .rows import Measured, card_of, is_of_cpu, job_of, positive
+from .comparison import AIMS, HELD_BEFORE_BACKWARD, PEAK, PEAKS, Comparison, error, verdict_lines
+from .job import Job
+from .memory import WORKSPACE
+from .rows import Measured, card_of, is_forward, is_of_cpu, job_of, positive
 from .step import step_seconds
 from .working import GIB
 
@@ -17,35 +22,9 @@ _UNKNOWN = "an unknown card"
 _HEADER = ("row", "measured GiB", "predicted", "error", "measured ms", "predicted", "error", "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A row's peak memory in bytes and step time in s, measured and predicted; None for what is not."""
-
-    name: str
-    file: str = ""
-    """Where the row is from, where there are several files."""
-    recorded: bool = False
-    """Whether the step was recorded as a CUDA graph, so that the host does not set its pace."""
-    is_step: bool = True
-    """Whether the time is that of a training step, and not of one collective."""
-    memory: tuple[float, float] | None = None
-    seconds: tuple[float, float] | None = None
-    note: str = ""
-
-
-def error(pair: tuple[float, float] | None) -> float | None:
-    """Predicted / measured - 1."""
-    return None if pair is None else pair[1] / pair[0] - 1
-
-
 def compare(row: Measured) -> Comparison:
     """A row's measured and predicted numbers, or the reason why there are none."""
-    fields = (str(row.config.get(field, "")) for field in ("size", "context_length", "attention", "bytes"))
-    case = row.case
-    if case == "all-reduce":  # which has rows of other collectives, too, and all of them name theirs
-        case = str(row.config.get("collective", case))
-    words = " ".join((case, *fields, row.variant)).split()
-    name = " ".join(dict.fromkeys(words))  # some variants name their kernel
+    name = _name(row)
     try:
         return _compare(name, row)
     except KeyError as found:
@@ -57,23 +36,55 @@ def compare(row: Measured) -> Comparison:
     return Comparison(name=name, note=reason)
 
 
+def _name(row: Measured) -> str:
+    """The case, what tells its rows apart, and the variant, no word twice: some variants name their kernel."""
+    config = row.config
+    fields = [str(config.get(field, "")) for field in ("size", "context_length", "attention", "bytes")]
+    case, last = row.case, ""
+    if case == "all-reduce":  # which has rows of other collectives, too, and all of them name theirs
+        case = str(config.get("collective", case))
+    elif case == "attention":
+        fields = ["x".join(str(config[field]) for field in ("length", "head_size") if field in config)]
+    elif case == "profile-memory":  # whose variant is the mode
+        last = str(config.get("precision", ""))
+    return " ".join(dict.fromkeys(" ".join((case, *fields, row.variant, last)).split()))
+
+
 def _compare(name: str, row: Measured) -> Comparison:
     if row.status != "ok":
         raise ValueError(f"status {row.status}")
     card = card_of(row)
     if row.case == "all-reduce":
         return _compare_collective(name, row, card)
-    job = job_of(row)
+    job = None if row.case in NO_STEPS or is_forward(row) else job_of(row)
     if is_of_cpu(row):  # whose peak is that of the whole process, and which has no card's rates
         raise ValueError("of a CPU nothing is predicted")
-    peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_ms", {})
+    memory_of, memory = measured_memory(row)
+    if job is None:
+        note = "no prediction for its time" if "step_ms" in row.metrics else ""
+        if memory_of == HELD_BEFORE_BACKWARD and memory is not None and memory[0] - memory[1] == 2 * WORKSPACE:
+            note = "of what is measured 64 MiB are cuBLAS's workspaces"  # which the first row of a process may have
+        return Comparison(name=name, is_step=False, memory_of=memory_of, memory=memory, note=note)
+    step = row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))
-    memory = None if peak is None else (positive("peak_memory_bytes", peak), peak_bytes(job))
-    seconds = None
-    if milliseconds is not None and card is not None:
-        seconds = positive("step_ms", milliseconds) / 1e3, step_seconds(job, card)
-    note = "" if card is not None else _UNKNOWN
-    return Comparison(name=name, recorded=job.cuda_graph, memory=memory, seconds=seconds, note=note)
+    found = Comparison(name=name, recorded=job.cuda_graph, memory_of=memory_of, memory=memory)
+    if card is None:
+        return replace(found, note=_UNKNOWN)
+    if milliseconds is None:
+        return found
+    seconds = positive("step_ms", milliseconds) / 1e3, step_seconds(job, card)
+    return replace(found, is_large_alone=_is_large_alone(job, card), slowed_by=_slowed_by(row), seconds=seconds)
+
+
+def _is_large_alone(job: Job, card: Card) -> bool:
+    """Whether the blocks have as many weights as those of size large, on one H200: the vocabulary does not count."""
+    large = ModelConfig(size="large").shape
+    sizes = [matmul_parameters(replace(shape, vocab_size=0)) for shape in (job.shape, large)]
+    return job.world_size == 1 and card == CARDS["H200"] and sizes[0] >= sizes[1]
+
+
+def _slowed_by(row: Measured) -> str:
+    return " and ".join((row.env.get("gpu_after") or {}).get("slowed_by") or ())
 
 
 def _compare_collective(name: str, row: Measured, card: Card | None) -> Comparison:
@@ -110,18 +121,23 @@ def check_text(found: Sequence[Comparison]) -> str:
         table.append("  ".join(cells).rstrip())
     steps = [each for each in found if each.is_step]
     recorded = [each for each in steps if each.recorded]
-    transfers = [each for each in found if not each.is_step]
+    transfers = [each for each in found if not each.is_step and each.seconds]
+    peaks, kept = ([each for each in found if (each.memory_of in PEAKS) is is_peak] for is_peak in (True, False))
     sent = [f"collectives:                        {summary([error(each.seconds) for each in transfers])}"]
+    saved = [f"memory kept for backward:           {summary([error(each.memory) for each in kept])}"]
     left_out = Counter(each.note for each in found if each not in compared)
     return "\n".join([
         *table,
         *(f"not compared, {count} rows: {note}" for note, count in left_out.items()),
         "",
-        f"peak memory:                        {summary([error(each.memory) for each in found])}",
+        f"peak memory:                        {summary([error(each.memory) for each in peaks])}",
+        *(saved if kept else []),
         f"step time, recorded as CUDA graphs: {summary([error(each.seconds) for each in recorded])}",
         f"step time, all:                     {summary([error(each.seconds) for each in steps])}",
         *(sent if transfers else []),
         "The predicted time is the GPU's. Without a CUDA graph (*) the host may take longer to launch the kernels.",
+        "",
+        *verdict_lines(found),
     ])  # fmt: skip
 
 
@@ -131,12 +147,15 @@ def _line(each: Comparison) -> tuple[str, ...]:
             return "-", "-", "-"
         return f"{values[0] / unit:.{digits}f}", f"{values[1] / unit:.{digits}f}", f"{values[1] / values[0] - 1:+.1%}"
 
-    mark = each.note or ("*" if each.is_step and not each.recorded and each.seconds is not None else "")
-    return (each.name, *pair(each.memory, GIB, 2), *pair(each.seconds, 1e-3, 1 if each.is_step else 3), mark)
+    short = 2 if each.memory_of == PEAK else 4  # what a block or attention keeps may be a few MiB
+    star = "*" if each.is_step and not each.recorded and each.seconds is not None else ""
+    mark = ", ".join(filter(None, (each.note or star, "" if each.memory_of == PEAK else each.memory_of)))
+    times = pair(each.seconds, 1e-3, 1 if each.is_step else 3)
+    return (each.name, *pair(each.memory, GIB, short), *times, mark)
 
 
 def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The same as plain JSON types."""
+    """The same as plain JSON types; `aims`: by aim whether the row meets it, null where the aim does not apply."""
 
     def pair(values: tuple[float, float] | None) -> dict[str, float] | None:
         return (
@@ -148,5 +167,7 @@ def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [
         {"row": each.name, "file": each.file, "recorded": each.recorded, "note": each.note}
         | {"memory_bytes": pair(each.memory), "step_s": pair(each.seconds)}
+        | {"memory_of": each.memory_of, "slowed_by": each.slowed_by}
+        | {"aims": {aim.name: aim.met(each) for aim in AIMS}}
         for each in found
     ]

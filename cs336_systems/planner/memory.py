@@ -16,9 +16,9 @@ from .allocator import MIB, allocated_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, Section, Term, show, total
 
-# Of cuBLAS on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each of the two threads
-# that compute, autograd's and the one that calls it.
-_WORKSPACE = 2 * 32 * MIB
+# Of cuBLAS on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for a thread that computes: a
+# step has two, autograd's and the one that calls it.
+WORKSPACE = 32 * MIB
 LARGEST_BATCH = 1 << 20
 # Share of a card's memory that is kept back for what is not counted: the CUDA context, and what the allocator holds and
 # cannot use. The 8B step with nothing made again ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB
@@ -62,7 +62,7 @@ def constant_terms(job: Job) -> list[Term]:
     terms.append(
         Term("rotary tables, tokens", f"4 N_ctx d_head + 16 T = 4 x {length} x {2 * half} + 16 x {job.tokens:,}", small)
     )
-    return [*terms, Term("workspace", "of cuBLAS, 32 MiB for each of two threads", _WORKSPACE)]
+    return [*terms, Term("workspace", "of cuBLAS, 32 MiB for each of two threads", 2 * WORKSPACE)]
 
 
 def over(parts: int) -> str:

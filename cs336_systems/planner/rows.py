@@ -15,6 +15,8 @@ from .job import Job
 MIB = 2**20
 ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows are training steps of several GPUs: config run and devices."""
+WORKLOADS = ("model", "checkpointing", "profile-memory")
+"""Cases whose rows are of one GPU, and of a step or a part of it: config mode."""
 
 
 class Measured(Protocol):
@@ -38,8 +40,10 @@ def job_of(row: Measured) -> Job:
     """What ran. Raises ValueError saying why for a row of which nothing is predicted."""
     if row.case in (*ON_RANKS, "train-step", "leaderboard-2026"):
         return training_job(row.case, row.variant, row.config)
-    if row.case == "model":
-        return _model_job(row.config)
+    if is_forward(row):
+        raise ValueError("no prediction for a forward pass alone")
+    if row.case in WORKLOADS:
+        return workload_job(row.config)
     raise ValueError(f"no prediction for the case {row.case}")
 
 
@@ -76,9 +80,13 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     )
 
 
-def _model_job(config: Mapping[str, Any]) -> Job:
-    if config["mode"] == "forward":
-        raise ValueError("no prediction for a forward pass alone")
+def is_forward(row: Measured) -> bool:
+    """Whether a row is of a forward pass alone, without gradients."""
+    return row.case in WORKLOADS and row.config["mode"] == "forward"
+
+
+def workload_job(config: Mapping[str, Any]) -> Job:
+    """The job of a row of WORKLOADS, whatever part of a step it is. Raises ValueError for one that is none."""
     if config["mode"] == "train_step" and config.get("optimizer", "torch_fused") != "torch_fused":
         raise ValueError(f"no prediction for the optimizer {config['optimizer']}")
     names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")

@@ -62,8 +62,8 @@ def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str
         fields = None if row is None else row_fields(row)
         if fields is None or not fields.has("metrics.communication_ms"):
             return ("-",) * len(_COMMUNICATION)
-        sent, both, span = (fields.value(f"metrics.{name}") for name in ("communication_ms", "both_ms", "span_ms"))
-        return f"{sent:.1f}", f"{sent / span:.0%}" if span else "n/a", f"{sent - both:.1f}"
+        sent, both, step = (fields.value(f"metrics.{name}") for name in ("communication_ms", "both_ms", "step_ms.p50"))
+        return f"{sent:.1f}", f"{sent / step:.0%}" if step else "n/a", f"{sent - both:.1f}"
 
     lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
     lines = [line for line in lines if set(line[1:]) != {"-"}]
@@ -71,7 +71,7 @@ def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str
         return []
     head = (
         "One more step, profiled on the first rank: for how many ms it communicates (waiting for the other ranks "
-        "included), what share of the step that is, and for how many ms of it nothing is computed:"
+        "included), what share of the median step that is, and for how many ms of it nothing is computed:"
     )
     names = [f"{how} {what}" for how in ("eager", "compiled") for what in _COMMUNICATION]
     return [head, markdown_table(["variant", *names], lines)]

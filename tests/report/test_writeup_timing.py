@@ -21,21 +21,20 @@ def test_phases_are_told_to_add_up_to_what_they_do() -> None:
     rows = [step(512, 50.0, 0.0, forward=20.0, backward=30.0, optimizer=5.0),
             step(256, 50.0, 0.0, forward=20.0, backward=20.0, optimizer=5.0)]  # fmt: skip
     said = timing.times_by_size(evidence(*rows)) or ""
-    assert said.endswith("so that they do not add up to it: their sum is 0.90 to 1.10 times the step.")
+    assert said.endswith("with a wait for the GPU after each: their sum is 0.90 to 1.10 times the step.")
 
 
 def test_steps_that_differ_are_put_down_to_the_host_where_they_hardly_grow_with_the_tokens() -> None:
     waiting = [step(128, 30.0, 0.08), step(256, 31.0, 0.09), step(512, 60.0, 0.01)]
     said = timing.spread_of_steps(evidence(*waiting)) or ""
     assert said.endswith(
-        "Of the 2 others that were also measured at half or twice the tokens, 2 take less than 1.5 times as long for "
-        "twice the tokens: there the GPU waits for the host, whose pace varies. In the 1 whose step grows by "
-        "more it is at most 1.0%."
+        "The others wait for the host, whose pace varies: 2 of 2 take less than 1.5 times as long for twice the "
+        "tokens. In the 1 whose step grows by more it is at most 1.0%."
     )
     growing = [step(128, 30.0, 0.08), step(256, 60.0, 0.09), step(512, 120.0, 0.01)]
-    assert "waits for the host" not in (timing.spread_of_steps(evidence(*growing)) or "waits for the host")
+    assert "wait for the host" not in (timing.spread_of_steps(evidence(*growing)) or "wait for the host")
     alone = [step(128, 30.0, 0.08), step(256, 31.0, 0.01, size="xl")]
-    assert "waits for the host" not in (timing.spread_of_steps(evidence(*alone)) or "waits for the host")
+    assert "wait for the host" not in (timing.spread_of_steps(evidence(*alone)) or "wait for the host")
 
 
 def test_a_long_first_step_is_noise_where_later_ones_are_as_long() -> None:

@@ -29,7 +29,7 @@ from .leaderboard_2026 import LEADERBOARD_2026
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
-from .steps import HOWS, launches, longer_or_shorter, pairs, ratios, steps
+from .steps import HOWS, earlier_launches, elsewhere, longer_or_shorter, pairs, ratios, steps
 from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
@@ -243,24 +243,27 @@ def fsdp_gathers(e: Evidence) -> str | None:
 
 
 def fsdp_step(e: Evidence) -> str | None:
-    """FSDP's step beside one GPU alone and PyTorch's, from the case ddp, over all launches that have them."""
+    """FSDP's step in the last launch that has one GPU alone or PyTorch's beside it, and what earlier ones have."""
     runs = steps(e)
     told, size = [], ""
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
-        others = [name for name in ("alone", "torch_fsdp") if pairs(runs, f"fsdp{end}", f"{name}{end}")]
-        ours = [run[f"fsdp{end}"] for run in runs if any(f"fsdp{end}" in run and name + end in run for name in others)]
-        if not ours:
+        name = f"fsdp{end}"
+        others = [other for other in ("alone", "torch_fsdp") if pairs(runs, name, other + end)]
+        if not others:
             continue
-        size = ours[0].config["size"]
+        last = [run[name] for run in runs if name in run and any(other + end in run for other in others)][-1]
         beside = []
-        for name in others:
-            found = pairs(runs, f"fsdp{end}", f"{name}{end}")
-            of_many = f" ({longer_or_shorter(ratios(found))})" if len(ours) > 1 else ""
-            beside.append(f"{span((p50(row) for _, row in found), ms)} with `{name}`{of_many}")
-        told.append(
-            f"{how}, {span(map(p50, ours), ms)} at a peak of {span(map(peak, ours), gib)}{launches(len(ours))}, beside "
-            f"{listing(beside)}"
-        )
+        for other in others:
+            found = pairs(runs, name, other + end)
+            now, before = ([pair for pair in found if (pair[0] is last) is is_last] for is_last in (True, False))
+            if now:
+                (ratio,) = ratios(now)
+                text = f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, ratios(before))}"
+            else:
+                text = f"{longer_or_shorter(ratios(before))} than with `{other}` in {earlier_launches(len(before))}"
+            beside.append(text)
+        size = last.config["size"]
+        told.append(f"{how}, {ms(p50(last))} at a peak of {gib(peak(last))}, {listing(beside)}")
     return f"A step of {size} with `fsdp` takes, {'; '.join(told)}." if told else None
 
 

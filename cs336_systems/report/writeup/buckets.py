@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...accounting import num_parameters
 from ...bench.case import Row
 from ...model_config import ModelConfig
 from ...planner.cards import get_card
-from ...planner.communication import all_reduce_cost, best_bucket_bytes, overhead_sections
+from ...planner.communication import MIB, all_reduce_cost, best_bucket_bytes, bucket_overhead, overhead_sections
+from ...planner.rows import card_of
 from ...planner.working import Section
 from ..bucket_size import with_added
-from .claims import Evidence, gb_s, listing, mib, ms, one_setting, p50
+from .claims import Evidence, listing, mib, ms, one_setting, p50
 from .steps import FAR, SETTING, steps
 
 
@@ -19,15 +21,13 @@ def buckets(e: Evidence) -> str | None:
     found = [rows for is_recorded in (True, False) if (rows := _by_bucket(e, is_recorded))]
     if not found:
         return _buckets_of_ddp(e)
-    bests = [min(rows, key=_added) for rows in found]
     told = []
-    for rows, best in zip(found, bests, strict=True):
-        of = f", of the bucket sizes {listing([_size(row) for row in rows])} MiB," if best is bests[0] else ""
-        how = _how(best) if best is bests[0] else _how(best).lower()
-        text = f"{how}{of} {_size(best)} MiB adds least, {ms(_added(best))} a step"
-        others = [row for row in rows if _size(row) in map(_size, bests) and _size(row) != _size(best)]
-        told.append(text + "".join(f", beside {ms(_added(row))} with {_size(row)} MiB" for row in others))
-    return " ".join([f"(a) {'; '.join(told)}.", *_beside_the_model(found[0], bests[0])])
+    for rows in found:
+        best = min(rows, key=_added)
+        of = f", of buckets of {listing([_size(row) for row in rows])} MiB" if rows is found[0] else ""
+        how = _how(best) if rows is found[0] else _how(best).lower()
+        told.append(f"{how}{of} those of {_size(best)} MiB add least, {ms(_added(best))} a step")
+    return " ".join([f"(a) {'; '.join(told)}.", *_beside_the_model(found[0])])
 
 
 def _by_bucket(e: Evidence, is_recorded: bool) -> list[Row]:
@@ -40,28 +40,21 @@ def _by_bucket(e: Evidence, is_recorded: bool) -> list[Row]:
     return max(reversed(found), key=len, default=[])
 
 
-def _beside_the_model(rows: Sequence[Row], best: Row) -> list[str]:
-    """The model's optimum, why it may differ from that of (b), and what the model leaves out, where rows show it."""
-    model = best.metrics.get("predicted")
-    if not model:
+def _beside_the_model(rows: Sequence[Row]) -> list[str]:
+    """The model's optimum, and what the model leaves out, where rows show it."""
+    model = with_predictions(rows)
+    if "predicted" not in model[0].metrics:
         return []
-    text = f"The model puts the optimum at {_mib(model['best_mb'])} MiB"
-    config, (nbytes, bandwidth, overhead_s) = best.config, _xl_on_two()
-    planned = _mib(best_bucket_bytes(nbytes, bandwidth, overhead_s) / 2**20)
-    if (config["size"], config["devices"]) == ("xl", 2) and planned != _mib(model["best_mb"]):
-        text += (
-            f", with {gb_s(model['bytes_per_s'])} and {model['overhead_s'] * 1e6:.0f} us a call, which were fitted to "
-            f"the all-reduces at hand when this was measured; the {planned} MiB of (b) are of the planner's own figures"
-        )
-    told = [f"{text}."]
-    near = min(rows, key=lambda row: abs(row.config["bucket_size_mb"] - model["best_mb"]))
+    best = model[0].metrics["predicted"]["best_mb"]
+    told = [f"The model of (b) has its optimum at {_mib(best)} MiB."]
+    near = min(model, key=lambda row: abs(row.config["bucket_size_mb"] - best))
     predicted = near.metrics["predicted"]["added_ms"]
     if _added(near) > FAR * predicted:
         told.append(
             f"With {_size(near)} MiB it predicts {ms(predicted)}, measured are {ms(_added(near))}: it counts hidden "
             "transfers as free, where they slow down what they hide behind."
         )
-    small = rows[0]
+    small = model[0]
     predicted, calls = small.metrics["predicted"]["added_ms"], small.metrics.get("buckets")
     counted = _counted_calls(small)
     if calls and calls < counted and _added(small) < predicted:
@@ -72,10 +65,33 @@ def _beside_the_model(rows: Sequence[Row], best: Row) -> list[str]:
     return told
 
 
+def with_predictions(rows: Sequence[Row]) -> list[Row]:
+    """Rows with what the planner's own figures of their card predict, so that all of an answer is of the same figures.
+
+    What a row bears was fitted to the all-reduces that were at hand on its day. Rows of an unknown card keep that.
+    """
+    found = []
+    for row in rows:
+        card, size = card_of(row), row.config.get("bucket_size_mb")
+        if card is not None and size is not None and "predicted" in row.metrics:
+            overhead_s, bandwidth = all_reduce_cost(card, row.config["devices"])
+            nbytes = _gradient_bytes(row)
+            predicted = {
+                "added_ms": bucket_overhead(nbytes, bandwidth, overhead_s, size * MIB) * 1e3,
+                "best_mb": best_bucket_bytes(nbytes, bandwidth, overhead_s) / MIB,
+            }
+            row = replace(row, metrics=row.metrics | {"predicted": predicted})
+        found.append(row)
+    return found
+
+
+def _gradient_bytes(row: Row) -> float:
+    return 4.0 * num_parameters(ModelConfig(size=row.config["size"], context_length=row.config["context_length"]).shape)
+
+
 def _counted_calls(row: Row) -> float:
     """Buckets of a row's size that the model counts, as if tensors could be divided."""
-    shape = ModelConfig(size=row.config["size"], context_length=row.config["context_length"]).shape
-    return 4 * num_parameters(shape) / (row.config["bucket_size_mb"] * 2**20)
+    return _gradient_bytes(row) / (row.config["bucket_size_mb"] * MIB)
 
 
 def _buckets_of_ddp(e: Evidence) -> str | None:
@@ -110,7 +126,7 @@ def _size(row: Row) -> str:
 
 
 def _mib(size: float) -> str:
-    return mib(size * 2**20).removesuffix(" MiB")
+    return mib(size * MIB).removesuffix(" MiB")
 
 
 def bucket_working() -> list[Section]:

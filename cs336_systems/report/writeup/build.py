@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
@@ -111,8 +111,8 @@ def _foreword() -> list[str]:
         "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
         "lower, it is larger at fewer TFLOP/s.",
         "Where sentences compare steps over several GPUs, each comparison is within one launch (one file, commit and "
-        "machine); where there are several launches, what is told is the range over them, and undecided is what is "
-        "shorter in one and longer in another.",
+        "machine), the last that has both; in brackets is what earlier launches have, and undecided is what is shorter "
+        "in one and longer in another.",
     ]
 
 
@@ -192,7 +192,8 @@ def _exhibit_parts(
     links_from: Path | None,
     given: dict[tuple[str, ...], str],
 ) -> list[str]:
-    parts, kept = [], _kept(exhibit, files)
+    kept = _kept(exhibit, files)
+    parts, (kept, further) = [], _measured_last(exhibit, kept)
     for number, shown in enumerate([kept] if exhibit.together and kept else [[file] for file in kept]):
         rows = [row for file in shown for row in file.rows]
         made = [text] if (text := exhibit.show(rows)) else []
@@ -201,6 +202,8 @@ def _exhibit_parts(
             made.append(f"![{problem.name}: {caption}]({PICTURES}/{picture.name})")
         if made:
             parts += [*made, _source(shown, measured_by(exhibit, shown, is_first=number == 0), links_from or out)]
+    if further:
+        parts.append(f"Measured before: {', '.join(_links(further, links_from or out))}.")
     if not parts or not any(exhibit.is_asked(row) for file in kept for row in file.rows):
         what = "Not measured yet" if not parts else "Not measured yet as 2026 asks for it"
         return parts + _to_be_measured(what, exhibit, problem.name, given)
@@ -217,6 +220,26 @@ def _kept(exhibit: Exhibit, files: Sequence[RowFile]) -> list[RowFile]:
     return [file for file in found if any(map(exhibit.is_about, file.rows))]
 
 
+def _measured_last(exhibit: Exhibit, files: Sequence[RowFile]) -> tuple[list[RowFile], list[RowFile]]:
+    """Files, the last one first, with what none before has of what each is shown for; and those that have nothing else.
+
+    Of one date the deeper file is the older one, as in `evidence_of`.
+    """
+    if exhibit.measures is None:
+        return list(files), []
+    shown: list[RowFile] = []
+    further: list[RowFile] = []
+    seen: set[Hashable] = set()
+    by_depth = sorted(files, key=lambda file: len(file.path.parts))
+    for file in sorted(by_depth, key=lambda file: max(str(row.env.get("date", "")) for row in file.rows), reverse=True):
+        own = {exhibit.measures(row) for row in file.rows if exhibit.is_about(row)}
+        again = own & seen
+        rows = [row for row in file.rows if not (exhibit.is_about(row) and exhibit.measures(row) in again)]
+        (shown if own - seen else further).append(RowFile(file.path, rows if own - seen else file.rows))
+        seen |= own
+    return shown, further
+
+
 def _to_be_measured(what: str, exhibit: Exhibit, problem: str, given: dict[tuple[str, ...], str]) -> list[str]:
     """The commands of an exhibit, or where they have been given already: in which problem, by commands."""
     first = given.setdefault(exhibit.commands, problem)
@@ -230,18 +253,23 @@ def _to_be_measured(what: str, exhibit: Exhibit, problem: str, given: dict[tuple
 
 def _source(files: Sequence[RowFile], measured: str, links_from: Path) -> str:
     """Where rows are, by what they were measured, of which commits and machines they are."""
+    rows = [row for file in files for row in file.rows]
+    commits = dict.fromkeys(str(row.env.get("commit") or "unknown") for row in rows)
+    machines = dict.fromkeys(map(machine, rows))
+    return (
+        f"Rows: {', '.join(_links(files, links_from))}, {measured}; "
+        f"commit {', '.join(f'`{commit}`' for commit in commits)}; {', '.join(machines)}."
+    )
+
+
+def _links(files: Sequence[RowFile], links_from: Path) -> list[str]:
+    """A link to each file, with the number of its rows."""
     links = []
     for file in files:
         link = quote(Path(os.path.relpath(file.path.resolve(), links_from.resolve())).as_posix())
         name = _MARKUP.sub(r"\\\g<0>", f"{file.path.parent.name}/{file.path.name}")
         links.append(f"[{name}]({link}) ({len(file.rows)})")
-    rows = [row for file in files for row in file.rows]
-    commits = dict.fromkeys(str(row.env.get("commit") or "unknown") for row in rows)
-    machines = dict.fromkeys(map(machine, rows))
-    return (
-        f"Rows: {', '.join(links)}, {measured}; "
-        f"commit {', '.join(f'`{commit}`' for commit in commits)}; {', '.join(machines)}."
-    )
+    return links
 
 
 def _section_text(section: Section) -> str:

@@ -159,6 +159,11 @@ def listing(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def ends(names: Sequence[str]) -> str:
+    """ "a", "a and b", and of more "from a to d", where a table has all of them."""
+    return f"from {names[0]} to {names[-1]}" if len(names) > 2 else listing(names)
+
+
 def about(row: Row, *fields: str) -> str:
     """What a row is of: size, length and precision, or other fields of its configuration."""
     words = {"context_length": "{} tokens", "length": "length {}", "head_size": "head size {}", "kernel": "`{}`"}

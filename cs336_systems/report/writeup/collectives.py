@@ -8,15 +8,18 @@ from .problem import Exhibit, Problem, says
 
 
 def bandwidths(e: Evidence) -> str | None:
-    """What an all-reduce of the largest buffer reaches, by backend and ranks."""
+    """What an all-reduce of the largest buffer reaches, by backend, over the fewest and the most ranks."""
     rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
     if not rows:
         return None
     size = max(row.config["bytes"] for row in rows)
-    large = [row for row in rows if row.config["bytes"] == size]
+    large = []
+    for own in _by_backend(e):
+        found = sorted((row for row in own if row.config["bytes"] == size), key=lambda row: row.config["world_size"])
+        large += [found[0], found[-1]] if len(found) > 1 else found
     told = [
         f"{ms(p50(row, 'time'))} with {row.config['backend']} over {row.config['world_size']} "
-        f"({gb_s(row.metrics['bus_bytes_per_s'])} bus bandwidth)"
+        f"({gb_s(row.metrics['bus_bytes_per_s'])} on the bus)"
         for row in large
     ]
     return f"An all-reduce of {size / 1e6:,.0f} MB takes {listing(told)}."
@@ -44,16 +47,17 @@ def small_and_large(e: Evidence) -> str | None:
 
 def by_ranks(e: Evidence) -> str | None:
     """How the time of the largest all-reduce grows with the ranks, beside the bytes that a ring sends."""
-    told = []
+    told: list[str] = []
     for rows in _by_backend(e):
         size, most = max(row.config["bytes"] for row in rows), _most_ranks(rows)
         large = {row.config["world_size"]: row for row in rows if row.config["bytes"] == size}
         few = min(large)
         if 1 < few < most and most in large:
             longer = p50(large[most], "time") / p50(large[few], "time")
+            ring = times(_ring_share(most) / _ring_share(few))
             told.append(
-                f"from {few} to {most} ranks {large[few].config['backend']} takes {times(longer)} as long for the "
-                f"largest, where a ring sends {times(_ring_share(most) / _ring_share(few))} the bytes"
+                f"from {few} to {most} ranks {large[few].config['backend']} takes {times(longer)} as long"
+                + (f" for the largest, where a ring sends {ring} the bytes" if not told else f", for {ring} the bytes")
             )
     return f"{'; '.join(told)[0].upper()}{'; '.join(told)[1:]}." if told else None
 

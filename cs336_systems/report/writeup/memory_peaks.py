@@ -119,7 +119,7 @@ def memory_by_precision(e: Evidence) -> str | None:
     for mode, own in pairs.items():
         changes = [
             f"from {gib(fp32)} to {gib(bf16)}, {_change(bf16 / fp32 - 1)}, at {length} tokens"
-            for length, fp32, bf16 in own
+            for length, fp32, bf16 in dict.fromkeys((own[0], own[-1]))
         ]
         told.append(f"a {words(mode)} goes {listing(changes)}")
     why = "Weights, gradients and optimizer state stay float32, and autocast adds 16-bit copies of the weights"
@@ -144,17 +144,20 @@ def _counted(pairs: Sequence[tuple[int, float, float]]) -> str:
     if not right:
         return ""
     copies = copy_terms(job_of(LENGTHS[0], "bf16"))[0].value
-    less = [f"{gib(saved_bytes(job_of(n))[0] - saved_bytes(job_of(n, 'bf16'))[0])} at {n} tokens" for n in right]
+    less = [
+        f"{gib(saved_bytes(job_of(n))[0] - saved_bytes(job_of(n, 'bf16'))[0])} at {n} tokens"
+        for n in dict.fromkeys((right[0], right[-1]))
+    ]
     text = (
-        f" By the planner the copies, which are kept until the loss is there, are {gib(copies)}, and what blocks save "
-        f"for the backward pass is less by {listing(less)}"
+        f" By the planner the copies, kept until the loss is there, are {gib(copies)}, and what blocks save for the "
+        f"backward pass is less by {listing(less)}"
     )
     level = [str(n) for n in right if _peaks_last(job_of(n)) and _peaks_last(job_of(n, "bf16"))]
     if not level:
         return f"{text}."
     return (
-        f"{text}; at {listing(level)} tokens the step peaks at the end of its backward pass, when copies and "
-        "activations are gone and gradients there."
+        f"{text}; at {listing(level)} tokens the peak is at the end of the backward pass, with copies and activations "
+        "gone."
     )
 
 

@@ -10,6 +10,7 @@ from ..views import VIEWS
 from .claims import (
     Evidence,
     about,
+    ends,
     listing,
     one_setting,
     p50,
@@ -141,7 +142,7 @@ def bf16_speed(e: Evidence) -> str | None:
     worst, caveat = min(rows, key=ratio), float32_attention(rows)
     text = (
         f"(c) Forward and backward passes in ms at {each[0].config['context_length']} tokens, fp32 and bf16: "
-        f"{listing(told)}. A step there is {span(order, times)} as fast, {trend}"
+        f"{ends(told)}. A step there is {span(order, times)} as fast, {trend}"
     )
     if not slower:
         return f"{text}; it is nowhere slower, and the least gain is {times(ratio(worst))} ({about(worst)}).{caveat}"

@@ -1,6 +1,6 @@
 """A problem of the handout as data: its question, what is shown of the rows, and the sentences made of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class Exhibit:
     """
     together: bool = False
     """Whether rows of all files stand in one table: where each call writes a file, or some compare with others."""
+    measures: Callable[[Row], Hashable] | None = None
+    """What a row measures, where only the last file that measures it is shown; the others are named below the table."""
     show: Callable[[Sequence[Row]], str] = rows_table
     """The table, in Markdown."""
     plots: tuple[str, ...] = ()

@@ -167,17 +167,12 @@ def softmax_and_products(e: Evidence) -> str | None:
         time_ratio=softmax / products, operations_ratio=work,
     )  # fmt: skip
 
-    def ratio(rows: dict[str, Row]) -> float | None:
-        pair = _softmax_beside_products(rows)
-        return pair[0] / pair[1] if pair else None
-
     row = rows["forward"]
     rate = (operations[SCORES] + operations[VALUES]) / (products / 1e3)
     return (
         f"(e) Softmax takes {ms(softmax)} and the two products of attention {ms(products)}: {softmax / products:.2f} "
         f"of their time for {work:.3f} of their operations; {claim}{_by_memory(row, softmax)}. "
         f"The products have {rate / 1e12:.3g} TFLOP/s.{_beside_narrow_products(row, rate)}"
-        + _over_all(e, "that part of their time", ratio, lambda x: f"{x:.2f}")
     )
 
 
@@ -191,8 +186,8 @@ def _by_memory(row: Row, softmax_ms: float) -> str:
     if rate < _FAST_COPY * card.bandwidth:
         return ""
     return (
-        ", because it is memory that it waits for: a layer's float32 scores are read and written, `8 B H N^2` bytes, "
-        f"at {rate / 1e12:.3g} TB/s, {percent(rate / card.bandwidth)} of what copies reach on this card"
+        f", because it waits for memory: it reads and writes float32 scores, `8 B H N^2` bytes a layer, at "
+        f"{rate / 1e12:.3g} TB/s, {percent(rate / card.bandwidth)} of what copies reach on this card"
     )
 
 

@@ -11,7 +11,7 @@ from ..memory_parts import draw_parts, predicted_today
 from ..overlap import streams_file
 from ..streams import plot_streams
 from ..views import rows_table
-from .buckets import bucket_optimum, bucket_working, buckets
+from .buckets import bucket_optimum, bucket_working, buckets, with_predictions
 from .claims import (
     XL_2026,
     Evidence,
@@ -25,8 +25,8 @@ from .claims import (
     percent,
 )
 from .collectives import DISTRIBUTED_COMMUNICATION
-from .problem import Drawing, Exhibit, Problem, RowFile, says
-from .steps import ALONE
+from .problem import Exhibit, Problem, RowFile, says
+from .steps import ALONE, SETTING
 from .strategies import added, compared, pace_of_the_host, sharded_time, waits_for_the_host
 
 DATA, SHARDED = "Data parallelism", "Sharded optimizer state"
@@ -151,7 +151,6 @@ def ddp_exhibit(
     *names: str,
     beside: tuple[str, ...] = (),
     options: str = r"(\+graph)?",
-    pictures: tuple[tuple[str, Drawing], ...] = (),
 ) -> Exhibit:
     """The rows of some variants beside others and one GPU alone, of files that have any of the former.
 
@@ -168,7 +167,7 @@ def ddp_exhibit(
         keep=lambda row: shown.fullmatch(row.variant) is not None,
         is_about=lambda row: own.fullmatch(row.variant) is not None,
         is_asked=is_xl_2026,
-        pictures=pictures,
+        measures=lambda row: (row.variant, *(row.config.get(name) for name in SETTING)),
     )
 
 
@@ -182,12 +181,6 @@ def draw_traced(files: Sequence[RowFile], out: Path) -> None:
     """Draw the streams of the rows' steps into a PNG, should the files that have them be here."""
     found = [step for file in files for row in file.rows if (step := streams_file(row, file.path.parent)) is not None]
     if found:
-        plot_streams(found, out)
-
-
-def _draw_beside(files: Sequence[RowFile], out: Path) -> None:
-    folders = [file.path.parent / "ddp-streams" for file in files]  # of cs336 bench ddp --traces
-    if found := [trace for folder in folders for trace in sorted(folder.glob("*.json"))]:
         plot_streams(found, out)
 
 
@@ -242,16 +235,7 @@ PROBLEMS = (
         places=("2.3.2", "5.3.2"),
         question="What does sending during the backward pass gain, and is the overlap there in a profile?",
         exhibits=(
-            ddp_exhibit(
-                "overlap",
-                beside=("naive", "flat"),
-                pictures=(
-                    (
-                        f"computing and communication over a profiled step of each strategy ({_LONGER})",
-                        _draw_beside,
-                    ),
-                ),
-            ),
+            ddp_exhibit("overlap", beside=("naive", "flat")),
             trace_exhibit("naive", "overlap"),
         ),
         sentences=(
@@ -274,7 +258,12 @@ PROBLEMS = (
         places=("2.3.3", ""),
         question="What does the size of a bucket change, and what is the best one, measured and by a model?",
         exhibits=(
-            Exhibit(case="bucket-size", command="bench bucket-size", plots=("added",)),
+            Exhibit(
+                case="bucket-size",
+                command="bench bucket-size",
+                show=lambda rows: rows_table(with_predictions(rows)),
+                plots=("added",),
+            ),
             ddp_exhibit(*(f"bucketed:{size}" for size in (1, 10, 100, 1000)), beside=("overlap", "torch_ddp")),
         ),
         sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),

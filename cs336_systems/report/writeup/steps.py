@@ -51,6 +51,25 @@ def ratios(found: Sequence[tuple[Row, Row]]) -> list[float]:
     return sorted(p50(ours) / p50(theirs) for ours, theirs in found)
 
 
+def last_pair(runs: Sequence[Steps], variant: str, other: str) -> tuple[Row, Row, list[float]] | None:
+    """A variant's step and another's of the last run that has both, and the ratios of earlier runs, the least first."""
+    found = pairs(runs, variant, other)
+    return (*found[-1], ratios(found[:-1])) if found else None
+
+
+def elsewhere(ratio: float, earlier: Sequence[float]) -> str:
+    """What is told beside a ratio of the last launch: those of earlier ones, " (20% longer in 1 earlier launch)"."""
+    if not earlier:
+        return ""
+    undecided = ", so undecided" if is_undecided(sorted((*earlier, ratio))) else ""
+    return f" ({longer_or_shorter(earlier)} in {earlier_launches(len(earlier))}{undecided})"
+
+
+def earlier_launches(count: int) -> str:
+    """ "1 earlier launch", "2 earlier launches"."""
+    return f"{count} earlier launch{'' if count == 1 else 'es'}"
+
+
 def longer_or_shorter(found: Sequence[float]) -> str:
     """Of ratios, the least first: "20% shorter", "10% to 20% longer", "5.0% shorter to 10% longer"."""
     ends = [(percent(abs(1 - ratio)), "shorter" if ratio < 1 else "longer") for ratio in (found[0], found[-1])]
@@ -64,8 +83,3 @@ def longer_or_shorter(found: Sequence[float]) -> str:
 def is_undecided(found: Sequence[float]) -> bool:
     """Whether of ratios, the least first, some are below 1 and others above."""
     return found[0] < 1 < found[-1]
-
-
-def launches(count: int) -> str:
-    """ " over 3 launches", or "" for one."""
-    return f" over {count} launches" if count > 1 else ""

@@ -1,4 +1,4 @@
-"""Sentences that compare steps of strategies over several GPUs, launch by launch."""
+"""Sentences that compare steps of strategies over several GPUs: of the last launch, beside the earlier ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +9,8 @@ from .steps import (
     FAR,
     HOWS,
     Steps,
-    is_undecided,
-    launches,
+    elsewhere,
+    last_pair,
     longer_or_shorter,
     of_one_run,
     pairs,
@@ -25,30 +25,31 @@ def _setting(row: Row) -> str:
 
 
 def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
-    """The sentence on what a variant adds to the step of one GPU, eager and recorded as a CUDA graph."""
+    """The sentence on what a variant adds to the step of one GPU, and for how long it communicates."""
 
     def say(e: Evidence) -> str | None:
-        parts, setting = [], ""
+        told: list[str] = []
         for end, how in HOWS.items():
-            if found := pairs(steps(e), variant + end, ALONE + end):
-                more = [p50(ours) - p50(alone) for ours, alone in found]
-                over = span(ratios(found), lambda ratio: f"{ratio - 1:+.0%}")
-                shares = span((1 - 1 / ratio for ratio in ratios(found)), percent)
-                share = f", {shares} of the step" if min(more) > 0 else ""
-                parts.append(
-                    f"{how}, {span((p50(ours) for ours, _ in found), ms)} beside "
-                    f"{span((p50(alone) for _, alone in found), ms)} of one rank alone, {span(more, ms)} more "
-                    f"({over}{share}){launches(len(found))}"
+            if (found := last_pair(steps(e), variant + end, ALONE + end)) is not None:
+                ours, alone, earlier = found
+                ratio = p50(ours) / p50(alone)
+                what = "it" if told else f"a step of {_setting(ours)} with `{variant}`"
+                told.append(
+                    f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, {longer_or_shorter([ratio, ratio])} "
+                    f"than one rank alone{elsewhere(ratio, earlier)}.{_communicating(ours)}"
                 )
-                setting = setting or _setting(found[0][0])
-        if not parts:
-            return None
-        return (
-            f"{part}A step of {setting} with `{variant}` takes, {listing(parts)}: the difference is what "
-            "communicating gradients adds."
-        )
+        return f"{part}{' '.join(told)}" if told else None
 
     return say
+
+
+def _communicating(row: Row) -> str:
+    """For how long a step communicates, and for how much of that nothing is computed, by the profile of one."""
+    if "communication_ms" not in row.metrics:
+        return ""
+    sent, both = row.metrics["communication_ms"], row.metrics["both_ms"]
+    idle = f"nothing is computed for {ms(sent - both)} of that" if both > 0.01 * sent else "nothing is computed then"
+    return f" By a profile it communicates for {ms(sent)}, {percent(sent / p50(row))} of the step, and {idle}."
 
 
 def pace_of_the_host(e: Evidence) -> str | None:
@@ -60,23 +61,23 @@ def pace_of_the_host(e: Evidence) -> str | None:
     if min(eager) < FAR * max(recorded):
         return None
     return (
-        f"Eager steps wait for the host, whose pace is another in each launch: one rank alone takes {span(eager, ms)}"
-        f"{launches(len(eager))}, and {span(recorded, ms)} recorded as a CUDA graph. So the order of eager strategies "
-        "may be another in each launch, too."
+        f"Eager steps wait for the host, whose pace is another in each of {len(eager)} launches: one rank alone takes "
+        f"{span(eager, ms)}, and {span(recorded, ms)} recorded as a CUDA graph."
     )
 
 
 def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
-    """The sentence on whether a variant's step is shorter than those of others, over all launches that have both."""
+    """The sentence on whether a variant's step is shorter than those of others, each in the last launch of both."""
 
     def say(e: Evidence) -> str | None:
         parts = []
         for end, how in zip(HOWS, ("eager", "under a CUDA graph"), strict=True):
             told = []
             for other in others:
-                if found := ratios(pairs(steps(e), variant + end, other + end)):
-                    undecided = ", which is undecided" if is_undecided(found) else ""
-                    told.append(f"{longer_or_shorter(found)} than with `{other}`{launches(len(found))}{undecided}")
+                if (found := last_pair(steps(e), variant + end, other + end)) is not None:
+                    ours, theirs, earlier = found
+                    ratio = p50(ours) / p50(theirs)
+                    told.append(f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, earlier)}")
             if told:
                 parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
         return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
@@ -112,47 +113,20 @@ def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | N
 
 def sharded_time(e: Evidence) -> str | None:
     """(b) The step with and without a sharded optimizer, where its memory was measured and in the case ddp."""
-    told: list[str] = []
-    eager: list[tuple[Row, Row]] = []
-    recorded: list[tuple[Row, Row]] = []
-    for case in ("optimizer-sharding", "ddp"):
-        runs = steps(e, case)
-        told += [text] if (text := _with_and_without(runs)) else []
-        for name, found in _sharded_pairs(runs).items():
-            (recorded if "+graph" in name else eager).extend(found)
-    if not told:
-        return None
-    return " ".join([f"(b) {' '.join(told)}", *_what_sharding_costs(eager, recorded)])
-
-
-def _sharded_pairs(runs: Sequence[Steps]) -> dict[str, list[tuple[Row, Row]]]:
-    """By the name of what is sharded, its steps beside those that are not."""
-    names = dict.fromkeys(name for run in runs for name in run if "+zero1" in name)
-    return {name: found for name in names if (found := pairs(runs, name, name.replace("+zero1", "")))}
+    told = [text for case in ("optimizer-sharding", "ddp") if (text := _with_and_without(steps(e, case)))]
+    return f"(b) {' '.join(told)}" if told else None
 
 
 def _with_and_without(runs: Sequence[Steps]) -> str | None:
+    """By the name of what is sharded, its last step beside that which is not."""
     told, size = [], ""
-    for name, found in _sharded_pairs(runs).items():
-        ours, whole = zip(*found, strict=True)
-        size = ours[0].config["size"]
-        told.append(
-            f"{span(map(p50, ours), ms)} instead of {span(map(p50, whole), ms)} with `{name.replace('+zero1', '')}`"
-            f"{launches(len(found))}, at {span(map(peak, ours), gib)} instead of {span(map(peak, whole), gib)}"
-        )
+    for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
+        if (found := last_pair(runs, name, name.replace("+zero1", ""))) is not None:
+            ours, whole, earlier = found
+            ratio, size = p50(ours) / p50(whole), ours.config["size"]
+            told.append(
+                f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, "
+                f"{longer_or_shorter([ratio, ratio])}{elsewhere(ratio, earlier)}, at {gib(peak(ours))} instead of "
+                f"{gib(peak(whole))}"
+            )
     return f"A step of {size} with the optimizer sharded takes {'; '.join(told)}." if told else None
-
-
-def _what_sharding_costs(eager: Sequence[tuple[Row, Row]], recorded: Sequence[tuple[Row, Row]]) -> list[str]:
-    """What the pairs come to, where there are several."""
-    if len(eager) + len(recorded) < 2:
-        return []
-    parts = []
-    for found, how in ((eager, "eager"), (recorded, "recorded as a CUDA graph")):
-        if found:
-            undecided = ", so that it is undecided which is the shorter one" if is_undecided(ratios(found)) else ""
-            over = f" over {len(found)} pairs, each of one launch" if len(found) > 1 else ""
-            parts.append(f"{how} the step is {longer_or_shorter(ratios(found))}{over}{undecided}")
-    saved = [peak(whole) - peak(ours) for ours, whole in (*eager, *recorded)]
-    memory = [f"The peak is {span(saved, gib)} lower."] if min(saved) > 0 else []
-    return [f"With the state sharded, {'; '.join(parts)}.", *memory]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ...bench.case import Row
 from ...model_config import MODEL_SIZES
 from ...planner.rows import is_of_cpu
-from .claims import Evidence, about, listing, one_setting, p50, percent, span, times
+from .claims import Evidence, about, ends, one_setting, p50, percent, span, times
 from .steps import FAR
 
 CONTEXT = 512
@@ -55,7 +55,7 @@ def times_by_size(e: Evidence) -> str | None:
     ratio = span((p50(row, "backward") / p50(row, "forward") for row in rows), lambda x: f"{x:.1f}")
     return (
         f"(b) {' / '.join(phases).capitalize()} in ms at {length} tokens in fp32: "
-        f"{listing(told)}; a backward pass takes {ratio} times as long as the forward pass.{_sum_of_phases(e)}"
+        f"{ends(told)}; a backward pass takes {ratio} times as long as the forward pass.{_sum_of_phases(e)}"
     )
 
 
@@ -66,8 +66,8 @@ def _sum_of_phases(e: Evidence) -> str:
         return ""
     over = span((sum(p50(row, name) for name in _PHASES) / p50(row) for row in rows), lambda x: f"{x:.2f}")
     return (
-        " Phases are timed apart from the step, with a wait for the GPU after each, so that they do not add up to it: "
-        f"their sum is {over} times the step."
+        " Phases are timed apart from the step, with a wait for the GPU after each: their sum is "
+        f"{over} times the step."
     )
 
 
@@ -99,9 +99,9 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
     if not grown or 2 * waiting <= len(uneven):
         return ""
     return (
-        f" Of the {len(uneven)} others that were also measured at half or twice the tokens, {waiting} take "
-        f"less than {_GROWS} times as long for twice the tokens: there the GPU waits for the host, whose pace varies. "
-        f"In the {len(grown)} whose step grows by more it is at most {percent(max(grown))}."
+        f" The others wait for the host, whose pace varies: {waiting} of {len(uneven)} take less than {_GROWS} times "
+        f"as long for twice the tokens. In the {len(grown)} whose step grows by more it is at most "
+        f"{percent(max(grown))}."
     )
 
 
