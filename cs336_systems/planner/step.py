@@ -20,6 +20,10 @@ from .working import Section, Term, total
 # for xl at 512 tokens, 83.1 ms of which kernels ran for 78.9 (results/h200/ddp-streams).
 KERNELS = {True: 45, False: 130}
 GAP_S = 1.7e-6
+# Share of the bandwidth of copies that eager elementwise kernels have under autocast, where they mix types and the
+# rotary ones read every other number: 0.54, 0.54, 0.57 and 0.54 of the forward and backward passes in
+# results/h200/profile-kernels and 2.7B/profile-kernels, without what attention takes.
+MIXED_RATE = 0.55
 # NCCL's thread blocks, each of which keeps a multiprocessor from computing while it sends. Assumed: its usual number of
 # channels over NVLink. And how often an all-reduced byte passes memory: read and sent, received, reduced, received.
 CHANNELS = 24
@@ -55,6 +59,11 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
     td, tf = job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
     forward, backward = _elementwise_factors(job)
     return forward[0] * td + forward[1] * tf, backward[0] * td + backward[1] * tf
+
+
+def _elementwise_rate(job: Job, card: Card) -> float:
+    """Bytes/s of what `elementwise_bytes` counts. In float32 types are not mixed."""
+    return card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
 
 
 def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -93,7 +102,8 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     s, layers = job.shape, job.shape.num_layers
     forward, backward = products_seconds(job, card)
     attention = attention_seconds(job, card)
-    small = [layers * size / card.bandwidth for size in elementwise_bytes(job)]
+    rate = _elementwise_rate(job, card)
+    small = [layers * size / rate for size in elementwise_bytes(job)]
     nm = matmul_parameters(s)
     w = job.world_size if job.is_sharded else 1
     casts = 0 if job.precision == "fp32" or job.weight_bytes == 2 else 12 * nm / w
@@ -108,7 +118,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
         Term("products, forward", f"2 N_m T = {operations / 1e12:.4g} TFLOP, in tiles and waves", forward, "s"),
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
         Term("attention", _attention_working(job, card), sum(attention), "s"),
-        Term("elementwise", _by_bandwidth("", elementwise, card), sum(small), "s"),
+        Term("elementwise", _by_rate("", elementwise, rate), sum(small), "s"),
         _passed("casts of weights and gradients", f"12 N_m{over(w)}", casts, card),
         _passed("loss", loss_formula, loss, card),
     ]
@@ -122,15 +132,15 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
 
 
-def _by_bandwidth(formula: str, nbytes: float, card: Card) -> str:
-    """A formula of bytes with its value, by the card's bandwidth."""
+def _by_rate(formula: str, nbytes: float, rate: float) -> str:
+    """A formula of bytes with its value, by bytes/s."""
     equals = f"{formula} = " if formula else ""
-    return f"{equals}{nbytes / 1e9:.4g} GB / {card.bandwidth / 1e12:.4g} TB/s"
+    return f"{equals}{nbytes / 1e9:.4g} GB / {rate / 1e12:.4g} TB/s"
 
 
 def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
     """The time of bytes that pass through memory."""
-    working = _by_bandwidth(formula, nbytes, card) if nbytes else "none"
+    working = _by_rate(formula, nbytes, card.bandwidth) if nbytes else "none"
     return Term(name, working, nbytes / card.bandwidth, "s")
 
 
@@ -183,7 +193,7 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     copies = {"flat": 16, **dict.fromkeys(IN_BUCKETS, 8 if job.cuda_graph else 16)}.get(job.strategy, 0)
     if job.grad_dtype != "same" and not job.is_sharded and NUMBER_BYTES[job.grad_dtype] != job.weight_bytes:
         copies += 2 * (NUMBER_BYTES[job.grad_dtype] + job.weight_bytes)
-    passing = _by_bandwidth("", PASSES * all_sent.hidden_bytes, card)
+    passing = _by_rate("", PASSES * all_sent.hidden_bytes, card.bandwidth)
     costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
     terms = [
         Term("communication exposed", working, left + all_sent.overhead_s, "s"),

@@ -52,17 +52,14 @@ def test_step_time_within_twelve_per_cent_where_the_gpu_sets_the_pace(row: Any) 
     found = error(compare(row).seconds)
     assert found is not None
     large = row.case == "train-step" and row.config["size"] in ("xl", "2.7B")
-    if row.variant == "alone+graph":
-        # eager: 14 ms of 118 are missing, in what elementwise operations are said to take
-        assert -0.13 < found < -0.11
-    elif "graph" in row.variant or large:
+    if "graph" in row.variant or large:
         assert abs(found) < 0.12
     else:
         assert found < 0  # the host takes longer
 
 
 def test_steps_with_plain_attention_where_the_gpu_sets_the_pace() -> None:
-    """In float32 that is from large on at every length, in bfloat16 at 1,024 tokens."""
+    """In float32 that is from large on at every length, in bfloat16 at 1,024 tokens, where it is counted too long."""
     found = {
         (row.config["precision"], row.config["size"], row.config["context_length"]): error(compare(row).seconds) or 1.0
         for row in rows("model")
@@ -72,7 +69,7 @@ def test_steps_with_plain_attention_where_the_gpu_sets_the_pace() -> None:
     narrow = [value for (precision, _, length), value in found.items() if (precision, length) == ("bf16", 1024)]
     assert (len(float32), len(narrow)) == (12, 3)
     assert max(map(abs, float32)) < 0.05
-    assert max(map(abs, narrow)) < 0.06
+    assert all(0.04 < value < 0.09 for value in narrow)
 
 
 def test_the_readme_says_how_far_off_the_rows_are() -> None:

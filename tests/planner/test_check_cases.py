@@ -141,10 +141,8 @@ def test_peak_of_activations_by_checkpointing_policy(row: Any) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in CHECKPOINTING if row.config["size"] == "2.7B"], ids=label)
-def test_eager_steps_of_2_7b_that_are_computed_again_are_predicted_too_short(row: Any) -> None:
-    found = compare(row)
-    assert found.slowed_by == "power cap"
-    assert -0.172 < (error(found.seconds) or 0) < -0.141
+def test_times_of_eager_steps_of_2_7b_that_are_computed_again(row: Any) -> None:
+    assert 0 < (error(compare(row).seconds) or 0) < 0.06
 
 
 @pytest.mark.parametrize("row", RESIDUALS, ids=label)
@@ -286,7 +284,8 @@ def test_only_the_ten_largest_errors_are_named() -> None:
 
 
 def test_text_and_json_have_the_verdicts() -> None:
-    found = [compare(row) for row in (*CHECKPOINTING[:2], RESIDUALS[0], FORWARD[0])]
+    missed = next(row for row in CHECKPOINTING if row.config["size"] == "xl" and "block" in row.variant)
+    found = [compare(row) for row in (missed, CHECKPOINTING[0], RESIDUALS[0], FORWARD[0])]
     lines = check_text(found).splitlines()
     start = lines.index("")
     assert lines[start + 1].startswith("peak memory:                        mean 0.0%, max 0.0% of 3 rows")
@@ -297,7 +296,7 @@ def test_text_and_json_have_the_verdicts() -> None:
     entries = json.loads(json.dumps(check_json(found)))
     assert [entry["aims"] for entry in entries] == [
         {"memory": True, "time": False},
-        {"memory": True, "time": False},
+        {"memory": True, "time": True},
         {"memory": None, "time": None},
         {"memory": True, "time": None},
     ]

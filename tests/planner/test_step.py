@@ -1,7 +1,9 @@
 """The time of a step: parts by hand, limits, and what each option does to it."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,18 @@ from cs336_systems.model_config import ModelConfig
 from cs336_systems.planner.cards import CARDS, Card, get_card
 from cs336_systems.planner.job import Job
 from cs336_systems.planner.products import gradients_of, product_seconds, products, products_seconds, rounded_up
-from cs336_systems.planner.step import attention_seconds, elementwise_bytes, step_seconds, step_sections, step_terms
+from cs336_systems.planner.step import (
+    MIXED_RATE,
+    attention_seconds,
+    elementwise_bytes,
+    step_seconds,
+    step_sections,
+    step_terms,
+)
 
 XL = ModelConfig(size="xl", context_length=512).shape
 H200 = CARDS["H200"]
+RESULTS = Path(__file__).parents[2] / "results/h200"
 
 
 def parts(card: Card = H200, **given: Any) -> dict[str, float]:
@@ -104,10 +114,28 @@ def test_checkpointing_computes_the_forward_pass_again() -> None:
     (found,) = (
         t.working for t in step_terms(Job(shape=XL, activation_checkpointing="every_2"), H200) if "again" in t.name
     )
-    # Products 12.70 ms, attention 1.564 ms, a third of the elementwise 24.80 ms.
-    assert found == "24 / 48 blocks x (12.7 + 1.564 + 8.267) ms of products, attention, elementwise"
+    # Products 12.70 ms, attention 1.564 ms, a third of the elementwise 24.80 ms at the full bandwidth, at 0.55 of it.
+    assert found == "24 / 48 blocks x (12.7 + 1.564 + 15.03) ms of products, attention, elementwise"
     # Of three parts one more: products of the forward pass, a third of the elementwise bytes and of attention.
     assert without["products, forward"] < all_of_them < (without["step"] - without["optimizer"]) / 3
+
+
+@pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
+@pytest.mark.parametrize("file", ["profile-kernels", "2.7B/profile-kernels"])
+def test_the_rate_of_mixed_types_is_that_of_the_kernel_profiles(file: str, phase: int) -> None:
+    """Of the bytes of blocks, in the time of all small kernels but for casts of weights, the loss, and attention's."""
+    lines = (RESULTS / f"{file}.jsonl").read_text().splitlines()
+    (row,) = (row for line in lines if (row := json.loads(line))["variant"] == "train_step")
+    names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
+    job = Job(shape=ModelConfig(size=None, **{name: row["config"][name] for name in names}).shape, attention="naive")
+    name, small = ("forward", "backward")[phase], ("elementwise", "copy", "reduction")
+    of_all = row["metrics"]["spans"][name]["class_ms"]
+    of_attention = [part.get(name, {}) for part in row["metrics"]["attention"].values()]
+    ms = sum(of_all[kind] - sum(part.get(kind, 0.0) for part in of_attention) for kind in small)
+    others = 6 * matmul_parameters(job.shape) + 40 * job.tokens * job.shape.vocab_size * (1 + phase) / 3
+    moved = job.shape.num_layers * elementwise_bytes(job)[phase]
+    rate = moved / (ms / 1e3 - others / H200.bandwidth) / H200.bandwidth
+    assert rate == pytest.approx(MIXED_RATE, abs=0.02)
 
 
 def test_float32_casts_nothing_and_computes_on_the_plain_cores() -> None:
