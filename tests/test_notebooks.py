@@ -79,4 +79,4 @@ def test_a_notebook_is_committed_without_outputs_and_with_stable_ids(path: Path)
 
 
 def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+    assert {path.stem for path in NOTEBOOKS} == {"demo_benchmark", "speedrun_tinystories"}

@@ -69,7 +69,7 @@ def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
                 f"the trace was full after {last:,} entries and its beginning is lost: what was allocated there counts "
                 "as alive before, and earlier phases are cut"
             )
-        if missing := _categorize(walk.allocations, phases, boundaries):
+        if missing := _categorize(walk.allocations, phases, boundaries, _out_of_memory(snapshot)):
             warnings.append(f"{missing:,} tensors are not where the snapshot has memory in use")
     times = list(accumulate((e.time_us for e in snapshot.events), max, initial=snapshot.events[0].time_us))
     origin = times[boundaries[0]]
@@ -174,8 +174,18 @@ def _categorize_by_lifetime(allocations: list[Allocation], last: int) -> None:
         a.category = LIFETIMES[2 * (a.start > 0) + (a.end <= last)]
 
 
-def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple[int, ...]) -> int:
-    """Set categories by the tensors, else by lifetime; the number of tensors that no memory was found for."""
+def _out_of_memory(snapshot: Snapshot) -> int:
+    """The last moment at which memory was asked for that there was not; the end where none was."""
+    moments = [moment for moment, event in enumerate(snapshot.events) if event.action == "oom"]
+    return moments[-1] if moments else len(snapshot.events)
+
+
+def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple[int, ...], failed: int) -> int:
+    """Set categories by the tensors, else by lifetime; the number of tensors that no memory was found for.
+
+    Activations are what the forward pass leaves to the backward pass, and where that did not begin, what there was
+    when the step `failed`.
+    """
     at_address: dict[int, list[Allocation]] = defaultdict(list)
     for a in allocations:
         at_address[a.address].append(a)
@@ -187,8 +197,11 @@ def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple
         for a in owners[:1]:
             if not a.category:
                 a.category, a.name = held.category, held.name
-    backward = phases.names.index("backward") if "backward" in phases.names else None
-    begins = None if backward is None or backward >= len(phases.boundaries_us) else boundaries[backward]
+    begins: int | None = None
+    if "backward" in phases.names:
+        begins = boundaries[phases.names.index("backward")]
+    elif phases.error is not None and phases.config.get("mode") != "forward":
+        begins = failed
     for a in allocations:
         if a.category:
             continue

@@ -195,6 +195,16 @@ def test_a_step_that_failed_has_the_phases_that_began(tmp_path: Path) -> None:
     assert facts(made)["at_peak_bytes"]["activations"] == 5
 
 
+@pytest.mark.parametrize("mode, kept", [("train_step", "activations"), ("forward", "temporaries")])
+def test_what_is_kept_where_the_forward_pass_failed_are_activations(mode: str, kept: str, tmp_path: Path) -> None:
+    """Unless nothing was to be kept; what was freed by then was temporary, whatever was freed of the rest since."""
+    trace = Trace().mark().alloc(1, 5).alloc(2, 70).free(2, 70).alloc(3, 100).note("oom", 0, 999)
+    trace.free(3, 100).free(1, 5)
+    phases = Phases(names=("forward",), boundaries_us=(1_000_000,), error="out of memory", config={"mode": mode})
+    made = history(trace.snapshot(), tmp_path, phases)
+    assert [(a.size, a.category) for a in made.allocations] == [(5, kept), (70, "temporaries"), (100, kept)]
+
+
 def test_tensors_that_the_snapshot_does_not_have_are_counted(tmp_path: Path) -> None:
     content, phases = one_step()
     stray = Held(boundary=0, address=12345, category="parameters", name="of another run")

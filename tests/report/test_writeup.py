@@ -1082,7 +1082,11 @@ def test_every_table_of_rows_names_file_command_commit_and_machine(made: Path) -
 
 def test_the_pdf_is_made_of_the_committed_rows(made: Path) -> None:
     pytest.importorskip("typst")
-    assert (made / PDF).read_bytes().startswith(b"%PDF-")
+    content = (made / PDF).read_bytes()
+    assert content.startswith(b"%PDF-")
+    pages = len(re.findall(rb"/Type ?/Page\b", content))
+    assert pages > (made / MARKDOWN).read_text().count("\n### ") / 2  # some problems are half a page
+    assert len(re.findall(rb"/Subtype ?/Image\b", content)) >= (made / MARKDOWN).read_text().count("](pictures/")
 
 
 def test_without_typst_the_rest_is_written_and_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
