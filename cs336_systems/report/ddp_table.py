@@ -1,6 +1,6 @@
 """The table of the case `ddp`: what each strategy adds to a step of one GPU alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..bench.case import Row
 from ..planner.rows import is_of_cpu
@@ -46,9 +46,23 @@ def _setting_table(rows: Sequence[Row]) -> str:
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
         f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory {whose} in GiB:"
     )
-    names = [f"{how} {what}" for how in ("eager", "compiled") for what in ("step", "added", "peak")]
-    lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
-    return "\n\n".join([head, markdown_table(["variant", *names], lines), *_communication(last, variants)])
+    return "\n\n".join(
+        [head, _side_by_side(variants, ("step", "added", "peak"), cells), *_communication(last, variants)]
+    )
+
+
+_HOWS = {"eager": "", "compiled": " compiled"}
+"""How variants ran, and what their names end in."""
+
+
+def _side_by_side(variants: Sequence[str], columns: Sequence[str], cells: Callable[[str, str], Sequence[str]]) -> str:
+    """A table with a line a variant: its cells eager and compiled, of which those are left out that no variant has."""
+    found = {how: [cells(variant, end) for variant in variants] for how, end in _HOWS.items()}
+    shown = [how for how, lines in found.items() if any(set(line) != {"-"} for line in lines)]
+    header = ["variant", *(f"{how} {what}" for how in shown for what in columns)]
+    return markdown_table(
+        header, [(variant, *(cell for how in shown for cell in found[how][i])) for i, variant in enumerate(variants)]
+    )
 
 
 _COMMUNICATION = ("communicating", "share of the step", "not hidden")
@@ -65,13 +79,11 @@ def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str
         sent, both, step = (fields.value(f"metrics.{name}") for name in ("communication_ms", "both_ms", "step_ms.p50"))
         return f"{sent:.1f}", f"{sent / step:.0%}" if step else "n/a", f"{sent - both:.1f}"
 
-    lines = [(variant, *cells(variant, ""), *cells(variant, " compiled")) for variant in variants]
-    lines = [line for line in lines if set(line[1:]) != {"-"}]
-    if not lines:
+    profiled = [v for v in variants if any(set(cells(v, end)) != {"-"} for end in _HOWS.values())]
+    if not profiled:
         return []
     head = (
         "One more step, profiled on the first rank: for how many ms it communicates (waiting for the other ranks "
         "included), what share of the median step that is, and for how many ms of it nothing is computed:"
     )
-    names = [f"{how} {what}" for how in ("eager", "compiled") for what in _COMMUNICATION]
-    return [head, markdown_table(["variant", *names], lines)]
+    return [head, _side_by_side(profiled, _COMMUNICATION, cells)]
