@@ -238,8 +238,8 @@ def test_how_long_a_step_communicates_is_said_where_it_was_profiled() -> None:
         rows[1].metrics.update(communication_ms=50.0, both_ms=both_ms)
         return several_gpus.added("naive")(evidence(*rows)) or ""
 
-    assert said(0.0).endswith("By a profile it communicates for 50 ms, 25% of the step, and nothing is computed then.")
-    assert said(20.0).endswith("25% of the step, and nothing is computed for 30 ms of that.")
+    assert said(0.0).endswith("it communicates for 50 ms, 25% of the step, and all that time nothing is computed.")
+    assert said(20.0).endswith("25% of the step, and for 30 ms of that nothing is computed.")
 
 
 XL = dict(devices=2, size="xl", context_length=512, batch_size=4, precision="bf16")
@@ -315,7 +315,7 @@ def test_where_there_are_rows_of_2026s_xl_sentences_are_of_it() -> None:
 
     more = timed("ddp", 1.0, "flat", devices=2, size="xl", context_length=512, batch_size=4, precision="bf16")
     said = several_gpus.added("naive")(evidence(*both("2.7B", 130.0), *both("xl", 150.0), more)) or ""
-    assert said.startswith("Eager, a step of 2.7B, 4 x 512 on each of 2 ranks")
+    assert said.startswith("Eager, a step of 2.7B (4 x 512 on each of 2 ranks, bf16)")
     assert "130 ms, 30% longer" in said
 
 

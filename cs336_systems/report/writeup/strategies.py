@@ -21,7 +21,7 @@ from .steps import (
 
 def _setting(row: Row) -> str:
     c = row.config
-    return f"{c['size']}, {c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']}"
+    return f"{c['size']} ({c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']})"
 
 
 def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
@@ -48,8 +48,9 @@ def _communicating(row: Row) -> str:
     if "communication_ms" not in row.metrics:
         return ""
     sent, both = row.metrics["communication_ms"], row.metrics["both_ms"]
-    idle = f"nothing is computed for {ms(sent - both)} of that" if both > 0.01 * sent else "nothing is computed then"
-    return f" By a profile it communicates for {ms(sent)}, {percent(sent / p50(row))} of the step, and {idle}."
+    idle = f"for {ms(sent - both)} of that" if both > 0.01 * sent else "all that time"
+    share = percent(sent / p50(row))
+    return f" By a profile it communicates for {ms(sent)}, {share} of the step, and {idle} nothing is computed."
 
 
 def pace_of_the_host(e: Evidence) -> str | None:
