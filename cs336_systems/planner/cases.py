@@ -33,7 +33,7 @@ def measured_memory(row: Measured) -> tuple[str, Pair | None]:
         peak = row.metrics["allocator"]["peak_allocated_bytes"]
     if peak is None:
         return PEAK, None
-    predicted = forward_peak_bytes(job) if is_forward(row) else peak_bytes(job)
+    predicted = float(forward_peak_bytes(job) if is_forward(row) else peak_bytes(job))
     return PEAK, (positive("peak_memory_bytes", peak), predicted)
 
 
@@ -46,7 +46,7 @@ def _saved_by_block(row: Measured) -> Pair:
     same = ("batch_size", "precision", "attention", "compile")
     job = Job(shape=shape, **{name: row.config[name] for name in same})
     saved = positive("saved_bytes", row.metrics["saved_bytes"]) + positive("input_bytes", row.metrics["input_bytes"])
-    return saved, sum(block_parts(job).values())
+    return saved, float(sum(block_parts(job).values()))
 
 
 def _block_shape(config: dict[str, Any]) -> ModelShape:
@@ -68,7 +68,7 @@ def _held_before_backward(row: Measured) -> Pair:
     batch, length, head_size = (config[name] for name in ("batch_size", "length", "head_size"))
     counted = naive_attention_bytes(batch, length, length, head_size, config["is_causal"])
     name = "memory_before_backward_bytes"
-    return positive(name, row.metrics[name]), counted["saved_for_backward"] + 3 * 4 * batch * length * head_size
+    return positive(name, row.metrics[name]), float(counted["saved_for_backward"] + 3 * 4 * batch * length * head_size)
 
 
 def _peak_of_activations(row: Measured) -> Pair:
@@ -81,4 +81,4 @@ def _peak_of_activations(row: Measured) -> Pair:
         raise ValueError("no prediction for the case checkpointing with compiled blocks")
     policy = None if job.checkpointing[0] == "none" else job.checkpointing
     how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel)
-    return positive("peak_bytes", row.metrics["peak_bytes"]), checkpointed_activation_bytes(*how, policy)[1]
+    return positive("peak_bytes", row.metrics["peak_bytes"]), float(checkpointed_activation_bytes(*how, policy)[1])

@@ -65,7 +65,7 @@ def _side_by_side(variants: Sequence[str], columns: Sequence[str], cells: Callab
     )
 
 
-_COMMUNICATION = ("communicating", "share of the step", "not hidden")
+_COMMUNICATION = ("profiled", "communicating", "share", "not hidden")
 
 
 def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str]:
@@ -76,14 +76,16 @@ def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str
         fields = None if row is None else row_fields(row)
         if fields is None or not fields.has("metrics.communication_ms"):
             return ("-",) * len(_COMMUNICATION)
-        sent, both, step = (fields.value(f"metrics.{name}") for name in ("communication_ms", "both_ms", "step_ms.p50"))
-        return f"{sent:.1f}", f"{sent / step:.0%}" if step else "n/a", f"{sent - both:.1f}"
+        names = ("span_ms", "communication_ms", "both_ms", "step_ms.p50")
+        span, sent, both, step = (fields.value(f"metrics.{name}") for name in names)
+        return f"{span:.1f}", f"{sent:.1f}", f"{sent / step:.0%}" if step else "n/a", f"{sent - both:.1f}"
 
     profiled = [v for v in variants if any(set(cells(v, end)) != {"-"} for end in _HOWS.values())]
     if not profiled:
         return []
     head = (
-        "One more step, profiled on the first rank: for how many ms it communicates (waiting for the other ranks "
-        "included), what share of the median step that is, and for how many ms of it nothing is computed:"
+        "One more step, profiled on the first rank, by which it takes longer: its time in ms, for how many of them it "
+        "communicates (waiting for the other ranks included), that as a share of the median step, and for how many of "
+        "them nothing is computed:"
     )
     return [head, _side_by_side(profiled, _COMMUNICATION, cells)]

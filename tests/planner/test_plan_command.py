@@ -143,7 +143,7 @@ def test_ddp_overhead_fits_rows_and_draws(capsys: pytest.CaptureFixture[str], tm
                       "env": {}, "error": None})  # fmt: skip
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, _ = run(capsys, "ddp-overhead", "--gradient_bytes", "8e9", "--rows", str(rows), "--plot", str(plot),
-                       "--measured", str(RESULTS / "ddp-first.jsonl"), "--json")  # fmt: skip
+                       "--measured", str(RESULTS / "first/ddp.jsonl"), "--json")  # fmt: skip
     assert code == 0
     optimum = {term["name"]: term["value"] for term in json.loads(out)[1]["terms"]}
     assert optimum["buckets"] == pytest.approx(28.284, abs=1e-3)  # sqrt(8e9 / (2e11 x 5e-5)), as by hand elsewhere
@@ -222,8 +222,8 @@ def test_check_reads_all_row_files_below_a_folder(capsys: pytest.CaptureFixture[
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
         (
-            ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "ddp-first.jsonl")),
-            f"measured is '{RESULTS / 'ddp-first.jsonl'}': it has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have",
+            ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "first/ddp.jsonl")),
+            f"measured is '{RESULTS / 'first/ddp.jsonl'}': it has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have",
         ),
         (("ddp-overhead", "--rows", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
         (("ddp-overhead", "--overhead_ms", "-1"), "overhead_ms is -1.0: it must be at least 0"),

@@ -198,7 +198,7 @@ def test_a_step_that_failed_has_the_phases_that_began(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode, kept", [("train_step", "activations"), ("forward", "temporaries")])
 def test_what_is_kept_where_the_forward_pass_failed_are_activations(mode: str, kept: str, tmp_path: Path) -> None:
     """Unless nothing was to be kept; what was freed by then was temporary, whatever was freed of the rest since."""
-    trace = Trace().mark().alloc(1, 5).alloc(2, 70).free(2, 70).alloc(3, 100).note("oom", 0, 999)
+    trace = Trace().mark().alloc(1, 5).note("oom", 0, 9).alloc(2, 70).free(2, 70).alloc(3, 100).note("oom", 0, 999)
     trace.free(3, 100).free(1, 5)
     phases = Phases(names=("forward",), boundaries_us=(1_000_000,), error="out of memory", config={"mode": mode})
     made = history(trace.snapshot(), tmp_path, phases)

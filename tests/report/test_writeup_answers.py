@@ -1,5 +1,6 @@
 """Sentences of the write-up that speak of several files of rows, and what they say where rows are few or disagree."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,31 @@ def test_what_a_later_file_measures_again_is_shown_of_that_alone(tmp_path: Path)
     other = file("c", "2025-12-31", alone=1.0, naive=4.0, naive_plus_graph_compiled=5.0)
     problem = next(each for each in PROBLEMS if each.name == "naive_ddp_benchmarking")
     text = "\n\n".join(build.problem_parts(problem, {"ddp": [first, other, last]}, tmp_path))
-    assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| naive |")] == ["3.0"]
+    assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| naive |")] == ["3.0", "4.0"]
     assert "| naive+graph | - | - | - | 5.0 |" in text
     assert text.index("| naive |") < text.index("| naive+graph |")
     assert "Measured before: [b/ddp.jsonl](a/b/ddp.jsonl) (2)." in text
+    assert text.index("Measured before") > text.index("c/ddp.jsonl")
+
+    def shown(later: Sequence[Row]) -> str:
+        found = [last, RowFile(tmp_path / "d/ddp.jsonl", later)]
+        return "\n\n".join(build.problem_parts(problem, {"ddp": found}, tmp_path))
+
+    now = of_ddp("2026-01-03", alone=1.0, naive=9.0)
+    failed = [now[0], replace(now[1], status="oom", metrics={})]
+    elsewhere = [replace(each, env={**each.env, "gpu": "NVIDIA Other"}) for each in now]
+    on_four = [replace(each, config={**each.config, "devices": 4}) for each in now]
+    for later in (failed, elsewhere, on_four):  # none of which measures again what the answer is about
+        assert "| naive | 3.0 |" in shown(later)
+    assert "| naive | 3.0 |" not in shown(now)
 
 
 LONGEST = {
-    "naive_ddp_benchmarking": 80,
-    "minimal_ddp_flat_benchmarking": 80,
-    "ddp_overlap_individual_parameters_benchmarking": 100,
-    "optimizer_state_sharding_accounting": 120,
-    "fsdp": 90,
+    "naive_ddp_benchmarking": 130,
+    "minimal_ddp_flat_benchmarking": 100,
+    "ddp_overlap_individual_parameters_benchmarking": 160,
+    "optimizer_state_sharding_accounting": 140,
+    "fsdp": 110,
 }
 
 
@@ -77,6 +91,24 @@ def test_answers_of_the_committed_rows_are_as_short_as_they_are_asked_for() -> N
     for problem in PROBLEMS:
         for part in build.paragraphs(build.answer_of(problem, files)):
             assert len(part.split()) <= LONGEST.get(problem.name, 170), f"{problem.name}: {part}"
+
+
+def test_the_committed_rows_show_why_an_eager_step_that_hides_transfers_is_the_longer_one() -> None:
+    files = find_rows(ROOT / "results")
+    said = {
+        problem.name: " ".join(build.answer_of(problem, files))
+        for problem in PROBLEMS
+        if "benchmarking" in problem.name
+    }
+    assert "Eager steps wait for the host" in said["naive_ddp_benchmarking"]
+    overlap = said["ddp_overlap_individual_parameters_benchmarking"]
+    assert "under a CUDA graph, a step with `overlap` is 36% shorter than with `naive`" in overlap
+    assert "the host's doing" in overlap
+    assert said["ddp_bucketed_benchmarking"].count("266 MiB") == 2  # of (a) and of (b)
+    (problem,) = (each for each in PROBLEMS if each.name == "ddp_bucketed_benchmarking")
+    (file,) = files["bucket-size"]
+    assert "| yes | yes | 1 | 117.55 |" in problem.exhibits[0].show(file.rows)
+    assert "| 260.32 | 266 | 434 |" in problem.exhibits[0].show(file.rows)
 
 
 H200 = {**ENV, "gpu": "NVIDIA H200"}
@@ -104,7 +136,7 @@ def test_the_step_that_is_told_is_the_one_that_is_drawn(tmp_path: Path, monkeypa
     assert "keeps nothing for later: it peaks at 8 GiB" in said
 
 
-def test_peaks_by_precision_are_of_either_case_and_told_at_each_length() -> None:
+def test_peaks_by_precision_are_of_either_case_and_told_where_they_change_most() -> None:
     rows = [of_model(512, "forward", "fp32", 13.2), of_model(512, "forward", "bf16", 19.3)]
     rows += [of_model(128, "train_step", "fp32", 51.3), of_model(128, "train_step", "bf16", 51.1)]
     rows += [of_model(1024, "train_step", "fp32", 88.0), of_model(1024, "train_step", "bf16", 84.4)]
@@ -190,8 +222,8 @@ def test_what_a_sharded_optimizer_costs_is_of_the_last_launch_of_each_pair() -> 
     said = strategies.sharded_time(of_files(first, [*second, *graph])) or ""
     assert said == (
         "(b) A step of xl with the optimizer sharded takes 285 ms instead of 300 ms with `overlap`, 5.0% shorter (10% "
-        "longer in 1 earlier launch, so undecided), at 29 GiB instead of 37 GiB; 98 ms instead of 100 ms with "
-        "`naive+graph compiled`, 2.0% shorter, at 29 GiB instead of 37 GiB."
+        "longer in 1 other launch, so that it is undecided which is shorter), at 29 GiB instead of 37 GiB; 98 ms "
+        "instead of 100 ms with `naive+graph compiled`, 2.0% shorter, at 29 GiB instead of 37 GiB."
     )
 
 
@@ -213,8 +245,8 @@ def test_what_memory_after_initialisation_shows_is_explained_of_the_rows() -> No
 def test_fsdp_is_told_of_the_last_launch_with_each_comparison_within_one() -> None:
     first, second = of_ddp(fsdp=300.0, alone=150.0, torch_fsdp=600.0), of_ddp("2026-01-02", fsdp=240.0, alone=200.0)
     assert additions.fsdp_step(of_files(first, second)) == (
-        "A step of xl with `fsdp` takes, eager, 240 ms at a peak of 1 GiB, 20% longer than with `alone` (100% longer "
-        "in 1 earlier launch) and 50% shorter than with `torch_fsdp` in 1 earlier launch."
+        "A step of xl with `fsdp` takes, eager, at a peak of 1 GiB, 240 ms, 20% longer than one rank alone (100% "
+        "longer in 1 other launch) and 300 ms, 50% shorter than with `torch_fsdp`."
     )
 
 

@@ -28,8 +28,9 @@ def test_steps_that_differ_are_put_down_to_the_host_where_they_hardly_grow_with_
     waiting = [step(128, 30.0, 0.08), step(256, 31.0, 0.09), step(512, 60.0, 0.01)]
     said = timing.spread_of_steps(evidence(*waiting)) or ""
     assert said.endswith(
-        "The others wait for the host, whose pace varies: 2 of 2 take less than 1.5 times as long for twice the "
-        "tokens. In the 1 whose step grows by more it is at most 1.0%."
+        "Of the others 2 were also measured at half or twice the tokens, and 2 of these take less than 1.5 times as "
+        "long for twice the tokens: they wait for the host, whose pace varies. In the 1 whose step grows by more it is "
+        "at most 1.0%."
     )
     growing = [step(128, 30.0, 0.08), step(256, 60.0, 0.09), step(512, 120.0, 0.01)]
     assert "wait for the host" not in (timing.spread_of_steps(evidence(*growing)) or "wait for the host")

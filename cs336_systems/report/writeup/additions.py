@@ -29,7 +29,7 @@ from .leaderboard_2026 import LEADERBOARD_2026
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
-from .steps import HOWS, earlier_launches, elsewhere, longer_or_shorter, pairs, ratios, steps
+from .steps import HOWS, elsewhere, longer_or_shorter, steps, told_pair
 from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
@@ -243,27 +243,25 @@ def fsdp_gathers(e: Evidence) -> str | None:
 
 
 def fsdp_step(e: Evidence) -> str | None:
-    """FSDP's step in the last launch that has one GPU alone or PyTorch's beside it, and what earlier ones have."""
-    runs = steps(e)
+    """FSDP's step beside one GPU alone and PyTorch's, from the case ddp, each told of one launch."""
     told, size = [], ""
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
-        name = f"fsdp{end}"
-        others = [other for other in ("alone", "torch_fsdp") if pairs(runs, name, other + end)]
-        if not others:
-            continue
-        last = [run[name] for run in runs if name in run and any(other + end in run for other in others)][-1]
+        found = {
+            words: pair
+            for other, words in (("alone", "one rank alone"), ("torch_fsdp", "with `torch_fsdp`"))
+            if (pair := told_pair(steps(e), f"fsdp{end}", other + end)) is not None
+        }
         beside = []
-        for other in others:
-            found = pairs(runs, name, other + end)
-            now, before = ([pair for pair in found if (pair[0] is last) is is_last] for is_last in (True, False))
-            if now:
-                (ratio,) = ratios(now)
-                text = f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, ratios(before))}"
-            else:
-                text = f"{longer_or_shorter(ratios(before))} than with `{other}` in {earlier_launches(len(before))}"
-            beside.append(text)
-        size = last.config["size"]
-        told.append(f"{how}, {ms(p50(last))} at a peak of {gib(peak(last))}, {listing(beside)}")
+        for words, (ours, theirs, others) in found.items():
+            ratio = p50(ours) / p50(theirs)
+            beside.append(
+                f"{ms(p50(ours))}, {longer_or_shorter([ratio, ratio])} than {words}{elsewhere(ratio, others)}"
+            )
+        if beside:
+            size, same = ours.config["size"], f"{ms(p50(ours))}, "
+            # Of one launch its time is told once.
+            beside[1:] = [text.removeprefix(same) if beside[0].startswith(same) else text for text in beside[1:]]
+            told.append(f"{how}, at a peak of {gib(peak(ours))}, {listing(beside)}")
     return f"A step of {size} with `fsdp` takes, {'; '.join(told)}." if told else None
 
 

@@ -42,8 +42,8 @@ def _by_bucket(e: Evidence, is_recorded: bool) -> list[Row]:
 
 def _beside_the_model(rows: Sequence[Row]) -> list[str]:
     """The model's optimum, and what the model leaves out, where rows show it."""
-    model = with_predictions(rows)
-    if "predicted" not in model[0].metrics:
+    model = [row for row in with_predictions(rows) if row.metrics.get("predicted")]
+    if not model:
         return []
     best = model[0].metrics["predicted"]["best_mb"]
     told = [f"The model of (b) has its optimum at {_mib(best)} MiB."]
@@ -148,5 +148,6 @@ def bucket_optimum(e: Evidence) -> str:
         "(b) With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds "
         "`s / (w n) + o n` after the backward pass; its derivative is 0 at `n = sqrt(s / (w o))`, a bucket of "
         f"`sqrt(s w o)` bytes, which for xl on two H200, at the planner's {bandwidth / 1e9:.0f} GB/s and "
-        f"{overhead_s * 1e6:.0f} us a call, is {mib(best)}."
+        f"{overhead_s * 1e6:.0f} us a call, is {mib(best)}. (What was measured as the optimum was that of the figures "
+        "of its day.)"
     )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -111,8 +112,8 @@ def _foreword() -> list[str]:
         "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
         "lower, it is larger at fewer TFLOP/s.",
         "Where sentences compare steps over several GPUs, each comparison is within one launch (one file, commit and "
-        "machine), the last that has both; in brackets is what earlier launches have, and undecided is what is shorter "
-        "in one and longer in another.",
+        "machine), that with most steps, the last of equal ones; in brackets is what other launches have, those in "
+        "other files ddp.jsonl.",
     ]
 
 
@@ -221,7 +222,7 @@ def _kept(exhibit: Exhibit, files: Sequence[RowFile]) -> list[RowFile]:
 
 
 def _measured_last(exhibit: Exhibit, files: Sequence[RowFile]) -> tuple[list[RowFile], list[RowFile]]:
-    """Files, the last one first, with what none before has of what each is shown for; and those that have nothing else.
+    """Files, the last one first, that have what none before has of what they are shown for; and the others.
 
     Of one date the deeper file is the older one, as in `evidence_of`.
     """
@@ -232,10 +233,12 @@ def _measured_last(exhibit: Exhibit, files: Sequence[RowFile]) -> tuple[list[Row
     seen: set[Hashable] = set()
     by_depth = sorted(files, key=lambda file: len(file.path.parts))
     for file in sorted(by_depth, key=lambda file: max(str(row.env.get("date", "")) for row in file.rows), reverse=True):
-        own = {exhibit.measures(row) for row in file.rows if exhibit.is_about(row)}
-        again = own & seen
-        rows = [row for row in file.rows if not (exhibit.is_about(row) and exhibit.measures(row) in again)]
-        (shown if own - seen else further).append(RowFile(file.path, rows if own - seen else file.rows))
+        own = {
+            (machine(row), exhibit.measures(row) if row.status == "ok" else f"{row.status} {row.variant}")
+            for row in file.rows
+            if exhibit.is_about(row)
+        }
+        (shown if own - seen else further).append(file)
         seen |= own
     return shown, further
 
@@ -265,9 +268,11 @@ def _source(files: Sequence[RowFile], measured: str, links_from: Path) -> str:
 def _links(files: Sequence[RowFile], links_from: Path) -> list[str]:
     """A link to each file, with the number of its rows."""
     links = []
+    short = Counter(file.path.parts[-2:] for file in files)
     for file in files:
         link = quote(Path(os.path.relpath(file.path.resolve(), links_from.resolve())).as_posix())
-        name = _MARKUP.sub(r"\\\g<0>", f"{file.path.parent.name}/{file.path.name}")
+        parts = file.path.parts[-2 if short[file.path.parts[-2:]] == 1 else -3 :]
+        name = _MARKUP.sub(r"\\\g<0>", "/".join(parts))
         links.append(f"[{name}]({link}) ({len(file.rows)})")
     return links
 

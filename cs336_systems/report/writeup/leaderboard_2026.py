@@ -92,7 +92,8 @@ def what_a_step_is(e: Evidence) -> str:
     """How the measured step differs from the handout's, and what of it is not our own."""
     return (
         "Beside the handout's, the step takes the gradients' norm, clips by it and checks that both are finite. "
-        "AdamW's fused kernel is PyTorch's, as is attention where the row says `sdpa`; all else is our own."
+        "AdamW's fused kernel, checkpointing and the compiler are PyTorch's, and attention where the row says `sdpa`; "
+        "sharding (`fsdp`), the chunked loss and `flash_triton` are our own."
     )
 
 
@@ -104,8 +105,8 @@ def from_empty_caches(e: Evidence) -> str | None:
     most = max(row.metrics["startup_s"] for row in rows)
     verdict = "within" if most + _TIMED_S < _LIMIT_S else "beyond"
     return (
-        f"Building the model and a first step, with what is to be compiled, take up to {most:.0f} s, with the "
-        f"{_TIMED_S} s of the handout's timer {verdict} the {_LIMIT_S} s of a run, if its caches were empty."
+        f"Building the model and a first step take up to {most:.0f} s if all caches were empty; with the {_TIMED_S} s "
+        f"of the handout's timer that is {verdict} the {_LIMIT_S} s of a run."
     )
 
 

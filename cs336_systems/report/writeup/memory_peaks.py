@@ -119,7 +119,7 @@ def memory_by_precision(e: Evidence) -> str | None:
     for mode, own in pairs.items():
         changes = [
             f"from {gib(fp32)} to {gib(bf16)}, {_change(bf16 / fp32 - 1)}, at {length} tokens"
-            for length, fp32, bf16 in dict.fromkeys((own[0], own[-1]))
+            for length, fp32, bf16 in sorted({pick(own, key=lambda each: each[2] / each[1]) for pick in (min, max)})
         ]
         told.append(f"a {words(mode)} goes {listing(changes)}")
     why = "Weights, gradients and optimizer state stay float32, and autocast adds 16-bit copies of the weights"

@@ -51,23 +51,29 @@ def ratios(found: Sequence[tuple[Row, Row]]) -> list[float]:
     return sorted(p50(ours) / p50(theirs) for ours, theirs in found)
 
 
-def last_pair(runs: Sequence[Steps], variant: str, other: str) -> tuple[Row, Row, list[float]] | None:
-    """A variant's step and another's of the last run that has both, and the ratios of earlier runs, the least first."""
+def told_pair(runs: Sequence[Steps], variant: str, other: str) -> tuple[Row, Row, list[float]] | None:
+    """A variant's step and another's of one run that has both, and the ratios of the other runs, the least first.
+
+    It is the run with most steps of the variant, the last of equal ones.
+    """
     found = pairs(runs, variant, other)
-    return (*found[-1], ratios(found[:-1])) if found else None
+    if not found:
+        return None
+    told = max(reversed(found), key=lambda pair: len(pair[0].metrics.get("steps_ms", ())))
+    return (*told, ratios([pair for pair in found if pair is not told]))
 
 
-def elsewhere(ratio: float, earlier: Sequence[float]) -> str:
-    """What is told beside a ratio of the last launch: those of earlier ones, " (20% longer in 1 earlier launch)"."""
-    if not earlier:
+def elsewhere(ratio: float, others: Sequence[float]) -> str:
+    """What is told beside a ratio: those of other launches, " (20% longer in 1 other launch)"."""
+    if not others:
         return ""
-    undecided = ", so undecided" if is_undecided(sorted((*earlier, ratio))) else ""
-    return f" ({longer_or_shorter(earlier)} in {earlier_launches(len(earlier))}{undecided})"
+    undecided = ", so that it is undecided which is shorter" if is_undecided(sorted((*others, ratio))) else ""
+    return f" ({longer_or_shorter(others)} in {other_launches(len(others))}{undecided})"
 
 
-def earlier_launches(count: int) -> str:
-    """ "1 earlier launch", "2 earlier launches"."""
-    return f"{count} earlier launch{'' if count == 1 else 'es'}"
+def other_launches(count: int) -> str:
+    """ "1 other launch", "2 other launches"."""
+    return f"{count} other launch{'' if count == 1 else 'es'}"
 
 
 def longer_or_shorter(found: Sequence[float]) -> str:

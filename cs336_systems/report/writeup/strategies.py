@@ -1,4 +1,4 @@
-"""Sentences that compare steps of strategies over several GPUs: of the last launch, beside the earlier ones."""
+"""Sentences that compare steps of strategies over several GPUs: of one launch, beside the others."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,12 +10,11 @@ from .steps import (
     HOWS,
     Steps,
     elsewhere,
-    last_pair,
     longer_or_shorter,
-    of_one_run,
     pairs,
     ratios,
     steps,
+    told_pair,
 )
 
 
@@ -30,7 +29,7 @@ def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
     def say(e: Evidence) -> str | None:
         told: list[str] = []
         for end, how in HOWS.items():
-            if (found := last_pair(steps(e), variant + end, ALONE + end)) is not None:
+            if (found := told_pair(steps(e), variant + end, ALONE + end)) is not None:
                 ours, alone, earlier = found
                 ratio = p50(ours) / p50(alone)
                 what = "it" if told else f"a step of {_setting(ours)} with `{variant}`"
@@ -44,13 +43,19 @@ def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
 
 
 def _communicating(row: Row) -> str:
-    """For how long a step communicates, and for how much of that nothing is computed, by the profile of one."""
-    if "communication_ms" not in row.metrics:
+    """For how long a profiled step communicates, and for how much of that nothing is computed; "" without a profile."""
+    if not row.metrics.get("communication_ms"):
         return ""
-    sent, both = row.metrics["communication_ms"], row.metrics["both_ms"]
+    sent, both, span_ms = (row.metrics[name] for name in ("communication_ms", "both_ms", "span_ms"))
+    if not 0 <= both <= sent:
+        raise ValueError(f"variant {row.variant}: both_ms is {both}: it must be from 0 to communication_ms, {sent}")
+
     idle = f"for {ms(sent - both)} of that" if both > 0.01 * sent else "all that time"
     share = percent(sent / p50(row))
-    return f" By a profile it communicates for {ms(sent)}, {share} of the step, and {idle} nothing is computed."
+    return (
+        f" Profiled, when it takes {ms(span_ms)}, it communicates for {ms(sent)}, {share} of the step without "
+        f"profiler, and {idle} nothing is computed."
+    )
 
 
 def pace_of_the_host(e: Evidence) -> str | None:
@@ -58,8 +63,6 @@ def pace_of_the_host(e: Evidence) -> str | None:
     runs = steps(e)
     eager, recorded = ([p50(run[name]) for run in runs if name in run] for name in (ALONE, f"{ALONE}+graph"))
     if not eager or not recorded or max(eager) < FAR * min(eager) or max(recorded) >= FAR * min(recorded):
-        return None
-    if min(eager) < FAR * max(recorded):
         return None
     return (
         f"Eager steps wait for the host, whose pace is another in each of {len(eager)} launches: one rank alone takes "
@@ -75,7 +78,7 @@ def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
         for end, how in zip(HOWS, ("eager", "under a CUDA graph"), strict=True):
             told = []
             for other in others:
-                if (found := last_pair(steps(e), variant + end, other + end)) is not None:
+                if (found := told_pair(steps(e), variant + end, other + end)) is not None:
                     ours, theirs, earlier = found
                     ratio = p50(ours) / p50(theirs)
                     told.append(f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, earlier)}")
@@ -89,24 +92,18 @@ def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
 def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | None]:
     """The sentence on why a variant that hides its transfers is longer than another all the same: only if it is.
 
-    In all launches, that is. Where the host holds an eager step up, the step of one rank alone is far longer than the
-    same one recorded.
+    In all launches, that is, and if it is the shorter one where the step is recorded.
     """
 
     def say(e: Evidence) -> str | None:
         runs = steps(e)
-        eager = of_one_run(runs, variant, other, ALONE, f"{ALONE}+graph")
-        recorded = of_one_run(runs, f"{variant}+graph compiled", f"{other}+graph compiled")
-        if len(eager) < 4 or not recorded or ratios(pairs(runs, variant, other))[0] <= 1:
-            return None
-        alone, without_host = p50(eager[ALONE]), p50(eager[f"{ALONE}+graph"])
-        of_recorded = [p50(row) for row in recorded.values()]
-        if alone < FAR * without_host or of_recorded[0] >= of_recorded[1]:
+        eager = ratios(pairs(runs, variant, other))
+        recorded = ratios(pairs(runs, f"{variant}+graph compiled", f"{other}+graph compiled"))
+        if not eager or not recorded or eager[0] <= 1 or recorded[-1] >= 1:
             return None
         return (
-            f"That eager it is the longer one is the host's doing: eager steps wait for it (one rank alone takes "
-            f"{ms(alone)}, recorded as a CUDA graph and not compiled {ms(without_host)}), and calls from hooks in the "
-            "backward pass give it more to do; compiled and recorded, with no host to wait for, it is the shorter one."
+            "Eager that is the host's doing, to which hooks in the backward pass give more to do: recorded, with no "
+            "host to wait for, it is the shorter one."
         )
 
     return say
@@ -122,7 +119,7 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
     """By the name of what is sharded, its last step beside that which is not."""
     told, size = [], ""
     for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
-        if (found := last_pair(runs, name, name.replace("+zero1", ""))) is not None:
+        if (found := told_pair(runs, name, name.replace("+zero1", ""))) is not None:
             ours, whole, earlier = found
             ratio, size = p50(ours) / p50(whole), ours.config["size"]
             told.append(

@@ -99,8 +99,9 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
     if not grown or 2 * waiting <= len(uneven):
         return ""
     return (
-        f" The others wait for the host, whose pace varies: {waiting} of {len(uneven)} take less than {_GROWS} times "
-        f"as long for twice the tokens. In the {len(grown)} whose step grows by more it is at most "
+        f" Of the others {len(uneven)} were also measured at half or twice the tokens, and {waiting} of these take "
+        f"less than {_GROWS} times as long for twice the tokens: they wait for the host, whose pace varies. In the "
+        f"{len(grown)} whose step grows by more it is at most "
         f"{percent(max(grown))}."
     )
 
