@@ -569,6 +569,9 @@ def test_predictions_of_buckets_are_of_the_figures_that_the_answer_works_with() 
     known = [replace(each, env={**each.env, "gpu": "NVIDIA H200"}) for each in rows]
     (predicted,) = (each.metrics["predicted"] for each in buckets.with_predictions(known) if each.variant != "alone")
     assert f"{predicted['best_mb']:.0f} MiB" in buckets.bucket_optimum(evidence())
+    that_day = "The 300 MiB that are measured were the optimum by the figures at hand on that day."
+    assert that_day in buckets.bucket_optimum(evidence(*bucket_sizes({300.0: 112.0})))
+    assert "that day" not in buckets.bucket_optimum(evidence(*rows))
     assert predicted["added_ms"] == pytest.approx(2.993, abs=1e-3)  # as in the working
     assert buckets.with_predictions(rows) == rows
 

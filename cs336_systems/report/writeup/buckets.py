@@ -148,6 +148,14 @@ def bucket_optimum(e: Evidence) -> str:
         "(b) With s bytes of gradients in n buckets, w bytes/s and o seconds a call, communication adds "
         "`s / (w n) + o n` after the backward pass; its derivative is 0 at `n = sqrt(s / (w o))`, a bucket of "
         f"`sqrt(s w o)` bytes, which for xl on two H200, at the planner's {bandwidth / 1e9:.0f} GB/s and "
-        f"{overhead_s * 1e6:.0f} us a call, is {mib(best)}. (What was measured as the optimum was that of the figures "
-        "of its day.)"
+        f"{overhead_s * 1e6:.0f} us a call, is {mib(best)}.{_optimum_of_the_day(e, best)}"
     )
+
+
+def _optimum_of_the_day(e: Evidence, best_bytes: float) -> str:
+    """Why a size was measured that is near no round number: by the figures of its day it was the optimum."""
+    for row in e.ok("bucket-size", "predicted"):
+        size, then = row.config.get("bucket_size_mb"), (row.metrics["predicted"] or {}).get("best_mb")
+        if size and then and abs(size / then - 1) < 1e-3 and _mib(then) != _mib(best_bytes / MIB):
+            return f" The {_mib(size)} MiB that are measured were the optimum by the figures at hand on that day."
+    return ""

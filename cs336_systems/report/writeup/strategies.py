@@ -30,12 +30,12 @@ def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
         told: list[str] = []
         for end, how in HOWS.items():
             if (found := told_pair(steps(e), variant + end, ALONE + end)) is not None:
-                ours, alone, earlier = found
+                ours, alone, others = found
                 ratio = p50(ours) / p50(alone)
                 what = "it" if told else f"a step of {_setting(ours)} with `{variant}`"
                 told.append(
                     f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, {longer_or_shorter([ratio, ratio])} "
-                    f"than one rank alone{elsewhere(ratio, earlier)}.{_communicating(ours)}"
+                    f"than one rank alone{elsewhere(ratio, others)}.{_communicating(ours)}"
                 )
         return f"{part}{' '.join(told)}" if told else None
 
@@ -70,18 +70,18 @@ def pace_of_the_host(e: Evidence) -> str | None:
     )
 
 
-def compared(variant: str, *others: str) -> Callable[[Evidence], str | None]:
-    """The sentence on whether a variant's step is shorter than those of others, each in the last launch of both."""
+def compared(variant: str, *against: str) -> Callable[[Evidence], str | None]:
+    """The sentence on whether a variant's step is shorter than those of others, each of one launch that has both."""
 
     def say(e: Evidence) -> str | None:
         parts = []
         for end, how in zip(HOWS, ("eager", "under a CUDA graph"), strict=True):
             told = []
-            for other in others:
+            for other in against:
                 if (found := told_pair(steps(e), variant + end, other + end)) is not None:
-                    ours, theirs, earlier = found
+                    ours, theirs, others = found
                     ratio = p50(ours) / p50(theirs)
-                    told.append(f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, earlier)}")
+                    told.append(f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, others)}")
             if told:
                 parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
         return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
@@ -116,15 +116,15 @@ def sharded_time(e: Evidence) -> str | None:
 
 
 def _with_and_without(runs: Sequence[Steps]) -> str | None:
-    """By the name of what is sharded, its last step beside that which is not."""
+    """By the name of what is sharded, its step beside that which is not, of one launch."""
     told, size = [], ""
     for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
         if (found := told_pair(runs, name, name.replace("+zero1", ""))) is not None:
-            ours, whole, earlier = found
+            ours, whole, others = found
             ratio, size = p50(ours) / p50(whole), ours.config["size"]
             told.append(
                 f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, "
-                f"{longer_or_shorter([ratio, ratio])}{elsewhere(ratio, earlier)}, at {gib(peak(ours))} instead of "
+                f"{longer_or_shorter([ratio, ratio])}{elsewhere(ratio, others)}, at {gib(peak(ours))} instead of "
                 f"{gib(peak(whole))}"
             )
     return f"A step of {size} with the optimizer sharded takes {'; '.join(told)}." if told else None
