@@ -21,7 +21,7 @@ def test_phases_are_told_to_add_up_to_what_they_do() -> None:
     rows = [step(512, 50.0, 0.0, forward=20.0, backward=30.0, optimizer=5.0),
             step(256, 50.0, 0.0, forward=20.0, backward=20.0, optimizer=5.0)]  # fmt: skip
     said = timing.times_by_size(evidence(*rows)) or ""
-    assert said.endswith("with a wait for the GPU after each: their sum is 0.90 to 1.10 times the step.")
+    assert said.endswith("each with a wait for the GPU: their sum is 0.90 to 1.10 times the step.")
 
 
 def test_steps_that_differ_are_put_down_to_the_host_where_they_hardly_grow_with_the_tokens() -> None:

@@ -29,7 +29,7 @@ from .leaderboard_2026 import LEADERBOARD_2026
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
-from .steps import HOWS, elsewhere, longer_or_shorter, steps, told_pair
+from .steps import HOWS, difference, steps, told_pair
 from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
@@ -252,11 +252,9 @@ def fsdp_step(e: Evidence) -> str | None:
             if (pair := told_pair(steps(e), f"fsdp{end}", other + end)) is not None
         }
         beside = []
-        for words, (ours, theirs, others) in found.items():
-            ratio = p50(ours) / p50(theirs)
-            beside.append(
-                f"{ms(p50(ours))}, {longer_or_shorter([ratio, ratio])} than {words}{elsewhere(ratio, others)}"
-            )
+        for words, pair in found.items():
+            ours = pair[0]
+            beside.append(f"{ms(p50(ours))}, {difference(*pair, f' than {words}')}")
         if beside:
             size, same = ours.config["size"], f"{ms(p50(ours))}, "
             # Of one launch its time is told once.

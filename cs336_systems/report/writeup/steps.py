@@ -31,16 +31,6 @@ def steps(e: Evidence, case: str = "ddp") -> list[Steps]:
     return found
 
 
-def of_one_run(runs: Sequence[Steps], variant: str, *others: str) -> Steps:
-    """The steps of a variant and of others that one run has: of several the one that has most, of equal ones the last.
-
-    Empty where no run has the variant beside another.
-    """
-    found = [{name: run[name] for name in (variant, *others) if name in run} for run in runs if variant in run]
-    most = max(reversed(found), key=len, default={})
-    return most if len(most) > 1 else {}
-
-
 def pairs(runs: Sequence[Steps], variant: str, other: str) -> list[tuple[Row, Row]]:
     """A variant's step and another's of each run that has both: each run is a launch of processes of its own."""
     return [(run[variant], run[other]) for run in runs if variant in run and other in run]
@@ -63,17 +53,18 @@ def told_pair(runs: Sequence[Steps], variant: str, other: str) -> tuple[Row, Row
     return (*told, ratios([pair for pair in found if pair is not told]))
 
 
-def elsewhere(ratio: float, others: Sequence[float]) -> str:
-    """What is told beside a ratio: those of other launches, " (20% longer in 1 other launch)"."""
+def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "") -> str:
+    """How much longer or shorter a step is, and what other launches have: "5.0% longer (20% longer in 1 other launch)".
+
+    ours, theirs, others: what `told_pair` gives. than: what comes after the first of the two.
+    """
+    ratio = p50(ours) / p50(theirs)
+    text = f"{longer_or_shorter([ratio, ratio])}{than}"
     if not others:
-        return ""
+        return text
     undecided = ", so that it is undecided which is shorter" if is_undecided(sorted((*others, ratio))) else ""
-    return f" ({longer_or_shorter(others)} in {other_launches(len(others))}{undecided})"
-
-
-def other_launches(count: int) -> str:
-    """ "1 other launch", "2 other launches"."""
-    return f"{count} other launch{'' if count == 1 else 'es'}"
+    launches = "1 other launch" if len(others) == 1 else f"{len(others)} other launches"
+    return f"{text} ({longer_or_shorter(others)} in {launches}{undecided})"
 
 
 def longer_or_shorter(found: Sequence[float]) -> str:

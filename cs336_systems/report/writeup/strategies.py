@@ -9,8 +9,7 @@ from .steps import (
     FAR,
     HOWS,
     Steps,
-    elsewhere,
-    longer_or_shorter,
+    difference,
     pairs,
     ratios,
     steps,
@@ -30,12 +29,11 @@ def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
         told: list[str] = []
         for end, how in HOWS.items():
             if (found := told_pair(steps(e), variant + end, ALONE + end)) is not None:
-                ours, alone, others = found
-                ratio = p50(ours) / p50(alone)
+                ours = found[0]
                 what = "it" if told else f"a step of {_setting(ours)} with `{variant}`"
                 told.append(
-                    f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, {longer_or_shorter([ratio, ratio])} "
-                    f"than one rank alone{elsewhere(ratio, others)}.{_communicating(ours)}"
+                    f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, "
+                    f"{difference(*found, ' than one rank alone')}.{_communicating(ours)}"
                 )
         return f"{part}{' '.join(told)}" if told else None
 
@@ -79,9 +77,7 @@ def compared(variant: str, *against: str) -> Callable[[Evidence], str | None]:
             told = []
             for other in against:
                 if (found := told_pair(steps(e), variant + end, other + end)) is not None:
-                    ours, theirs, others = found
-                    ratio = p50(ours) / p50(theirs)
-                    told.append(f"{longer_or_shorter([ratio, ratio])} than with `{other}`{elsewhere(ratio, others)}")
+                    told.append(difference(*found, f" than with `{other}`"))
             if told:
                 parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
         return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
@@ -120,11 +116,10 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
     told, size = [], ""
     for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
         if (found := told_pair(runs, name, name.replace("+zero1", ""))) is not None:
-            ours, whole, others = found
-            ratio, size = p50(ours) / p50(whole), ours.config["size"]
+            ours, whole, _ = found
+            size = ours.config["size"]
             told.append(
                 f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, "
-                f"{longer_or_shorter([ratio, ratio])}{elsewhere(ratio, others)}, at {gib(peak(ours))} instead of "
-                f"{gib(peak(whole))}"
+                f"{difference(*found)}, at {gib(peak(ours))} instead of {gib(peak(whole))}"
             )
     return f"A step of {size} with the optimizer sharded takes {'; '.join(told)}." if told else None

@@ -65,10 +65,7 @@ def _sum_of_phases(e: Evidence) -> str:
     if not rows:
         return ""
     over = span((sum(p50(row, name) for name in _PHASES) / p50(row) for row in rows), lambda x: f"{x:.2f}")
-    return (
-        " Phases are timed apart from the step, with a wait for the GPU after each: their sum is "
-        f"{over} times the step."
-    )
+    return f" Phases are timed apart from the step, each with a wait for the GPU: their sum is {over} times the step."
 
 
 def spread_of_steps(e: Evidence) -> str | None:
@@ -101,8 +98,7 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
     return (
         f" Of the others {len(uneven)} were also measured at half or twice the tokens, and {waiting} of these take "
         f"less than {_GROWS} times as long for twice the tokens: they wait for the host, whose pace varies. In the "
-        f"{len(grown)} whose step grows by more it is at most "
-        f"{percent(max(grown))}."
+        f"{len(grown)} whose step grows by more it is at most {percent(max(grown))}."
     )
 
 
