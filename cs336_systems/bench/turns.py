@@ -1,10 +1,10 @@
 """Training steps of several strategies on all ranks together, timed; where the host is not steady, they take turns."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -60,43 +60,66 @@ def time_steps(trainer: Trainer, steps: int) -> list[float]:
         return [trainer.train_step()["step_ms"] for _ in range(steps + 1)][1:]
 
 
+@dataclass(frozen=True)
+class Built:
+    """What does the steps of a configuration, after its warm-up, and what was measured on the way."""
+
+    trainer: Trainer
+    first_loss: float
+    startup_s: float
+    held_before_bytes: int
+    """What was held when it was built, by a variant before; in its peak too, where it stays."""
+
+
 def measure_in_turns(
     configs: Sequence[Config],
     device: torch.device,
     at_work: Callable[[Any], None],
     look: Look | None = None,
+    built_once: bool = False,
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
     """Each configuration after each of its rounds, with the metrics so far: those of the slowest rank, the same on all.
 
     Before its last round it is the configuration of so many rounds. look: called in the last round; what it returns on
-    the first rank is among the metrics.
+    the first rank is among the metrics. built_once: all are built before the first round and held to the end, so that
+    rounds can be many and short; memory is not among the metrics then. Else each is built anew for each of its rounds.
     """
     is_first = comm.rank() == 0  # asked here: alone, each is its own first
     everything: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
-    for round_ in range(1, configs[0].rounds + 1):
-        is_last = round_ == configs[0].rounds
-        for config in configs:
+    held: dict[Config, Built] = {}
+    with ExitStack() as stack:
+        for config in configs if built_once else ():
             at_work(config)
-            looking = functools.partial(look, config, is_first) if look is not None and is_last else None
-            with comm.alone() if config.is_alone else nullcontext():
-                found, seen = _measure(config, device, looking)
-            everything[config].append(found)
-            free_memory()  # what the variant before has held, compiled code's references too
-            ranks = comm.gather_objects((merged(everything[config]), seen), "what was measured")
-            so_far: Any = config
-            yield (
-                config if is_last else dataclasses.replace(so_far, rounds=round_),
-                slowest([metrics for metrics, _ in ranks]) | ranks[0][1],
-            )
+            with _with_whom(config):
+                held[config] = stack.enter_context(_built(config, device))
+        for round_ in range(1, configs[0].rounds + 1):
+            is_last = round_ == configs[0].rounds
+            for config in configs:
+                at_work(config)
+                building = nullcontext(held[config]) if built_once else _built(config, device)
+                with _with_whom(config), building as built:
+                    everything[config].append(_measure(built, config, with_memory=not built_once))
+                    seen = look(config, is_first, built.trainer) if look is not None and is_last else {}
+                del building, built
+                free_memory()  # what the variant before has held, compiled code's references too
+                ranks = comm.gather_objects((merged(everything[config]), seen), "what was measured")
+                so_far: Any = config
+                yield (
+                    config if is_last else dataclasses.replace(so_far, rounds=round_),
+                    slowest([metrics for metrics, _ in ranks]) | ranks[0][1],
+                )
 
 
-def _measure(
-    config: StepBench, device: torch.device, look: Callable[[Trainer], dict[str, Any]] | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Times and memory of a round, and what `look` has returned."""
+def _with_whom(config: StepBench) -> AbstractContextManager[Any]:
+    """With the other ranks, or alone."""
+    return comm.alone() if config.is_alone else nullcontext()
+
+
+@contextmanager
+def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
     on_gpu = device.type == "cuda"
     free_memory()
-    held = torch.cuda.memory_allocated(device) if on_gpu else 0  # by a variant before; in the peak, where it stays
+    held = torch.cuda.memory_allocated(device) if on_gpu else 0
     with closing(build_trainer(config.run_config(), device)) as trainer:
         free_memory()  # of weights as they were drawn, whole, and of a variant before that gave back late
         if on_gpu:
@@ -107,23 +130,32 @@ def _measure(
         startup_s = time.perf_counter() - started
         for _ in range(config.warmup - 1):
             trainer.train_step()
-        times = time_steps(trainer, config.steps)
-        memory = {"peak_memory_bytes": trainer.memory_bytes(), "held_before_bytes": held}
-        found = {"steps_ms": times, **memory, "first_loss": first_loss, "startup_s": startup_s}
-        return found, {} if look is None else look(trainer)
+        yield Built(trainer, first_loss, startup_s, held)
+
+
+def _measure(built: Built, config: StepBench, with_memory: bool) -> dict[str, Any]:
+    """What a round tells."""
+    times = time_steps(built.trainer, config.steps)
+    memory = {"peak_memory_bytes": built.trainer.memory_bytes(), "held_before_bytes": built.held_before_bytes}
+    first = {"first_loss": built.first_loss, "startup_s": built.startup_s}
+    return {"steps_ms": times, **first, **(memory if with_memory else {})}
 
 
 def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What one rank has measured, over its rounds."""
     times = [time for each in rounds for time in each["steps_ms"]]
-    memory = {name: max(each[name] for each in rounds) for name in ("peak_memory_bytes", "held_before_bytes")}
     first = {"first_loss": rounds[0]["first_loss"], "startup_s": max(each["startup_s"] for each in rounds)}
-    return {"step_ms": summarise(times), "steps_ms": times, **first, **memory}
+    return {"step_ms": summarise(times), "steps_ms": times, **first, **_largest_memory(rounds)}
 
 
 def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The times of the rank that took longest, the largest memory, and how far apart the ranks were."""
     medians = [metrics["step_ms"]["p50"] for metrics in ranks]
     times = max(ranks, key=lambda metrics: metrics["step_ms"]["p50"])
-    memory = {name: max(each[name] for each in ranks) for name in ("peak_memory_bytes", "held_before_bytes")}
-    return {**times, "spread_ms": max(medians) - min(medians), **memory}
+    return {**times, "spread_ms": max(medians) - min(medians), **_largest_memory(ranks)}
+
+
+def _largest_memory(found: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Of ranks or rounds; nothing where it was not measured."""
+    names = ("peak_memory_bytes", "held_before_bytes")
+    return {name: max(each[name] for each in found) for name in names if name in found[0]}

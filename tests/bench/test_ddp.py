@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
 
 
 def test_after_each_round_there_is_a_row_of_the_rounds_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure_round(config: DDPBench, device: torch.device, look: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def measure_round(built: None, config: DDPBench, with_memory: bool) -> dict[str, Any]:
         times = [float(len(measured) + 1)]
         measured.append(config.variant)
         return {
@@ -111,10 +111,12 @@ def test_after_each_round_there_is_a_row_of_the_rounds_so_far(monkeypatch: pytes
             "held_before_bytes": 0,
             "first_loss": 1.0,
             "startup_s": 1.0,
-        }, {}
+        }
 
     measured: list[str] = []
     monkeypatch.setattr(turns, "_measure", measure_round)
+    monkeypatch.setattr(turns, "_built", lambda *_: nullcontext(SimpleNamespace(trainer=None)))
+    monkeypatch.setattr(ddp, "_trace", lambda *_: {})
     monkeypatch.setattr(turns, "free_memory", lambda: None)
     configs = quick("naive", "flat", rounds=3)
     rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
@@ -128,6 +130,35 @@ def test_after_each_round_there_is_a_row_of_the_rounds_so_far(monkeypatch: pytes
         assert not is_of(row, naive)  # what --resume goes by
     assert is_of(rows[4], naive)
     assert not is_of_fewer_rounds(rows[4], naive)
+
+
+def test_variants_built_once_take_turns_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, int]] = []
+    names: dict[int, int] = {}
+
+    class Counting(turns.Trainer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            names[id(self)] = len(names)
+            events.append(("built", names[id(self)]))
+
+        def train_step(self, *given: Any) -> dict[str, Any]:
+            events.append(("step", names[id(self)]))
+            return super().train_step(*given)
+
+        def close(self) -> None:
+            events.append(("closed", names[id(self)]))
+            super().close()
+
+    monkeypatch.setattr(turns, "Trainer", Counting)
+    configs = quick(ALONE, devices=1, rounds=2, steps=1, built_once=True)
+    configs += [replace(configs[0], context_length=8)]
+    rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
+    first, second = ([("step", i)] * 2 for i in range(2))  # of which the first is not measured
+    warm = [("built", 0), ("step", 0), ("built", 1), ("step", 1)]
+    assert events == [*warm, *first, *second, *first, *second, ("closed", 1), ("closed", 0)]
+    assert [len(row.metrics["steps_ms"]) for row in rows] == [1, 1, 2, 2]
+    assert all("peak_memory_bytes" not in row.metrics and row.config["built_once"] for row in rows)
 
 
 def of_rounds(config: DDPBench, rounds: int, status: Any = "ok") -> Row:

@@ -77,6 +77,9 @@ class DDPBench:
     """Measured steps a round."""
     rounds: int = swept(1)
     """How often the variants take turns, each built anew."""
+    built_once: bool = swept(False)
+    """All variants are built before the first round and held together, so that many short rounds (--rounds 20 --steps
+    5) have the host at the same pace. They need the memory of all; that of each is not measured."""
     traces: str = swept("")
     """Folder for what ran when in the profiled step of each variant."""
 
@@ -160,7 +163,7 @@ def measure_on_rank(
     configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
 ) -> Iterator[Row]:
     """Measure every variant, in turns, together with the other ranks; the rows are the same on all."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
+    for config, metrics in measure_in_turns(configs, device, at_work, _trace, configs[0].built_once):
         yield measured("ddp", name_of(config), as_json(config), what_ran(config), metrics)
 
 

@@ -35,6 +35,7 @@ class MemoryBench(DDPBench):
         on_gpu = self.device == "cuda"
         require(on_gpu or not self.compile, "compile", self.compile, "false on a CPU, where operators are counted")
         require(self.rounds == 1, "rounds", self.rounds, "1")
+        require(not self.built_once, "built_once", self.built_once, "false, since memory is what is measured")
         require(self.traces == "", "traces", self.traces, "left out, see the cases ddp and overlap-trace")
 
     @property
