@@ -286,17 +286,33 @@ def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what
 
 
 def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transfer:
-    """Copy each tensor from the rank given with it to all others, on NCCL all at once, so that all ranks send."""
+    """Copy each tensor from the rank given with it to all others, on NCCL all at once, so that all ranks send.
+
+    `_coalescing_manager` and `dist.broadcast` would do the same in more of the host's time.
+    """
     calls = [(tensor, source) for tensor, source in sources if tensor.numel()]
     if world_size() == 1 or not calls:
         return Transfer(what)
-    with named(what), torch.profiler.record_function(what):
-        if not _by_nccl(first := calls[0][0]):
-            return Transfer(what, [dist.broadcast(tensor, source, async_op=True) for tensor, source in calls])
-        with c10d._coalescing_manager(device=first.device, async_ops=True) as works:
-            for tensor, source in calls:
-                dist.broadcast(tensor, source, async_op=True)  # which keeps it off the current stream
-        return Transfer(what, [works.works[0]])  # the one work of them all, which can be asked whether it is done
+    group, device = dist.group.WORLD, calls[0][0].device
+    assert group is not None
+    with named(what), torch._C._profiler._RecordFunctionFast(what):
+        together = _by_nccl(calls[0][0])
+        if together:
+            group._start_coalescing(device)
+        works = []
+        for tensor, source in calls:
+            options = c10d.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.asyncOp = source, 0, True  # off the current stream
+            works.append(group.broadcast([_as_sent(tensor)], options))
+        # The one work of them all, which can be asked whether it is done.
+        return Transfer(what, [group._end_coalescing(device)] if together else works)
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """The same memory as numbers of a type that every backend knows."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _by_nccl(tensor: Tensor) -> bool:

@@ -194,6 +194,7 @@ class _Round:
         self.own = [[p for p in group["params"] if p in mine] for group in groups]
         self._sent: list[tuple[Tensor, int]] = []
         self._places: list[tuple[Tensor, Tensor]] = []
+        self._addresses: list[int] = []
         for owner, piece in enumerate(pieces):
             self._sent += [(p, owner) for p in piece if p in immovable]
             movable = [p for p in piece if p not in immovable]
@@ -208,11 +209,14 @@ class _Round:
             place = flat[start : start + p.numel()].view(p.shape)
             p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece is there twice
             self._places.append((p, place))
+            self._addresses.append(p.data_ptr())
         return flat
 
     def sources(self) -> list[tuple[Tensor, int]]:
         """The tensors to send, each with its owner. They do not depend on `p.data = ...` or `module.to` since."""
-        self.strays = [(p, place) for p, place in self._places if p.data_ptr() != place.data_ptr()]
+        self.strays = []
+        if [p.data_ptr() for p, _ in self._places] != self._addresses:  # hardly ever, and the host has little time here
+            self.strays = [(p, place) for p, place in self._places if p.data_ptr() != place.data_ptr()]
         for p, place in self.strays:
             if (p.dtype, p.shape) != (place.dtype, place.shape):
                 was, now = (f"{t.dtype} {tuple(t.shape)}" for t in (place, p))

@@ -35,9 +35,12 @@ def _setting_table(rows: Sequence[Row]) -> str:
         fields, added = row_fields(row), "-"
         if by_itself is not None and by_itself.status == "ok":
             added = f"{row.metrics['step_ms']['p50'] / by_itself.metrics['step_ms']['p50'] - 1:+.1%}"
-        step, peak = (fields.number("metrics.step_ms.p50", ".1f"),
-                      fields.number("metrics.peak_memory_bytes", ".1f", 2**30))  # fmt: skip
-        return step, added, peak
+        peak = "metrics.peak_memory_bytes"  # not there of variants that were held together
+        return (
+            fields.number("metrics.step_ms.p50", ".1f"),
+            added,
+            fields.number(peak, ".1f", 2**30) if fields.has(peak) else "-",
+        )
 
     facts = row_fields(rows[0])
     whose = "a process, with what it has loaded," if is_of_cpu(rows[0]) else "a GPU"

@@ -665,6 +665,27 @@ def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64)
+
+
+def sent_of_each_type(device: str) -> list[bool]:
+    """Whether what each rank owns has arrived: of each type a tensor from each rank, full of its rank."""
+    owners = range(comm.world_size())
+    mine = float(comm.rank())
+    tensors = [(torch.full((3,), mine, device=device).to(dtype), owner) for owner in owners for dtype in TYPES]
+    comm.start_broadcasts(tensors, "one of each type").wait()
+    return [bool((tensor.to(torch.complex64) == owner).all()) for tensor, owner in tensors]
+
+
+def test_numbers_of_any_type_are_sent() -> None:
+    assert run_ranks(sent_of_each_type, 2, "cpu") == [[True] * 2 * len(TYPES)] * 2
+
+
+@pytest.mark.multigpu
+def test_numbers_of_any_type_are_sent_by_nccl() -> None:
+    assert run_ranks(sent_of_each_type, 2, "cuda", device="cuda") == [[True] * 2 * len(TYPES)] * 2
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("name", SETUPS)
 def test_equals_the_plain_optimizer_on_nccl(name: str) -> None:

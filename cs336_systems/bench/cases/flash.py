@@ -31,9 +31,9 @@ class FlashBench(KernelBench):
     """Numbers a query, a key or a value has."""
     length: int = swept(*(2**i for i in range(7, 17)), quick=(32, 64))
     """Queries and keys."""
-    warmup_ms: float = swept(10.0, quick=0.0)
-    """Time for warming up before each measurement of a round."""
-    rep_ms: float = swept(20.0, quick=1.0)
+    warmup_ms: float = swept(25.0, quick=0.0)
+    """Time for warming up before each measurement of a round. This and the next are those of Triton's `do_bench`."""
+    rep_ms: float = swept(100.0, quick=1.0)
     """Time for each measurement of a round."""
 
     def __post_init__(self) -> None:

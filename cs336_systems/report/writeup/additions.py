@@ -29,7 +29,7 @@ from .leaderboard_2026 import LEADERBOARD_2026
 from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
-from .steps import HOWS, difference, steps, told_pair
+from .steps import HOWS, difference, peak_bytes, steps, told_pair
 from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
@@ -244,12 +244,12 @@ def fsdp_gathers(e: Evidence) -> str | None:
 
 def fsdp_step(e: Evidence) -> str | None:
     """FSDP's step beside one GPU alone and PyTorch's, from the case ddp, each told of one launch."""
-    told, size = [], ""
+    told, size, runs = [], "", steps(e)
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
         found = {
             words: pair
             for other, words in (("alone", "one rank alone"), ("torch_fsdp", "with `torch_fsdp`"))
-            if (pair := told_pair(steps(e), f"fsdp{end}", other + end)) is not None
+            if (pair := told_pair(runs, f"fsdp{end}", other + end)) is not None
         }
         beside = []
         for words, pair in found.items():
@@ -259,7 +259,8 @@ def fsdp_step(e: Evidence) -> str | None:
             size, same = ours.config["size"], f"{ms(p50(ours))}, "
             # Of one launch its time is told once.
             beside[1:] = [text.removeprefix(same) if beside[0].startswith(same) else text for text in beside[1:]]
-            told.append(f"{how}, at a peak of {gib(peak(ours))}, {listing(beside)}")
+            most = peak_bytes(runs, ours)
+            told.append(", ".join([how, *([] if most is None else [f"at a peak of {gib(most)}"]), listing(beside)]))
     return f"A step of {size} with `fsdp` takes, {'; '.join(told)}." if told else None
 
 

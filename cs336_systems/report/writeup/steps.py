@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ...bench.case import Row
-from .claims import Evidence, is_alike, of_2026, one_setting, p50, percent
+from .claims import Evidence, is_alike, of_2026, one_setting, p50, peak, percent
 
 SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 FAR = 1.2
@@ -51,6 +51,12 @@ def told_pair(runs: Sequence[Steps], variant: str, other: str) -> tuple[Row, Row
         return None
     told = max(reversed(found), key=lambda pair: len(pair[0].metrics.get("steps_ms", ())))
     return (*told, ratios([pair for pair in found if pair is not told]))
+
+
+def peak_bytes(runs: Sequence[Steps], row: Row) -> float | None:
+    """The peak memory of a row, or of its variant in the last run that measured it; None where none did."""
+    found = [run[row.variant] for run in runs if row.variant in run]
+    return next((peak(each) for each in (row, *reversed(found)) if "peak_memory_bytes" in each.metrics), None)
 
 
 def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "") -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ...bench.case import Row
-from .claims import Evidence, gib, listing, ms, p50, peak, percent, span
+from .claims import Evidence, gib, listing, ms, p50, percent, span
 from .steps import (
     ALONE,
     FAR,
@@ -11,6 +11,7 @@ from .steps import (
     Steps,
     difference,
     pairs,
+    peak_bytes,
     ratios,
     steps,
     told_pair,
@@ -118,8 +119,7 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
         if (found := told_pair(runs, name, name.replace("+zero1", ""))) is not None:
             ours, whole, _ = found
             size = ours.config["size"]
-            told.append(
-                f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, "
-                f"{difference(*found)}, at {gib(peak(ours))} instead of {gib(peak(whole))}"
-            )
+            text = f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*found)}"
+            less, more = (peak_bytes(runs, row) for row in (ours, whole))
+            told.append(text if less is None or more is None else f"{text}, at {gib(less)} instead of {gib(more)}")
     return f"A step of {size} with the optimizer sharded takes {'; '.join(told)}." if told else None
