@@ -113,13 +113,16 @@ def sharded_time(e: Evidence) -> str | None:
 
 
 def _with_and_without(runs: Sequence[Steps]) -> str | None:
-    """By the name of what is sharded, its step beside that which is not, of one launch."""
-    told, size = [], ""
+    """By the name of what is sharded, its step beside that which is not, of one launch; and what memory that saves."""
+    told, size, saved = [], "", []
     for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
         if (found := told_pair(runs, name, name.replace("+zero1", ""))) is not None:
             ours, whole, _ = found
             size = ours.config["size"]
-            text = f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*found)}"
+            told.append(f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*found)}")
             less, more = (peak_bytes(runs, row) for row in (ours, whole))
-            told.append(text if less is None or more is None else f"{text}, at {gib(less)} instead of {gib(more)}")
-    return f"A step of {size} with the optimizer sharded takes {'; '.join(told)}." if told else None
+            saved += [] if less is None or more is None else [more - less]
+    if not told:
+        return None
+    text = f"A step of {size} with the optimizer sharded takes {'; '.join(told)}"
+    return f"{text}; its peak is {span(saved, gib)} less." if saved else f"{text}."
