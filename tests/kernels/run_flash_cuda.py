@@ -13,7 +13,7 @@ from cs336_systems.kernels.attention import flash_cuda as module
 from cs336_systems.kernels.attention.flash_cuda import flash_cuda
 from tests.kernels.attention_cases import NAMES, Case, gradients, plain_attention
 
-HEAD_SIZES = (1, 40, 64, 80, 128)
+HEAD_SIZES = (1, 40, 64, 80, 128, 200)
 LENGTHS = ((1, 1), (64, 200), (128, 128), (129, 129), (200, 17))
 CASES = tuple(
     Case(n_q, n_k, d, is_causal=is_causal, layout=layout)
@@ -28,7 +28,7 @@ LARGEST = Case(129, 129, 128)
 def run(cases: tuple[Case, ...] = CASES) -> int:
     """Forward and backward pass of each case, compared closely enough to see that they ran; how many there were."""
     count = 0
-    for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16)):
+    for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16, torch.float32)):
         q, k, v, dO = case.inputs(dtype, "cuda")
         found = gradients(flash_cuda(q, k, v, case.is_causal), [q, k, v], dO)
         *inputs, dO = (x.detach().cpu().float() for x in (q, k, v, dO))

@@ -16,14 +16,17 @@ from torch import Tensor
 from cs336_systems.kernels.attention import flash_cuda as module
 from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels import run_flash_cuda
-from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients
+from tests.kernels.attention_cases import CASES, LARGE_CASES, Case, FlashKernelTests, gradients, plain_attention
 
 DEVICE = "cuda"
 ROOT = Path(__file__).parents[2]
 LENGTHS = [(127, 127), (128, 128), (17, 1000), (1000, 127), (1000, 1000), (300, 555), (5, 0)]
 MORE_CASES = tuple(
     Case(n_q, n_k, d, leading=(2, 3), is_causal=is_causal)
-    for n_q, n_k, d in [*((*lengths, 64) for lengths in LENGTHS), *((129, 200, d) for d in (32, 59, 64, 72, 96, 128))]
+    for n_q, n_k, d in [
+        *((*lengths, 64) for lengths in LENGTHS),
+        *((129, 200, d) for d in (32, 59, 64, 72, 96, 128, 160, 256)),
+    ]
     for is_causal in (False, True)
 )
 
@@ -33,9 +36,8 @@ class TestFlashCuda(FlashKernelTests):
     name = "flash_cuda"
     function = FlashAttentionCuda
     device = DEVICE
-    dtypes = (torch.bfloat16, torch.float16)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
     cases = CASES + LARGE_CASES + MORE_CASES
-    max_head_size = 128
     random_examples = 100
 
 
@@ -90,9 +92,29 @@ def test_expanded_inputs_and_gradients() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128])
-def test_same_bits_twice(d: int) -> None:
-    inputs = qkv(1000, 1000, d)
+def test_float32_products_are_as_exact_as_pytorch_is_told() -> None:
+    case = Case(n_q=300, n_k=1000, d=64)
+    q, k, v, dO = case.inputs(torch.float32, DEVICE)
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    truth = gradients(plain_attention(*inputs, case.is_causal), inputs, dO.double())
+    off: dict[str, dict[str, float]] = {}
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            found = with_gradients(flash_cuda, q, k, v, dO, case.is_causal)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        off[precision] = {x: float((found[x] - truth[x]).norm() / truth[x].norm()) for x in truth}
+    for name, error in off["highest"].items():
+        assert error < 2e-6, name
+        assert 2e-5 < off["high"][name] < 2e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_same_bits_twice(dtype: torch.dtype, d: int) -> None:
+    inputs = [x.to(dtype) for x in qkv(1000, 1000, d)]
     first, second = (with_gradients(flash_cuda, *inputs, True) for _ in range(2))
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
@@ -193,10 +215,11 @@ def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 def test_what_it_does_not_serve_is_named() -> None:
     with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
         flash_cuda(*on_cpu())
-    with pytest.raises(ValueError, match=r"^q is torch\.float32: it must be one of torch\.bfloat16, torch\.float16$"):
-        module._check_served(*on_cpu(dtype=torch.float32), False)
-    with pytest.raises(ValueError, match=r"^q has head size 129: it must be 1 to 128$"):
-        module._check_served(*on_cpu(d=129), False)
+    served = r"torch\.bfloat16, torch\.float16, torch\.float32"
+    with pytest.raises(ValueError, match=rf"^q is torch\.float64: it must be one of {served}$"):
+        module._check_served(*on_cpu(dtype=torch.float64), False)
+    with pytest.raises(ValueError, match=r"^q has head size 257: it must be 1 to 256$"):
+        module._check_served(*on_cpu(d=257), False)
     q, k, v = on_cpu()
     with pytest.raises(ValueError, match=r"^k has 2147483648 positions: flash_cuda serves up to 2147483392$"):
         module._check_served(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)), False)
@@ -225,24 +248,28 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 @pytest.mark.parametrize(
-    "source, dtype, head_size",
+    "source, dtype, head_size, exact",
     [
-        ("forward", torch.bfloat16, 64),
-        ("backward", torch.float16, 128),
-        pytest.param("forward", torch.float16, 128, marks=pytest.mark.slow),
-        pytest.param("backward", torch.bfloat16, 64, marks=pytest.mark.slow),
+        ("forward", torch.bfloat16, 64, False),
+        ("backward", torch.float16, 128, False),
+        ("forward", torch.float32, 256, True),
+        ("backward", torch.float32, 64, True),
+        pytest.param("forward", torch.float16, 256, False, marks=pytest.mark.slow),
+        pytest.param("backward", torch.bfloat16, 64, False, marks=pytest.mark.slow),
+        pytest.param("backward", torch.bfloat16, 256, False, marks=pytest.mark.slow),
+        pytest.param("backward", torch.float32, 256, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_compiles_for_sm_80_and_sm_90_without_spills(
-    source: str, dtype: torch.dtype, head_size: int, tmp_path: Path
+    source: str, dtype: torch.dtype, head_size: int, exact: bool, tmp_path: Path
 ) -> None:
     """A spilled register is kept in memory; one in an inner loop costs more than anything a kernel could gain by it."""
     architectures = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90)]
     # These four are what PyTorch adds to every build.
     without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
     without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
-    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.definitions(dtype, head_size)]
+    options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.definitions(dtype, head_size, exact)]
     files = ["-c", str(module._SOURCES / f"{source}.cu"), "-o", str(tmp_path / "kernels.o")]
     built = subprocess.run(["nvcc", *options, *architectures, *without, *files], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr

@@ -12,7 +12,7 @@ from ...fields import require
 from ..attention import KERNELS, QUICK_KERNELS, KernelBench, check_sizes, take_turns
 from ..sweep import Case, swept
 
-_SIXTEEN_BITS_ONLY = ("flash_cuda", "sdpa_flash", "sdpa_cudnn", "fa4")
+_SIXTEEN_BITS_ONLY = ("sdpa_flash", "sdpa_cudnn", "fa4")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ The kernels are in `csrc/`, to be read in this order:
   backward.cu       dQ, dK and dV, without atomic additions
   launch.cuh        the launch and its errors
 
-They are compiled on first use, once for each element type, size of a head (rounded up) and architecture, which takes
-seconds, into PyTorch's folder of extensions. They are called through ctypes: so the sources need no PyTorch header,
-which would take longer to compile than the kernels.
+They are compiled on first use, once for each element type, precision of float32, size of a head (rounded up) and
+architecture, which takes seconds, into PyTorch's folder of extensions. They are called through ctypes: so the sources
+need no PyTorch header, which would take longer to compile than the kernels.
 """
 
 import ctypes
@@ -23,24 +23,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ...hardware import allows_tf32
 from .contract import as_4d, check_qkv
 from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 
 _SOURCES = Path(__file__).parent / "csrc"
-_ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+_ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 _Launcher = Callable[..., bytes | None]
 _MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, up to two tiles beyond the last
-_HEAD_SIZES = (32, 64, 96, 128)
+_HEAD_SIZES = (32, 64, 96, 128, 256)
 """What is compiled; a head of another size is computed as one of the next larger size, filled up with zeros."""
 
 
 def flash_cuda(
     q: Float[Tensor, "... N_q D"], k: Float[Tensor, "... N_k D"], v: Float[Tensor, "... N_k D"], is_causal: bool = False
 ) -> Float[Tensor, "... N_q D"]:
-    """softmax(q k^T / sqrt(D)) v for bfloat16 and float16, D up to 128, any lengths and strides.
+    """softmax(q k^T / sqrt(D)) v for bfloat16, float16 and float32, D up to 256, any lengths and strides.
 
-    Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. The
-    result and its gradients have the same bits every time.
+    Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. float32
+    products follow `torch.get_float32_matmul_precision()`: at "highest" each is three of TF32's, as exact as float32.
+    The result and its gradients have the same bits every time.
 
     Raises ValueError for arguments it does not accept and RuntimeError where the kernels cannot be compiled.
     """
@@ -131,7 +133,8 @@ def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View |
     batch, heads, n_q, head_size = as_4d(q).shape
     sizes = _Sizes(batch, heads, n_q, k.shape[-2], head_size, is_causal)
     built_for = next(size for size in _HEAD_SIZES if size >= head_size)
-    function = _library(_capability(q.device), q.dtype, built_for)[name]
+    exact = q.dtype == torch.float32 and not allows_tf32()
+    function = _library(_capability(q.device), q.dtype, built_for, exact)[name]
     pointers = (ctypes.byref(x) if isinstance(x, _View) else x for x in arguments)
     with torch.cuda.device(q.device):
         error = function(ctypes.byref(sizes), *pointers, torch.cuda.current_stream().cuda_stream)
@@ -140,19 +143,21 @@ def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View |
 
 
 @functools.cache
-def _library(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> Mapping[str, _Launcher]:
-    """The functions of the library for one architecture, element type and head size, compiled if they are not yet."""
+def _library(
+    capability: tuple[int, int], dtype: torch.dtype, head_size: int, exact: bool = False
+) -> Mapping[str, _Launcher]:
+    """The functions of the library for one architecture and `definitions`, compiled if they are not yet."""
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 
     _require_compiler(cpp_extension.CUDA_HOME)
     architecture = "".join(map(str, capability))
     path = cpp_extension.load(
-        f"cs336_flash_cuda_sm{architecture}_{_ELEMENTS[dtype].strip('_')}_{head_size}",
+        f"cs336_flash_cuda_sm{architecture}_{_ELEMENTS[dtype].strip('_')}_{head_size}{'_exact' if exact else ''}",
         [str(_SOURCES / "forward.cu"), str(_SOURCES / "backward.cu")],
         extra_cuda_cflags=[
             "-O3",
             f"-gencode=arch=compute_{architecture},code=sm_{architecture}",
-            *definitions(dtype, head_size),
+            *definitions(dtype, head_size, exact),
         ],
         is_python_module=False,
     )
@@ -165,9 +170,9 @@ def _library(capability: tuple[int, int], dtype: torch.dtype, head_size: int) ->
     return functions
 
 
-def definitions(dtype: torch.dtype, head_size: int) -> list[str]:
-    """What makes the sources a library for one element type and head size."""
-    return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}"]
+def definitions(dtype: torch.dtype, head_size: int, exact: bool = False) -> list[str]:
+    """What makes the sources a library for one element type and head size; exact: float32 is not multiplied as TF32."""
+    return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}", f"-DEXACT={str(exact).lower()}"]
 
 
 def _require_compiler(cuda_home: str | None) -> None:

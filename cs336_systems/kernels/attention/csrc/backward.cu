@@ -2,15 +2,13 @@
 // block, in one order: no atomic additions, and the same bits every time.
 //
 //   row_statistics   D_i = sum_d dO_id O_id for each query, beside its logsumexp;
-//   key_gradients    a block keeps 128 keys and streams queries:  dV = P^T dO,  dK = dS^T Q;
-//   query_gradients  a block keeps 128 queries and streams keys:  dQ = dS K.
+//   key_gradients    a block keeps TILE keys and streams queries:  dV = P^T dO,  dK = dS^T Q;
+//   query_gradients  a block keeps TILE queries and streams keys:  dQ = dS K.
 //
 // With P = exp(S - logsumexp), dP = dO V^T and dS = P (dP - D); P and dP are computed in both of the last two kernels,
 // which makes 7 products where one kernel with atomic additions to dQ would do 5.
 #include "launch.cuh"
 #include "tiles.cuh"
-
-// One library serves one type, ELEMENT, and head sizes up to HEAD_SIZE, a multiple of 16; the build defines both.
 
 struct Statistics {
     float logsumexp_log2, D;  // logsumexp in units of log2: P = 2^(scale_log2 S - logsumexp_log2)
@@ -46,9 +44,11 @@ __global__ void __launch_bounds__(STATISTICS_THREADS)
 
 template <int HEAD>
 struct Backward {
-    static constexpr int STEP = 32;  // rows a step
-    static constexpr int WARPS = HEAD <= 64 ? 4 : 8, THREADS = 32 * WARPS;
-    static constexpr int M = TILE / 16 / WARPS;  // 16-row pieces a warp: as many as registers hold dK and dV of
+    static constexpr int STEP = TILE >= 64 ? TILE / 4 : 16;     // rows a step
+    static constexpr int M = CHUNK == 8 && HEAD <= 64 ? 2 : 1;  // 16-row pieces a warp: as many as registers hold
+    // So many warps have the same rows, and each adds up some columns: both gradients whole do not fit one's registers.
+    static constexpr int SHARE = HEAD % 128 == 0 ? HEAD / (16 * CHUNK) : 1, COLUMNS = HEAD / SHARE;
+    static constexpr int WARPS = TILE / 16 / M * SHARE, THREADS = 32 * WARPS;
 };
 
 // Warps own keys, so all is transposed: S^T = K Q^T and dP^T = V dO^T have a row for each key and a column for each
@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     const int tiles = static_cast<int>(tiles_of(n_k));
     const int head = blockIdx.x / tiles;
     const int key0 = static_cast<int>(blockIdx.x) % tiles * TILE;  // causal: the keys that most queries see first
-    const int warp_row = threadIdx.x / 32 * (16 * M), warp_key = key0 + warp_row;
+    const int warp = threadIdx.x / 32, warp_row = warp / Shape::SHARE * (16 * M), warp_key = key0 + warp_row;
+    const int column0 = warp % Shape::SHARE * Shape::COLUMNS;  // of the gradients that this warp adds up
     const int first_query = sizes.is_causal ? key0 : 0;  // those before see no key of the tile
 
     const Matrix<T> Q(q_view, sizes, head, n_q), dO(do_view, sizes, head, n_q);
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     load_rows<TILE, THREADS>(v, Matrix<T>(v_view, sizes, head, n_k), key0);
     load_step(first_query);
 
-    Accumulators<M, HEAD / 8> dk, dv;
+    Accumulators<M, Shape::COLUMNS / 8> dk, dv;
     dk.clear(), dv.clear();
     const float scale_log2 = scale * LOG2_E;
 
@@ -116,12 +117,12 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
             });
         }
 
-        const int column0 = threadIdx.x % 4 * 2;
+        const int lane_column = threadIdx.x % 4 * 2;
 #pragma unroll
         for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                const Statistics of_query = *shared_pointer<Statistics>(statistics_of(query0 + 8 * n + column0 + c));
+                const Statistics of_query = *shared_pointer<Statistics>(statistics_of(query0 + 8 * n + lane_column + c));
 #pragma unroll
                 for (int i = 0; i < 2 * M; i++) {
                     float &p = s.of[i / 2][n][i % 2 * 2 + c], &ds = dp.of[i / 2][n][i % 2 * 2 + c];
@@ -129,16 +130,16 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
                     ds = p * (ds - of_query.D);
                 }
             }
-        multiply(dv, s, half(d_o, query0));
-        multiply(dk, dp, half(q, query0));
+        multiply(dv, s, half(d_o, query0).from_column(column0));
+        multiply(dk, dp, half(q, query0).from_column(column0));
     }
     wait_for_copies();  // where there was no step, some are still under way
 
     float one[M][2], scales[M][2];
 #pragma unroll
     for (int i = 0; i < 2 * M; i++) one[i / 2][i % 2] = 1.0f, scales[i / 2][i % 2] = scale;
-    store_rows(Matrix<T>(dv_view, sizes, head, n_k), warp_key, dv, one);
-    store_rows(Matrix<T>(dk_view, sizes, head, n_k), warp_key, dk, scales);
+    store_rows(Matrix<T>(dv_view, sizes, head, n_k), warp_key, column0, dv, one);
+    store_rows(Matrix<T>(dk_view, sizes, head, n_k), warp_key, column0, dk, scales);
 }
 
 template <typename T, int HEAD>
@@ -152,7 +153,8 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     const int tiles = static_cast<int>(tiles_of(n_q));
     const int head = blockIdx.x / tiles;
     const int query0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * TILE;  // causal: the longest rows first
-    const int warp_row = threadIdx.x / 32 * (16 * M), warp_query = query0 + warp_row;
+    const int warp = threadIdx.x / 32, warp_row = warp / Shape::SHARE * (16 * M), warp_query = query0 + warp_row;
+    const int column0 = warp % Shape::SHARE * Shape::COLUMNS;  // of the gradient that this warp adds up
     const int keys = sizes.is_causal ? min(n_k, query0 + TILE) : n_k;  // those beyond are hidden from the whole tile
 
     const Matrix<T> K(k_view, sizes, head, n_k), V(v_view, sizes, head, n_k);
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
     load_rows<TILE, THREADS>(d_o, Matrix<T>(do_view, sizes, head, n_q), query0);
     load_step(0);
 
-    Accumulators<M, HEAD / 8> dq;
+    Accumulators<M, Shape::COLUMNS / 8> dq;
     dq.clear();
     Statistics statistics[M][2];  // of each of this lane's rows
 #pragma unroll
@@ -210,13 +212,13 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
                     const float p = exp2_fast(s.of[m][n][e] * scale_log2 - of_query.logsumexp_log2);
                     dp.of[m][n][e] = p * (dp.of[m][n][e] - of_query.D);  // now dS
                 }
-        multiply(dq, dp, half(k, key0));
+        multiply(dq, dp, half(k, key0).from_column(column0));
     }
 
     float scales[M][2];
 #pragma unroll
     for (int i = 0; i < 2 * M; i++) scales[i / 2][i % 2] = scale;
-    store_rows(Matrix<T>(dq_view, sizes, head, n_q), warp_query, dq, scales);
+    store_rows(Matrix<T>(dq_view, sizes, head, n_q), warp_query, column0, dq, scales);
 }
 
 // statistics: room for (B, H, N_q) pairs of float32. dq, or dk and dv, may be null: then they are not computed.

@@ -1,14 +1,14 @@
-// FlashAttention-2, forward pass (Dao 2023, algorithm 1): a block computes O and the logsumexp of 128 queries.
+// FlashAttention-2, forward pass (Dao 2023, algorithm 1): a block computes O and the logsumexp of TILE queries.
 #include "launch.cuh"
 #include "tiles.cuh"
 
-// One library serves one type, ELEMENT, and head sizes up to HEAD_SIZE, a multiple of 16; the build defines both.
-
 template <int HEAD>
 struct Forward {
-    static constexpr int STEP = HEAD <= 64 ? 64 : 32;  // keys a step
-    static constexpr int WARPS = 4, THREADS = 32 * WARPS;
-    static constexpr int M = TILE / 16 / WARPS;  // 16-row pieces a warp: two halve the reads of K and V per product
+    static constexpr int STEP = ROW_SIZE <= 128 ? 64 : ROW_SIZE <= 512 ? 32 : 16;  // keys a step
+    static constexpr int M = TILE == 128 ? 2 : 1;  // 16-row pieces a warp: two halve the reads of K and V per product
+    // So many warps have the same rows, and each adds up some columns: O whole does not fit one's registers.
+    static constexpr int SHARE = ROW_SIZE <= 512 ? 1 : 2, COLUMNS = HEAD / SHARE;
+    static constexpr int WARPS = TILE / 16 / M * SHARE, THREADS = 32 * WARPS;
 };
 
 template <typename T, int HEAD>
@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
     const int tiles = static_cast<int>(tiles_of(n_q));
     const int head = blockIdx.x / tiles;
     const int query0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * TILE;  // causal: the longest rows first
-    const int warp_row = threadIdx.x / 32 * (16 * M), warp_query = query0 + warp_row;
+    const int warp = threadIdx.x / 32, warp_row = warp / Shape::SHARE * (16 * M), warp_query = query0 + warp_row;
+    const int column0 = warp % Shape::SHARE * Shape::COLUMNS;  // of O that this warp adds up
     const int keys = sizes.is_causal ? min(n_k, query0 + TILE) : n_k;  // those beyond are hidden from the whole tile
 
     const Matrix<T> Q(q_view, sizes, head, n_q), K(k_view, sizes, head, n_k), V(v_view, sizes, head, n_k);
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
     load_rows<STEP, THREADS>(k, K, 0);
     load_rows<STEP, THREADS>(v, V, 0);
 
-    Accumulators<M, HEAD / 8> o;
+    Accumulators<M, Shape::COLUMNS / 8> o;
     o.clear();
     float largest[M][2], sum[M][2];  // of each of this lane's rows; largest in units of log2, sum over this lane's part
 #pragma unroll
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
             sum[m][h] += x;
         });
         o.for_each([&](float& x, int m, int h, int) { x *= shrink[m][h]; });
-        multiply(o, s, half(v, key0));
+        multiply(o, s, half(v, key0).from_column(column0));
     }
 
     float inverse[M][2];
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
         if (row < n_q && threadIdx.x % 4 == 0)
             logsumexp[static_cast<int64_t>(head) * n_q + row] = (largest[m][h] + log2f(total)) * LN_2;
     }
-    store_rows(Matrix<T>(o_view, sizes, head, n_q), warp_query, o, inverse);
+    store_rows(Matrix<T>(o_view, sizes, head, n_q), warp_query, column0, o, inverse);
 }
 
 // logsumexp is (B, H, N_q), contiguous. Returns null, or what is wrong.

@@ -11,7 +11,11 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
                    Arguments... arguments) {
     if (blocks > INT_MAX) return "the problem has more tiles than a grid has blocks, 2147483647";
     // Beyond 48 KB a kernel has to ask for shared memory, on each device.
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t refused = cudaFuncSetAttribute(kernel, attribute, shared_bytes);
+    if (refused != cudaSuccess) cudaGetLastError();  // forgotten, since it is told here
+    if (refused == cudaErrorInvalidValue) return "it needs more shared memory a block than this GPU has";
+    if (refused != cudaSuccess) return cudaGetErrorString(refused);
     kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
     const cudaError_t error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
