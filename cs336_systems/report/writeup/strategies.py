@@ -113,16 +113,34 @@ def sharded_time(e: Evidence) -> str | None:
 
 
 def _with_and_without(runs: Sequence[Steps]) -> str | None:
-    """By the name of what is sharded, its step beside that which is not, of one launch; and what memory that saves."""
+    """A sharded optimizer's step beside one with the whole, of one launch, eager and recorded; and the memory it saves.
+
+    Of each it is the launch with most steps, the last of equal ones, whichever the strategy.
+    """
     told, size, saved = [], "", []
-    for name in dict.fromkeys(name for run in runs for name in run if "+zero1" in name):
-        if (found := told_pair(runs, name, name.replace("+zero1", ""))) is not None:
-            ours, whole, _ = found
-            size = ours.config["size"]
-            told.append(f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*found)}")
-            less, more = (peak_bytes(runs, row) for row in (ours, whole))
+    names = dict.fromkeys(name for run in runs for name in run if "+zero1" in name)
+    for how in dict.fromkeys(name.partition("+zero1")[2] for name in names):
+        variants = [name for name in names if name.partition("+zero1")[2] == how]
+        found = [(run[name], whole) for name in variants for run in runs
+                 if name in run and (whole := run.get(name.replace("+zero1", ""))) is not None]  # fmt: skip
+        if not found:
+            continue
+        ours, whole = max(
+            found, key=lambda pair: (len(pair[0].metrics.get("steps_ms", ())), pair[0].env.get("date", ""))
+        )
+        others = ratios([pair for pair in found if pair[0] is not ours])
+        size = ours.config["size"]
+        told.append(
+            f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(ours, whole, others)}"
+        )
+        for row, beside in found:
+            less, more = (peak_bytes(runs, each) for each in (row, beside))
             saved += [] if less is None or more is None else [more - less]
     if not told:
         return None
     text = f"A step of {size} with the optimizer sharded takes {'; '.join(told)}"
     return f"{text}; its peak is {span(saved, gib)} less." if saved else f"{text}."
+
+
+def _steps_and_date(row: Row) -> tuple[int, str]:
+    return len(row.metrics.get("steps_ms", ())), str(row.env.get("date", ""))
