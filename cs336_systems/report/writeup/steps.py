@@ -59,10 +59,10 @@ def peak_bytes(runs: Sequence[Steps], row: Row) -> float | None:
     return next((peak(each) for each in (row, *reversed(found)) if "peak_memory_bytes" in each.metrics), None)
 
 
-def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "") -> str:
+def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "", of: str = "") -> str:
     """How much longer or shorter a step is, and what other launches have: "5.0% longer (20% longer in 1 other launch)".
 
-    ours, theirs, others: what `told_pair` gives. than: what comes after the first of the two.
+    ours, theirs, others: what `told_pair` gives. than: what comes after the first of the two. of: what after the launches.
     """
     ratio = p50(ours) / p50(theirs)
     text = f"{longer_or_shorter([ratio, ratio])}{than}"
@@ -70,7 +70,7 @@ def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "") 
         return text
     undecided = ", so that it is undecided which is shorter" if is_undecided(sorted((*others, ratio))) else ""
     launches = "1 other launch" if len(others) == 1 else f"{len(others)} other launches"
-    return f"{text} ({longer_or_shorter(others)} in {launches}{undecided})"
+    return f"{text} ({longer_or_shorter(others)} in {launches}{of}{undecided})"
 
 
 def longer_or_shorter(found: Sequence[float]) -> str:

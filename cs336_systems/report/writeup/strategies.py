@@ -125,13 +125,13 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
                  if name in run and (whole := run.get(name.replace("+zero1", ""))) is not None]  # fmt: skip
         if not found:
             continue
-        ours, whole = max(
-            found, key=lambda pair: (len(pair[0].metrics.get("steps_ms", ())), pair[0].env.get("date", ""))
-        )
+        ours, whole = max(reversed(found), key=lambda pair: _steps_and_date(pair[0]))
         others = ratios([pair for pair in found if pair[0] is not ours])
         size = ours.config["size"]
+        of = " of all strategies" if len(variants) > 1 else ""
         told.append(
-            f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(ours, whole, others)}"
+            f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, "
+            f"{difference(ours, whole, others, of=of)}"
         )
         for row, beside in found:
             less, more = (peak_bytes(runs, each) for each in (row, beside))
