@@ -62,7 +62,7 @@ def peak_bytes(runs: Sequence[Steps], row: Row) -> float | None:
 def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "", of: str = "") -> str:
     """How much longer or shorter a step is, and what other launches have: "5.0% longer (20% longer in 1 other launch)".
 
-    ours, theirs, others: what `told_pair` gives. than: what comes after the first of the two. of: what after the launches.
+    ours, theirs, others: what `told_pair` gives. than: what comes after the first of the two. of: after launches.
     """
     ratio = p50(ours) / p50(theirs)
     text = f"{longer_or_shorter([ratio, ratio])}{than}"
