@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.case import read_rows
+from cs336_systems.report import lm_matrix
 from cs336_systems.report.memory_parts import draw_parts
 from cs336_systems.report.pictures import drawn_hash, hash_in, save_picture
 from cs336_systems.report.plots import draw
@@ -79,6 +80,11 @@ def drawn_parts(path: Path) -> None:
     made.replace(path)
 
 
+def drawn_matrix(path: Path) -> None:
+    made = {each.name: each for each in lm_matrix.write(read_rows(ROWS / "lm-matrix.jsonl"), path.parent)}
+    made[lm_matrix.THROUGHPUT].replace(path)
+
+
 PICTURES = {
     "one-gpu-model-step.png": drawn("model", "step"),
     "one-gpu-warmup-steps.png": drawn("warmup", "steps"),
@@ -91,6 +97,7 @@ PICTURES = {
     "two-gpus-overlap.png": lambda path: plot_streams([ROWS / f"overlap-trace/xl-512-{s}.json" for s in TRACED], path),
     "two-gpus-bucket-size-added.png": drawn("bucket-size", "added", "two-gpus"),
     "two-gpus-fsdp-accounting-parts.png": drawn_parts,
+    "two-gpus-lm-matrix-throughput.png": drawn_matrix,
     "ddp-streams.png": lambda path: plot_streams([ROWS / f"ddp-streams/{step}.json" for step in STEPS], path),
 }
 
