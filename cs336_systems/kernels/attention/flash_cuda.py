@@ -3,6 +3,7 @@
 The kernels are in `csrc/`, to be read in this order:
 
   instructions.cuh  the GPU's instructions for matrix products and copies, and which lane holds which element
+  products.cuh      products of float32 out of several of these, sums over the lanes of a row
   tiles.cuh         tiles in shared memory and the swizzle of their rows, products of tiles, loads and stores
   forward.cu        O and the logsumexp
   backward.cu       dQ, dK and dV, without atomic additions

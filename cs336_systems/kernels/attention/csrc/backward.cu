@@ -117,12 +117,12 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
             });
         }
 
-        const int lane_column = threadIdx.x % 4 * 2;
+        const int first = threadIdx.x % 4 * 2;
 #pragma unroll
         for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                const Statistics of_query = *shared_pointer<Statistics>(statistics_of(query0 + 8 * n + lane_column + c));
+                const Statistics of_query = *shared_pointer<Statistics>(statistics_of(query0 + 8 * n + first + c));
 #pragma unroll
                 for (int i = 0; i < 2 * M; i++) {
                     float &p = s.of[i / 2][n][i % 2 * 2 + c], &ds = dp.of[i / 2][n][i % 2 * 2 + c];

@@ -1,5 +1,5 @@
 // The instructions of the GPU that C++ has no words for, one function each (PTX ISA, "Warp-level matrix instructions"
-// and "Asynchronous copies"). Everything here needs sm_80.
+// and "Asynchronous copies"). Everything here needs sm_80. tests/kernels/cuda_emulator has the same for a CPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -60,6 +60,23 @@ __device__ inline void load_matrices_transposed(uint32_t (&out)[4], uint32_t row
                  : "memory");
 }
 
+// C (16 x 8, float32) += A (16 x 16) B (16 x 8), one product of a warp. With g = lane / 4, t = lane % 4, a lane holds
+//   a[0..3]: A at rows g, g + 8, g, g + 8, columns 2t and 2t + 1 (a[0], a[1]), 2t + 8 and 2t + 9 (a[2], a[3]);
+//   b[0..1]: B at rows 2t and 2t + 1 (b[0]), 2t + 8 and 2t + 9 (b[1]), column g;
+//   c[0..3]: C at row g, columns 2t, 2t + 1 (c[0], c[1]), and row g + 8, the same columns (c[2], c[3]).
+template <typename T>
+__device__ inline void multiply_add_16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (std::is_same_v<T, __half>) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+}
+
 // x rounded to TF32, a float32 of 10 bits behind the point, which is what tensor cores multiply of float32.
 __device__ inline uint32_t to_tf32(float x) {
     uint32_t y;
@@ -67,56 +84,12 @@ __device__ inline uint32_t to_tf32(float x) {
     return y;
 }
 
+// The same of float32 that is TF32: A is 16 x 8 and B 8 x 8, a at columns t (a[0], a[1]) and t + 4 (a[2], a[3]), b at
+// rows t and t + 4.
 __device__ inline void multiply_add_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// The same as exact as float32: x is high + low, both TF32, and low low' too small to count. Tensor cores cut sums off
-// where others round them, so the sum of many products is made outside.
-__device__ inline void multiply_add_float(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    const auto split = [](uint32_t bits, uint32_t& high, uint32_t& low) {
-        high = to_tf32(__uint_as_float(bits));
-        low = to_tf32(__uint_as_float(bits) - __uint_as_float(high));
-    };
-    uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) split(a[i], a_high[i], a_low[i]);
-#pragma unroll
-    for (int i = 0; i < 2; i++) split(b[i], b_high[i], b_low[i]);
-    float sum[4] = {};
-    multiply_add_tf32(sum, a_low, b_high);
-    multiply_add_tf32(sum, a_high, b_low);
-#pragma unroll
-    for (int e = 0; e < 4; e++) sum[e] = isnan(sum[e]) ? 0.0f : sum[e];  // the low part of an infinite number is none
-    multiply_add_tf32(sum, a_high, b_high);
-#pragma unroll
-    for (int e = 0; e < 4; e++) c[e] += sum[e];
-}
-
-// C (16 x 8, float32) += A (16 x 16) B (16 x 8), one product of a warp. With g = lane / 4, t = lane % 4, a lane holds
-//   a[0..3]: A at rows g, g + 8, g, g + 8, columns 2t and 2t + 1 (a[0], a[1]), 2t + 8 and 2t + 9 (a[2], a[3]);
-//   b0, b1:  B at rows 2t and 2t + 1 (b0), 2t + 8 and 2t + 9 (b1), column g;
-//   c[0..3]: C at row g, columns 2t, 2t + 1 (c[0], c[1]), and row g + 8, the same columns (c[2], c[3]).
-// Of float32 A is 16 x 8 and B 8 x 8: a is at columns t (a[0], a[1]) and t + 4 (a[2], a[3]), b at rows t and t + 4. If
-// EXACT, it is multiplied as float32, else as TF32.
-template <typename T>
-__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same_v<T, float> && EXACT) {
-        multiply_add_float(c, a, {b0, b1});
-    } else if constexpr (std::is_same_v<T, float>) {
-        const auto rounded = [](uint32_t bits) { return to_tf32(__uint_as_float(bits)); };
-        multiply_add_tf32(c, {rounded(a[0]), rounded(a[1]), rounded(a[2]), rounded(a[3])}, {rounded(b0), rounded(b1)});
-    } else if constexpr (std::is_same_v<T, __half>) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
 }
 
 // 2^x in one instruction, to about 2 units in the last place; 0 for x = -inf.
@@ -124,17 +97,6 @@ __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-// The largest, and the sum, of a value over the four lanes that hold one row of C.
-__device__ inline float max_of_row(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
-__device__ inline float sum_of_row(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
 // Two float32 rounded to T, in one register: `low` at the lower address.
@@ -159,13 +121,4 @@ __device__ inline T from_float(float x) {
         return __float2half_rn(x);
     else
         return __float2bfloat16_rn(x);
-}
-
-// Write two neighbours, the first of which is at an even element of an aligned row.
-template <typename T>
-__device__ inline void store_pair(T* to, float low, float high) {
-    if constexpr (std::is_same_v<T, float>)
-        *reinterpret_cast<float2*>(to) = {low, high};
-    else
-        *reinterpret_cast<uint32_t*>(to) = pack<T>(low, high);
 }

@@ -1,15 +1,15 @@
 // What the kernels share: tensors in global memory, tiles of them in shared memory, products of tiles in registers.
 //
-// The forward kernel and the two of the backward pass have one form. A block keeps tiles of TILE rows (forward: queries)
-// and streams tiles of STEP rows (keys and values) past them. A warp owns 16 M of the TILE rows: it computes their
-// scores, whose accumulators are just in the places in which the next product wants its left operand, so that
+// The forward kernel and the two of the backward pass have one form. A block keeps tiles of TILE rows (forward:
+// queries) and streams tiles of STEP rows (keys and values) past them. A warp owns 16 M of the TILE rows: it computes
+// their scores, whose accumulators are just in the places in which the next product wants its left operand, so that
 // probabilities never leave registers. One step's tiles are copied while the step before is computed.
 //
 // One library serves one type, ELEMENT (of float32 one way to multiply, EXACT or not), and head sizes up to HEAD_SIZE,
 // a multiple of 16; the build defines them.
 #pragma once
 
-#include "instructions.cuh"
+#include "products.cuh"
 
 #include <cmath>
 
@@ -127,7 +127,7 @@ __device__ inline void load_rows(Tile<T, HEAD> tile, const Matrix<T>& x, int row
     }
 }
 
-// Accumulators of 16 M x 8 N elements of a warp, in the places of `multiply_add`'s c.
+// Accumulators of 16 M x 8 N elements of a warp, in the places of `multiply_add_16`'s c.
 template <int M, int N>
 struct Accumulators {
     float of[M][N][4];
@@ -189,7 +189,7 @@ __device__ inline void multiply(Accumulators<M, N>& c, const Accumulators<M, K>&
     const uint32_t b_lane = b.at(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < K; k += 2) {
-        // Two 16 x 8 results side by side are one 16 x 16 left operand: compare c and a at `multiply_add`.
+        // Two 16 x 8 results side by side are one 16 x 16 left operand: compare c and a at `multiply_add_16`.
         uint32_t left[M][4];
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -209,8 +209,8 @@ __device__ inline void multiply(Accumulators<M, N>& c, const Accumulators<M, K>&
     }
 }
 
-// The same of float32. In which order products are added is free: where `multiply_add` has columns t and t + 4 of its
-// left operand, this has 2t and 2t + 1, which p's lane holds, and of b the rows 2t and 2t + 1. No instruction
+// The same of float32. In which order products are added is free: where `multiply_add_tf32` has columns t and t + 4 of
+// its left operand, this has 2t and 2t + 1, which p's lane holds, and of b the rows 2t and 2t + 1. No instruction
 // transposes float32, so they are read one by one: rows 0, 2, 4 and 6 of two chunks are in 32 banks.
 template <int M, int N, int K, int HEAD>
 __device__ inline void multiply(Accumulators<M, N>& c, const Accumulators<M, K>& p, Tile<float, HEAD> b) {

@@ -1,0 +1,99 @@
+// A GPU's block on a CPU: what kernels of csrc/ use of CUDA, and what the emulation tells their instructions.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+
+#define __device__
+#define __global__
+#define __host__
+#define __launch_bounds__(...)
+
+using std::isnan;
+using std::max;
+using std::min;
+
+struct Index {
+    unsigned x;
+};
+extern Index threadIdx, blockIdx;
+
+template <typename To, typename From>
+inline To same_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    memcpy(&to, &from, sizeof(To));
+    return to;
+}
+inline float __uint_as_float(uint32_t x) { return same_bits<float>(x); }
+inline uint32_t __float_as_uint(float x) { return same_bits<uint32_t>(x); }
+
+struct float2 {
+    float x, y;
+};
+
+struct __half {
+    _Float16 value;
+    operator float() const { return static_cast<float>(value); }
+};
+
+struct __nv_bfloat16 {
+    uint16_t bits;
+    operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+};
+
+namespace emulator {
+
+// Run a kernel's blocks one after another, the threads of a block in turns. `error` is the first thing found wrong.
+void run(int64_t blocks, int threads, int shared_bytes, const std::function<void()>& thread);
+extern std::string error;
+
+extern unsigned char* shared;  // the block's memory
+void reads(uint32_t address, int bytes);
+void writes(uint32_t address, int bytes);
+void copies(uint32_t to, const void* from, int bytes, bool inside);  // until the thread waits
+void wait_for_copies();
+void wait_for_block();
+
+// What the 32 lanes of a warp do together: each gives `in` and gets `out`, once all are there.
+enum class Together { load, load_transposed, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
+void together(Together what, const uint32_t* in, uint32_t* out);
+
+// An element in shared memory, which sees who reads and writes it.
+template <typename T>
+struct Element {
+    uint32_t address;
+    operator T() const {
+        reads(address, sizeof(T));
+        T value;
+        memcpy(&value, shared + address, sizeof(T));
+        return value;
+    }
+    void operator=(T value) const {
+        writes(address, sizeof(T));
+        memcpy(shared + address, &value, sizeof(T));
+    }
+};
+
+template <typename T>
+struct Pointer {
+    uint32_t address;
+    Element<T> operator*() const { return {address}; }
+    Element<T> operator[](int i) const { return {address + i * static_cast<uint32_t>(sizeof(T))}; }
+};
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::wait_for_block(); }
+
+inline float __shfl_xor_sync(unsigned, float x, uint32_t mask) {
+    const uint32_t in[2] = {__float_as_uint(x), mask};
+    uint32_t out;
+    emulator::together(emulator::Together::exchange, in, &out);
+    return __uint_as_float(out);
+}

@@ -1,0 +1,11 @@
+// csrc/launch.cuh for the emulation: what was found wrong comes back as the error of the launch.
+#pragma once
+
+#include "emulator.h"
+
+template <typename... Parameters, typename... Arguments>
+const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, void*,
+                   Arguments... arguments) {
+    emulator::run(blocks, threads, shared_bytes, [=] { kernel(arguments...); });
+    return emulator::error.empty() ? nullptr : emulator::error.c_str();
+}

@@ -1,0 +1,67 @@
+"""flash_cuda without a GPU: its sources under an emulator that watches what they do to shared memory."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import CASES, Case, check_case
+from tests.kernels.emulated_flash_cuda import Change, EmulatedFlashCuda, emulated, module
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ on PATH")
+
+CORNERS = (
+    Case(65, 200, 64, is_causal=True),
+    Case(200, 17, 64, layout="off_by_one"),
+    Case(129, 129, 59, is_causal=True, layout="columns_apart"),
+    Case(33, 40, 64, leading=(2, 2), layout="heads_inside"),
+    Case(65, 65, 64, largest_score=1e4),
+)
+
+
+@pytest.mark.parametrize("case", CORNERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_corners(dtype: torch.dtype, case: Case) -> None:
+    check_case(EmulatedFlashCuda.apply, case, dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    "dtype, d", [(torch.float16, 128), (torch.bfloat16, 256), (torch.float32, 96), (torch.float32, 200)], ids=str
+)
+def test_head_sizes(dtype: torch.dtype, d: int) -> None:
+    check_case(EmulatedFlashCuda.apply, Case(70, 130, d, leading=(1,), is_causal=True), dtype, "cpu")
+    check_case(EmulatedFlashCuda.apply, Case(130, 70, d, leading=(1,), layout="rows_apart"), dtype, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_all_cases(dtype: torch.dtype, case: Case) -> None:
+    check_case(EmulatedFlashCuda.apply, case, dtype, "cpu")
+
+
+def test_tf32_is_less_exact() -> None:
+    q, k, v, _ = Case(65, 65, 64).inputs(torch.float32, "cpu")
+    exact = EmulatedFlashCuda.apply(q, k, v)
+    torch.set_float32_matmul_precision("high")
+    try:
+        rounded = EmulatedFlashCuda.apply(q, k, v)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert 2e-5 < float((exact - rounded).detach().norm() / exact.detach().norm()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        (("forward.cu", "__syncthreads();", ""), "shared memory read before it is written"),
+        (("forward.cu", "wait_for_copies();", ""), "shared memory read while it is copied to"),
+        (("forward.cu", "bytes(TILE + 4 * Shape::STEP)", "bytes(TILE + 3 * Shape::STEP)"), "an address beyond shared"),
+        (("tiles.cuh", "(chunk ^ turn) * 16", "chunk * 16"), "rows of a matrix in the same banks"),
+    ],
+    ids=["barrier", "wait", "memory", "swizzle"],
+)
+def test_the_emulator_finds_what_is_wrong(change: Change, found: str) -> None:
+    q, k, v, _ = Case(200, 200, 64).inputs(torch.bfloat16, "cpu")
+    with emulated(change), pytest.raises(RuntimeError, match=f"^flash_forward: {found}"):
+        module.forward(q, k, v, False)
