@@ -308,11 +308,14 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transf
         return Transfer(what, [group._end_coalescing(device)] if together else works)
 
 
+_SENT_AS_THEY_ARE = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+
+
 def _as_sent(tensor: Tensor) -> Tensor:
-    """The same memory as numbers of a type that every backend knows."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    """The same memory, as bytes where not every backend knows the type."""
+    if tensor.dtype in _SENT_AS_THEY_ARE or not tensor.is_contiguous():
+        return tensor
+    return tensor.flatten().view(torch.uint8)
 
 
 def _by_nccl(tensor: Tensor) -> bool:

@@ -92,6 +92,7 @@ class ShardedOptimizer(Optimizer):
         if any(p.requires_grad for p in self._unassigned):
             self._assign()
         assert self._inner is not None
+        self._find_strays()
         self._inner.state = self.state
         transfers = []
         for i, each in enumerate(self._rounds):
@@ -106,6 +107,21 @@ class ShardedOptimizer(Optimizer):
             for p, place in each.strays:
                 p.copy_(place)
         return loss
+
+    def _find_strays(self) -> None:
+        """Find parameters that were moved since, and see that none lies where another one is or is to be put."""
+        strays = [p for each in self._rounds for p in each.find_strays()]
+        if not strays:
+            return
+        at: dict[int, Tensor] = {}
+        for p in filter(Tensor.numel, dict.fromkeys(self._parameters())):
+            if at.setdefault(p.data_ptr(), p) is not p:
+                shapes = " and ".join(str(tuple(x.shape)) for x in (at[p.data_ptr()], p))
+                raise ValueError(f"parameters of shapes {shapes} share memory by now: each is to have its own")
+        pieces = {storage for each in self._rounds for storage in each.storages}
+        inside = [p for p in strays if p.untyped_storage().data_ptr() in pieces]
+        for p, values in zip(inside, [p.detach().clone() for p in inside], strict=True):
+            p.data = values
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """What `optimizer_cls` in one process would have as its state dict, on the CPU of rank `to`; None elsewhere.
@@ -193,10 +209,14 @@ class _Round:
         mine = set(pieces[comm.rank()])
         self.own = [[p for p in group["params"] if p in mine] for group in groups]
         self._sent: list[tuple[Tensor, int]] = []
+        self._unmoved: list[tuple[Tensor, str]] = []
         self._places: list[tuple[Tensor, Tensor]] = []
         self._addresses: list[int] = []
+        self.storages: set[int] = set()
+        self.strays: list[tuple[Tensor, Tensor]] = []
         for owner, piece in enumerate(pieces):
             self._sent += [(p, owner) for p in piece if p in immovable]
+            self._unmoved += [(p, _describe(p)) for p in piece if p in immovable and comm.world_size() > 1]
             movable = [p for p in piece if p not in immovable]
             for dtype in dict.fromkeys(p.dtype for p in movable):
                 self._sent.append((self._move([p for p in movable if p.dtype == dtype]), owner))
@@ -205,6 +225,7 @@ class _Round:
         unit = _ALIGNMENT // parameters[0].itemsize
         *starts, size = accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
         flat = parameters[0].detach().new_zeros(size)
+        self.storages.add(flat.untyped_storage().data_ptr())
         for p, start in zip(parameters, starts, strict=True):
             place = flat[start : start + p.numel()].view(p.shape)
             p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece is there twice
@@ -212,17 +233,27 @@ class _Round:
             self._addresses.append(p.data_ptr())
         return flat
 
-    def sources(self) -> list[tuple[Tensor, int]]:
-        """The tensors to send, each with its owner. They do not depend on `p.data = ...` or `module.to` since."""
+    def find_strays(self) -> list[Tensor]:
+        """Those that have left their place. Raises ValueError where one is not what the other ranks expect."""
+        for p, was in self._unmoved:
+            _check_same_kind(was, _describe(p))
         self.strays = []
         if [p.data_ptr() for p, _ in self._places] != self._addresses:  # hardly ever, and the host has little time here
             self.strays = [(p, place) for p, place in self._places if p.data_ptr() != place.data_ptr()]
         for p, place in self.strays:
-            if (p.dtype, p.shape) != (place.dtype, place.shape):
-                was, now = (f"{t.dtype} {tuple(t.shape)}" for t in (place, p))
-                raise ValueError(f"a parameter was {was} and is {now}: it needs a new optimizer")
+            _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (place, p)))
+        return [p for p, _ in self.strays]
+
+    def sources(self) -> list[tuple[Tensor, int]]:
+        """The tensors to send, each with its owner. They do not depend on `p.data = ...` or `module.to` since."""
+        for p, place in self.strays:
             place.copy_(p)
         return [(tensor.detach(), owner) for tensor, owner in self._sent]
+
+
+def _check_same_kind(was: str, now: str) -> None:
+    if was.removeprefix("frozen ") != now.removeprefix("frozen "):
+        raise ValueError(f"a parameter was {was} and is {now}: it needs a new optimizer")
 
 
 def _cut(part: list[Tensor], limit: float) -> list[list[Tensor]]:
@@ -247,15 +278,36 @@ def _immovable(parameters: list[Tensor]) -> set[Tensor]:
 
 def _check(parameters: list[Tensor]) -> None:
     """Raise ValueError where a parameter is another one on another rank, or cannot be sent."""
+    shared = _in_the_memory_of_others(parameters) if comm.world_size() > 1 else {}
     # First what differs, so that all ranks raise together.
-    comm.check_same({f"parameter {i}": _describe(p) for i, p in enumerate(parameters)}, "parameters in the optimizer")
+    kinds = {
+        f"parameter {i}": _describe(p) + (f" in the memory of parameter {shared[i]}" if i in shared else "")
+        for i, p in enumerate(parameters)
+    }
+    comm.check_same(kinds, "parameters in the optimizer")
     for i, p in enumerate(parameters if comm.world_size() > 1 else []):
         if is_part(p):
             raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: only whole ones are "
                              "taken; of parts an ordinary optimizer has its part of the state alone")  # fmt: skip
-        if not p.is_contiguous() or p.device != parameters[0].device:
+        if not p.is_contiguous() or p.device != parameters[0].device or p.is_meta:
             raise ValueError(f"parameter {i} is {_describe(p)}, parameter 0 on {parameters[0].device.type}: "
                              "only contiguous ones on one device can be sent")  # fmt: skip
+        if i in shared:
+            raise ValueError(f"parameter {i} is in the memory of parameter {shared[i]}: each is kept by a rank of its "
+                             "own; what is to be one has to be one object")  # fmt: skip
+
+
+def _in_the_memory_of_others(parameters: list[Tensor]) -> dict[int, int]:
+    """Those that share memory with one before them, by index, and with which."""
+    places = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
+    found: dict[int, int] = {}
+    end, last = 0, 0
+    for start, i in sorted(places):
+        if start < end:
+            found[max(i, last)] = min(i, last)
+        if start + parameters[i].nbytes > end:
+            end, last = start + parameters[i].nbytes, i
+    return found
 
 
 def _describe(p: Tensor) -> str:

@@ -66,3 +66,9 @@ def test_fa4_names_its_package() -> None:
 
 def test_auto_is_what_pytorch_picks() -> None:
     assert get_attention("auto") is peers.sdpa
+
+
+def test_a_name_that_there_is_not_is_told_the_others() -> None:
+    with pytest.raises(KeyError, match="there is no attention kernel 'flash': it must be one of naive, "):
+        ATTENTION["flash"]
+    assert ATTENTION.get("flash") is None

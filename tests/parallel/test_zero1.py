@@ -555,6 +555,65 @@ def test_refuses_a_parameter_whose_dtype_has_changed() -> None:
     assert run_ranks(of_another_dtype, 2) == [message] * 2
 
 
+def with_places_traded(sharded: bool, transfer_mb: float) -> list[Tensor]:
+    """Parameters, of one owner and of several, of one round and of several, that take each other's memory."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(8)) for _ in range(6)]
+    kinds: dict[str, Any] = {"transfer_mb": transfer_mb} if sharded else {}
+    make: Any = ShardedOptimizer if sharded else lambda params, cls, **kwargs: cls(params, **kwargs)
+    optimizer = make(parameters, torch.optim.SGD, lr=0.1, momentum=0.9, **kinds)
+    for step in range(4):
+        for i, p in enumerate(parameters):
+            p.grad = torch.full((8,), float(i + step))
+        if step == 1:
+            parameters[0].data, parameters[2].data = parameters[2].data, parameters[0].data
+        if step == 2:
+            moved = [p.data for p in parameters]
+            for p, data in zip(parameters, moved[1:] + moved[:1], strict=True):
+                p.data = data
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+@pytest.mark.parametrize("transfer_mb", [1, 512 / 2**20], ids=["one round", "rounds"])
+def test_parameters_that_trade_places_are_trained_as_without_sharding(transfer_mb: float) -> None:
+    expected = with_places_traded(False, transfer_mb)
+    for found in run_ranks(with_places_traded, 2, True, transfer_mb):
+        assert equal(found, expected)
+
+
+def refused_by_a_step(change: str) -> str:
+    whole = torch.zeros(4, 3)
+    parameters = [
+        nn.Parameter(whole[:2]) if "view" in change else nn.Parameter(torch.zeros(2, 3)),
+        nn.Parameter(torch.ones(2, 3)),
+    ]
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    first, second = parameters
+    if "half" in change:
+        first.data = first.data.half()
+    elif "transposed" in change:
+        first.data = torch.zeros(3, 2).t()
+    else:
+        first.data = second.data
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("a view becomes half", "was float32 (2, 3) on cpu and is float16 (2, 3) on cpu: it needs a new optimizer"),
+        ("a view is transposed", "was float32 (2, 3) on cpu and is float32 (2, 3) of strides (1, 2) on cpu"),
+        ("one takes the other's memory", "parameters of shapes (2, 3) and (2, 3) share memory by now"),
+    ],
+)
+def test_refuses_what_cannot_be_sent_any_more(change: str, message: str) -> None:
+    for said in run_ranks(refused_by_a_step, 2, change):
+        assert message in said
+
+
 def of_shards(name: str) -> str:
     model = nn.Sequential(nn.Linear(4, 4))
     wrap_model = {"fsdp": FSDP, "torch_fsdp": TorchFSDP}[name](model)
@@ -638,6 +697,12 @@ def messages() -> list[str]:
     refused([one, nn.Parameter(torch.zeros(2), requires_grad=rank == 0)])
     refused([one] if rank else [one, nn.Parameter(torch.zeros(1))])
     refused([one, nn.Parameter(torch.zeros(2, 3).t())])
+    two = nn.Parameter(torch.zeros(2))
+    refused([two, nn.Parameter(two.data)])
+    refused([two, nn.Parameter(two.data if rank else torch.zeros(2))])
+    whole = torch.zeros(6)
+    refused([nn.Parameter(whole[:4]), one, nn.Parameter(whole[3:])])
+    refused([nn.Parameter(torch.zeros(2, device="meta"))])
 
     optimizer = ShardedOptimizer([one], torch.optim.SGD, lr=0.5)
     with pytest.raises(ValueError, match="different parameters in the optimizer"):
@@ -649,7 +714,7 @@ def messages() -> list[str]:
 
 
 def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
-    for shape, frozen, count, strides in run_ranks(messages, 2):
+    for shape, frozen, count, strides, same, on_one, overlapping, meta in run_ranks(messages, 2):
         differ = "the ranks have different parameters in the optimizer: parameter 1 is "
         assert shape == f"{differ}float32 (3, 3) on cpu on rank 1 and float32 (2, 3) on cpu on rank 0"
         assert frozen == f"{differ}frozen float32 (2,) on cpu on rank 1 and float32 (2,) on cpu on rank 0"
@@ -658,6 +723,15 @@ def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
             "parameter 1 is float32 (3, 2) of strides (1, 3) on cpu, parameter 0 on cpu: "
             "only contiguous ones on one device can be sent"
         )
+        assert same == (
+            "parameter 1 is in the memory of parameter 0: each is kept by a rank of its own; what is to be one has to "
+            "be one object"
+        )
+        assert on_one == (
+            f"{differ}float32 (2,) on cpu in the memory of parameter 0 on rank 1 and float32 (2,) on cpu on rank 0"
+        )
+        assert overlapping.startswith("parameter 2 is in the memory of parameter 0")
+        assert meta.startswith("parameter 0 is float32 (2,) on meta")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -665,7 +739,7 @@ def test_refuses_parameters_that_differ_over_ranks_or_cannot_be_sent() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64)
+TYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.int16, torch.uint32)
 
 
 def sent_of_each_type(device: str) -> list[bool]:

@@ -28,9 +28,14 @@ _PLACES = {
 
 
 class _Kernels(Mapping[str, Attention]):
-    """Names to functions. Reading a name imports its module and raises ImportError where that cannot be done."""
+    """Names to functions. Reading a name imports its module and raises ImportError where that cannot be done.
+
+    Raises KeyError with the names for one that there is not.
+    """
 
     def __getitem__(self, name: str) -> Attention:
+        if name not in _PLACES:
+            raise KeyError(f"there is no attention kernel {name!r}: it must be one of {', '.join(_PLACES)}")
         place = _PLACES[name]
         module, _, function = place.partition(":")
         found = importlib.import_module(f".{module}", __name__)
