@@ -142,8 +142,12 @@ def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
 
 
 def is_of(row: Row, config: Any) -> bool:
-    """Whether a row is of this configuration. It may say more of itself than it was asked."""
-    return all(row.config.get(name) == value for name, value in as_json(config).items())
+    """Whether a row is of this configuration. It may say more of itself than it was asked.
+
+    Of a field that there was not yet when it was measured it has the default.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return all(row.config.get(name, defaults[name]) == value for name, value in as_json(config).items())
 
 
 def is_of_fewer_rounds(row: Row, config: Any) -> bool:

@@ -161,6 +161,14 @@ def test_variants_built_once_take_turns_held_together(monkeypatch: pytest.Monkey
     assert all("peak_memory_bytes" not in row.metrics and row.config["built_once"] for row in rows)
 
 
+def test_a_row_of_before_there_was_a_field_is_of_its_default() -> None:
+    (config,) = quick("naive")
+    row = Row(case="ddp", variant="naive", config=as_json(config))
+    del row.config["built_once"]
+    assert is_of(row, config)
+    assert not is_of(row, replace(config, built_once=True))
+
+
 def of_rounds(config: DDPBench, rounds: int, status: Any = "ok") -> Row:
     return Row(case="ddp", variant=config.variant, config=as_json(config) | {"rounds": rounds}, status=status)
 
