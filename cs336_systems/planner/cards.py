@@ -104,8 +104,17 @@ CARDS = _cards()
 
 
 def get_card(name: str, **ceilings: Any) -> Card:
-    """A card by name, with some of its ceilings replaced. Raises ValueError naming what is wrong."""
-    require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}")
+    """A card by name, with some of its ceilings replaced. Raises ValueError naming what is wrong.
+
+    With another rate of products or another bandwidth it is another card, whose attention is as much faster as its
+    products are, and of which no datasheet is known.
+    """
+    what = "what another has is said by --memory_gib or by ceilings, as --matmul_tflops"
+    require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}; {what}")
     for field, value in ceilings.items():
         require(0 < value < math.inf, field, value, "above 0 and finite")
-    return replace(CARDS[name], **ceilings)
+    card = CARDS[name]
+    share = ceilings.get("matmul", card.matmul) / card.matmul
+    attention = tuple((length, rate * share) for length, rate in card.attention)
+    other = "a card of these ceilings" if ceilings.keys() & {"matmul", "bandwidth"} else name
+    return replace(card, **ceilings, attention=attention, name=other)

@@ -51,8 +51,8 @@ def off(row: Any, memory_of: str) -> float:
 CHECKPOINTING = rows("checkpointing", "2.7B/checkpointing")
 RESIDUALS = rows("residuals", "2.7B/residuals")
 RECORDED = [row for row in rows("profile-memory", "2.7B/profile-memory", "memory/profile-memory") if row.status == "ok"]
-FORWARD = [row for row in rows("modes/model") if row.config["mode"] == "forward"]
-ATTENTION = rows("attention")
+FORWARD = [row for row in rows("modes/model", "10B/model") if row.config["mode"] == "forward"]
+ATTENTION = [row for row in rows("attention") if row.status == "ok"]
 
 
 def tiny(precision: Any = "fp32", **options: Any) -> Job:
@@ -127,7 +127,12 @@ def test_peak_of_a_forward_pass(row: Any) -> None:
 @pytest.mark.parametrize("row", RECORDED, ids=label)
 def test_peak_of_a_recorded_step(row: Any) -> None:
     found = off(row, PEAK)
-    assert found == 0 if row.config["mode"] == "forward" else 0 < found < 0.0091
+    if row.config["mode"] == "train_step":
+        assert 0 < found < 0.0091
+    elif row.config["precision"] == "fp32":
+        assert found == 0
+    else:
+        assert abs(found) < 1e-4
     assert compare(row).seconds is None
 
 
@@ -137,7 +142,7 @@ def test_peak_of_activations_by_checkpointing_policy(row: Any) -> None:
     if row.config["size"] == "2.7B":
         too_many = 4  # groups of 6 and more, whose peak is in a group's backward pass
         assert (found > 1e-5) == (row.config["policy"] == "groups" and row.config["K"] > too_many)
-    assert -1e-5 < found < 0.0050
+    assert -1e-5 < found < 0.0060
 
 
 @pytest.mark.parametrize("row", [row for row in CHECKPOINTING if row.config["size"] == "2.7B"], ids=label)
@@ -150,7 +155,8 @@ def test_what_a_block_saves(row: Any) -> None:
     found = off(row, SAVED_BY_BLOCK)
     if (row.config["precision"], row.variant) == ("fp32", "fp32 compiled naive"):
         measured, predicted = compare(row).memory or (0, 0)
-        assert predicted - measured == 8 * 4 * 512 * 25  # max and sum of the softmax, made again in float32
+        heads = {"xl": 25, "2.7B": 32}[row.config["size"]]
+        assert predicted - measured == 8 * 4 * 512 * heads  # max and sum of the softmax, made again in float32
     else:
         assert found == 0
 
