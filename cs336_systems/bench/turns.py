@@ -33,6 +33,8 @@ class StepBench(Protocol):
     @property
     def rounds(self) -> int: ...
     @property
+    def built_once(self) -> bool: ...
+    @property
     def is_alone(self) -> bool: ...
     def run_config(self) -> RunConfig: ...
 
@@ -76,14 +78,14 @@ def measure_in_turns(
     device: torch.device,
     at_work: Callable[[Any], None],
     look: Look | None = None,
-    built_once: bool = False,
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
     """Each configuration after each of its rounds, with the metrics so far: those of the slowest rank, the same on all.
 
     Before its last round it is the configuration of so many rounds. look: called in the last round; what it returns on
-    the first rank is among the metrics. built_once: all are built before the first round and held to the end, so that
-    rounds can be many and short; memory is not among the metrics then. Else each is built anew for each of its rounds.
+    the first rank is among the metrics. What is `built_once` is built before the first round and held to the end, and
+    memory is not among its metrics; else each is built anew for each of its rounds.
     """
+    built_once = configs[0].built_once
     is_first = comm.rank() == 0  # asked here: alone, each is its own first
     everything: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
     held: dict[Config, Built] = {}

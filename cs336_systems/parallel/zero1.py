@@ -118,7 +118,7 @@ class ShardedOptimizer(Optimizer):
             if at.setdefault(p.data_ptr(), p) is not p:
                 shapes = " and ".join(str(tuple(x.shape)) for x in (at[p.data_ptr()], p))
                 raise ValueError(f"parameters of shapes {shapes} share memory by now: each is to have its own")
-        pieces = {storage for each in self._rounds for storage in each.storages}
+        pieces = {place.untyped_storage().data_ptr() for each in self._rounds for _, place in each.places}
         inside = [p for p in strays if p.untyped_storage().data_ptr() in pieces]
         for p, values in zip(inside, [p.detach().clone() for p in inside], strict=True):
             p.data = values
@@ -210,9 +210,8 @@ class _Round:
         self.own = [[p for p in group["params"] if p in mine] for group in groups]
         self._sent: list[tuple[Tensor, int]] = []
         self._unmoved: list[tuple[Tensor, str]] = []
-        self._places: list[tuple[Tensor, Tensor]] = []
+        self.places: list[tuple[Tensor, Tensor]] = []
         self._addresses: list[int] = []
-        self.storages: set[int] = set()
         self.strays: list[tuple[Tensor, Tensor]] = []
         for owner, piece in enumerate(pieces):
             self._sent += [(p, owner) for p in piece if p in immovable]
@@ -225,11 +224,10 @@ class _Round:
         unit = _ALIGNMENT // parameters[0].itemsize
         *starts, size = accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
         flat = parameters[0].detach().new_zeros(size)
-        self.storages.add(flat.untyped_storage().data_ptr())
         for p, start in zip(parameters, starts, strict=True):
             place = flat[start : start + p.numel()].view(p.shape)
             p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece is there twice
-            self._places.append((p, place))
+            self.places.append((p, place))
             self._addresses.append(p.data_ptr())
         return flat
 
@@ -238,8 +236,8 @@ class _Round:
         for p, was in self._unmoved:
             _check_same_kind(was, _describe(p))
         self.strays = []
-        if [p.data_ptr() for p, _ in self._places] != self._addresses:  # hardly ever, and the host has little time here
-            self.strays = [(p, place) for p, place in self._places if p.data_ptr() != place.data_ptr()]
+        if [p.data_ptr() for p, _ in self.places] != self._addresses:  # hardly ever, and the host has little time here
+            self.strays = [(p, place) for p, place in self.places if p.data_ptr() != place.data_ptr()]
         for p, place in self.strays:
             _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (place, p)))
         return [p for p, _ in self.strays]

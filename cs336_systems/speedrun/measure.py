@@ -28,6 +28,7 @@ class StepTimes:
     warmup: int
     steps: int
     rounds: int = 1
+    built_once: bool = False
     is_alone: bool = False
 
     def run_config(self) -> RunConfig:

@@ -5,8 +5,9 @@ import shutil
 import pytest
 import torch
 
+from cs336_systems.kernels.attention.flash_cuda import FlashAttentionCuda, flash_cuda
 from tests.kernels.attention_cases import CASES, Case, check_case
-from tests.kernels.emulated_flash_cuda import Change, EmulatedFlashCuda, emulated, module
+from tests.kernels.emulated_flash_cuda import Change, emulated
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ on PATH")
 
@@ -19,35 +20,41 @@ CORNERS = (
 )
 
 
+def check(case: Case, dtype: torch.dtype) -> None:
+    with emulated():
+        check_case(FlashAttentionCuda.apply, case, dtype, "cpu")
+
+
 @pytest.mark.parametrize("case", CORNERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_corners(dtype: torch.dtype, case: Case) -> None:
-    check_case(EmulatedFlashCuda.apply, case, dtype, "cpu")
+    check(case, dtype)
 
 
 @pytest.mark.parametrize(
     "dtype, d", [(torch.float16, 128), (torch.bfloat16, 256), (torch.float32, 96), (torch.float32, 200)], ids=str
 )
 def test_head_sizes(dtype: torch.dtype, d: int) -> None:
-    check_case(EmulatedFlashCuda.apply, Case(70, 130, d, leading=(1,), is_causal=True), dtype, "cpu")
-    check_case(EmulatedFlashCuda.apply, Case(130, 70, d, leading=(1,), layout="rows_apart"), dtype, "cpu")
+    check(Case(70, 130, d, leading=(1,), is_causal=True), dtype)
+    check(Case(130, 70, d, leading=(1,), layout="rows_apart"), dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_all_cases(dtype: torch.dtype, case: Case) -> None:
-    check_case(EmulatedFlashCuda.apply, case, dtype, "cpu")
+    check(case, dtype)
 
 
 def test_tf32_is_less_exact() -> None:
     q, k, v, _ = Case(65, 65, 64).inputs(torch.float32, "cpu")
-    exact = EmulatedFlashCuda.apply(q, k, v)
-    torch.set_float32_matmul_precision("high")
-    try:
-        rounded = EmulatedFlashCuda.apply(q, k, v)
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    with emulated():
+        exact = flash_cuda(q, k, v)
+        torch.set_float32_matmul_precision("high")
+        try:
+            rounded = flash_cuda(q, k, v)
+        finally:
+            torch.set_float32_matmul_precision("highest")
     assert 2e-5 < float((exact - rounded).detach().norm() / exact.detach().norm()) < 2e-3
 
 
@@ -63,5 +70,5 @@ def test_tf32_is_less_exact() -> None:
 )
 def test_the_emulator_finds_what_is_wrong(change: Change, found: str) -> None:
     q, k, v, _ = Case(200, 200, 64).inputs(torch.bfloat16, "cpu")
-    with emulated(change), pytest.raises(RuntimeError, match=f"^flash_forward: {found}"):
-        module.forward(q, k, v, False)
+    with emulated(change), pytest.raises(RuntimeError, match=f"^flash_forward was not launched: {found}"):
+        flash_cuda(q, k, v)

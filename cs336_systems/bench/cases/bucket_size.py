@@ -106,7 +106,7 @@ def measure_on_rank(
     configs: Sequence[BucketBench], device: torch.device, at_work: Callable[[BucketBench], None]
 ) -> Iterator[Row]:
     """Measure every size, in turns, together with the other ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _count_buckets, configs[0].built_once):
+    for config, metrics in measure_in_turns(configs, device, at_work, _count_buckets):
         assert isinstance(config, BucketBench)
         recorded = config.run_config().train.cuda_graph
         ran = what_ran(config) | {"bucket_size_mb": config.bucket_size_mb, "cuda_graph": recorded}

@@ -163,7 +163,7 @@ def measure_on_rank(
     configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
 ) -> Iterator[Row]:
     """Measure every variant, in turns, together with the other ranks; the rows are the same on all."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _trace, configs[0].built_once):
+    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
         yield measured("ddp", name_of(config), as_json(config), what_ran(config), metrics)
 
 

@@ -73,6 +73,7 @@ class Leaderboard2026Bench:
     """Measured steps."""
 
     rounds = 1
+    built_once = False
     is_alone = False
     step_timeout_s = 600.0  # a first step compiles
 

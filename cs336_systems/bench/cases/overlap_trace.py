@@ -50,7 +50,7 @@ def measure_on_rank(
     configs: Sequence[OverlapTrace], device: torch.device, at_work: Callable[[OverlapTrace], None]
 ) -> Iterator[Row]:
     """Measure each variant, and trace one step of it, together with the other ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _trace, configs[0].built_once):
+    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
         if config.rounds == configs[0].rounds:  # before its last round it has no trace
             yield measured("overlap-trace", name_of(config), as_json(config), what_ran(config), metrics)
 

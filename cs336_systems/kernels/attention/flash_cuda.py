@@ -162,6 +162,11 @@ def _library(
         ],
         is_python_module=False,
     )
+    return _functions(Path(path))
+
+
+def _functions(path: Path) -> Mapping[str, _Launcher]:
+    """Those of a compiled library."""
     library = ctypes.CDLL(str(path))
     pointer = ctypes.c_void_p
     functions = {}

@@ -42,11 +42,15 @@ def ratios(found: Sequence[tuple[Row, Row]]) -> list[float]:
 
 
 def told_pair(runs: Sequence[Steps], variant: str, other: str) -> tuple[Row, Row, list[float]] | None:
-    """A variant's step and another's of one run that has both, and the ratios of the other runs, the least first.
+    """`told_of` the pairs of a variant's step and another's."""
+    return told_of(pairs(runs, variant, other))
 
-    It is the run with most steps of the variant, the last of equal ones.
+
+def told_of(found: Sequence[tuple[Row, Row]]) -> tuple[Row, Row, list[float]] | None:
+    """The pair with most steps of its first, the last of equal ones, and the ratios of the others, the least first.
+
+    None where there is no pair.
     """
-    found = pairs(runs, variant, other)
     if not found:
         return None
     told = max(reversed(found), key=lambda pair: len(pair[0].metrics.get("steps_ms", ())))
@@ -62,7 +66,7 @@ def peak_bytes(runs: Sequence[Steps], row: Row) -> float | None:
 def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "", of: str = "") -> str:
     """How much longer or shorter a step is, and what other launches have: "5.0% longer (20% longer in 1 other launch)".
 
-    ours, theirs, others: what `told_pair` gives. than: what comes after the first of the two. of: after launches.
+    ours, theirs, others: what `told_of` gives. than: what comes after the first of the two. of: after launches.
     """
     ratio = p50(ours) / p50(theirs)
     text = f"{longer_or_shorter([ratio, ratio])}{than}"

@@ -14,6 +14,7 @@ from .steps import (
     peak_bytes,
     ratios,
     steps,
+    told_of,
     told_pair,
 )
 
@@ -121,18 +122,13 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
     names = dict.fromkeys(name for run in runs for name in run if "+zero1" in name)
     for how in dict.fromkeys(name.partition("+zero1")[2] for name in names):
         variants = [name for name in names if name.partition("+zero1")[2] == how]
-        found = [(run[name], whole) for name in variants for run in runs
-                 if name in run and (whole := run.get(name.replace("+zero1", ""))) is not None]  # fmt: skip
-        if not found:
+        found = [each for run in runs for name in variants for each in pairs([run], name, name.replace("+zero1", ""))]
+        if (one := told_of(found)) is None:
             continue
-        ours, whole = max(reversed(found), key=lambda pair: _steps_and_date(pair[0]))
-        others = ratios([pair for pair in found if pair[0] is not ours])
+        ours, whole, _ = one
         size = ours.config["size"]
         of = " of all strategies" if len(variants) > 1 else ""
-        told.append(
-            f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, "
-            f"{difference(ours, whole, others, of=of)}"
-        )
+        told.append(f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*one, of=of)}")
         for row, beside in found:
             less, more = (peak_bytes(runs, each) for each in (row, beside))
             saved += [] if less is None or more is None else [more - less]
@@ -140,7 +136,3 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
         return None
     text = f"A step of {size} with the optimizer sharded takes {'; '.join(told)}"
     return f"{text}; its peak is {span(saved, gib)} less." if saved else f"{text}."
-
-
-def _steps_and_date(row: Row) -> tuple[int, str]:
-    return len(row.metrics.get("steps_ms", ())), str(row.env.get("date", ""))

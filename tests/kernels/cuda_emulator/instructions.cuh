@@ -59,8 +59,8 @@ inline T from_float(float x) {
 
 template <typename T>
 inline uint32_t pack(float low, float high) {
-    const T pair[2] = {from_float<T>(low), from_float<T>(high)};
-    uint32_t bits = 0;
-    memcpy(&bits, pair, sizeof(T) == 2 ? 4 : 0);  // nobody packs float32
-    return bits;
+    struct Pair {
+        T low, high;
+    };
+    return same_bits<uint32_t>(Pair{from_float<T>(low), from_float<T>(high)});
 }
