@@ -214,9 +214,8 @@ void reads(uint32_t address, int bytes) {
 void writes(uint32_t address, int bytes) {
     if (!is_inside(address, bytes)) return;
     each_cell(address, bytes, [&](Cell& cell) {
-        const bool is_others = cell.writer != NOBODY && cell.writer != current;
         if (cell.is_pending) fail("shared memory written while it is copied to", address);
-        if (is_others && bytes >= GRAIN) fail("shared memory written twice without a barrier", address);
+        if (cell.writer != NOBODY && cell.writer != current) fail("shared memory written by two", address);
         if (cell.reader != NOBODY && cell.reader != current) fail("shared memory written while it is read", address);
         cell.is_written = true;
         cell.writer = current;
