@@ -1,6 +1,7 @@
 # `make help` lists every target. Each installs what it needs into .venv first, once.
 
 PYTHON ?= python3
+RESULTS ?= runs/report/rows
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -21,7 +22,7 @@ test-gpu: $(VENV)/.installed-dev ## run the tests that need one CUDA GPU
 	$(BIN)/pytest -m 'gpu and timing'
 
 report: $(VENV)/.installed-report ## answer the assignment's questions: with a GPU by measuring what is missing (hours), else from results/
-	@if nvidia-smi -L >/dev/null 2>&1; then set -x; $(BIN)/cs336 report writeup --measure --results runs/report/rows --out runs/report; \
+	@if nvidia-smi -L >/dev/null 2>&1; then set -x; $(BIN)/cs336 report writeup --measure --results $(RESULTS) --out runs/report; \
 	else set -x; $(BIN)/cs336 report writeup --out runs/report; fi
 
 lint: $(VENV)/.installed-dev ## check style, formatting and types

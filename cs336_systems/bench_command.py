@@ -52,6 +52,9 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     say(f"{len(configs)} to measure; rows go to {path} as they come")
     rows = _measure(case, configs, path, options)
     known = [row for row in read_rows(path) if row.case == case.name]
+    if not known:  # with --resume, where all are in folders below
+        path.unlink()
+        return 0
     asked = [row for row in known if any(is_of(row, config) for config in configs)]
     swept = differing(configs)
     say(f"\n{rows_table(asked or rows, swept)}\n")
@@ -115,7 +118,11 @@ def _parser(case: "Case", is_quick: bool) -> Any:
         help="Fields to take their usual values of, more than by default for most.",
     )
     parser.add_argument("--quick", action="store_true", help="Tiny, seconds on a CPU; other options win over it.")
-    parser.add_argument("--resume", action="store_true", help="Leave out what the row file has already.")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="Leave out what the row file, or one of its name in a folder below, has already.",
+    )
     parser.add_argument(
         "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: none is ended)."
     )

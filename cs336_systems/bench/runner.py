@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..hardware import gpu_count, gpu_name
+from ..hardware import gpu_name
 from .case import Row, append_row, read_rows
 from .outcome import failed
 from .sweep import Case, as_json, describe_among, groups, is_of, is_of_fewer_rounds
@@ -28,18 +28,18 @@ def run_case(
     """Measure; append each row to the file at `path`, then yield it.
 
     Processes of their own measure, and whatever ends one is a row of status error: the others are measured by the next.
-    resume: leave out what the file has rows of this machine's GPUs of, but for those that are errors. timeout_s: for
-    each configuration. isolated: whether each group has a process of its own (default: as the case says). progress:
-    called with the number of configurations done, that of all, and the one at work, as `describe_among` all of them.
-    Where what takes turns ends before its last round, rows of the rounds that were over are appended, and not yielded.
+    resume: leave out what there are rows of on this kind of GPU, but for errors: in the file, or in one of its name in
+    a folder below, where further launches are kept. timeout_s: for each configuration. isolated: whether each group has
+    a process of its own (default: as the case says). progress: called with the number of configurations done, that of
+    all, and the one at work, as `describe_among` all of them. Where what takes turns ends before its last round, rows
+    of the rounds that were over are appended, and not yielded.
     """
     known = read_rows(path) if path.exists() else []  # also where none counts: a damaged file is refused beforehand
-    known = known if resume else []
-    here = (gpu_name(), gpu_count())
-    known = [row for row in known if row.case == case.name and (row.env.get("gpu"), row.env.get("gpu_count")) == here]
+    known = known + [row for each in path.parent.glob(f"*/**/{path.name}") for row in read_rows(each)] if resume else []
+    known = [row for row in known if row.case == case.name and row.env.get("gpu") == gpu_name()]
     left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]
-    if len(left) < len(configs):
-        logger.info("%d of %d configurations are in %s already", len(configs) - len(left), len(configs), path)
+    if there := len(configs) - len(left):
+        logger.info("%d of %d configurations are in %s already", there, len(configs), path.parent)
     waiting, describe = groups(case, left), describe_among(configs)
     with _Workplace(case, case.isolated if isolated is None else isolated) as workplace:
         while waiting:

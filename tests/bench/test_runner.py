@@ -252,9 +252,28 @@ def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> N
     path = tmp_path / "rows"
     (own,) = run(path, kinds=("none",))
     path.unlink()
-    append_row(path, replace(own, env={**own.env, "gpu": "another", "gpu_count": 8}))
+    append_row(path, replace(own, env={**own.env, "gpu": "another"}))
     assert len(run(path, kinds=("none",), resume=True)) == 1
     assert run(path, kinds=("none",), resume=True) == []
+
+
+def test_resume_takes_rows_of_folders_below_and_of_a_machine_with_more_of_the_same_gpu(tmp_path: Path) -> None:
+    (own,) = run(tmp_path / "further" / "launch" / "rows", kinds=("none",))
+    (tmp_path / "further" / "launch" / "others").write_text("no row")
+    assert run(tmp_path / "rows", kinds=("none",), resume=True) == []
+    assert len(run(tmp_path / "further" / "elsewhere" / "rows", kinds=("none",), resume=True)) == 1
+    append_row(tmp_path / "alone" / "rows", replace(own, env={**own.env, "gpu_count": 8}))
+    assert run(tmp_path / "alone" / "rows", kinds=("none",), resume=True) == []
+
+
+def test_what_is_all_in_folders_below_leaves_no_empty_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cs336_systems")
+    for folder in (tmp_path / "first", tmp_path):
+        with pytest.raises(SystemExit) as stop:
+            main(["bench", "precision-accumulation", "--quick", "--resume", "--out", str(folder)])
+        assert stop.value.code == 0
+    assert f"4 of 4 configurations are in {tmp_path} already" in caplog.messages
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_what_is_raised_beside_the_rows_is_the_error_of_what_is_left(tmp_path: Path) -> None:

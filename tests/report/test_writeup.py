@@ -1159,6 +1159,49 @@ def test_every_command_is_run_once_and_a_second_time_only_those_that_know_what_i
     assert {words[0] for words in found[first:]} == {"bench"}
 
 
+def test_a_profile_is_left_out_where_rows_of_this_gpu_have_all_that_its_command_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = next(command for command in COMMANDS if command.startswith("profile kernels"))
+    configs = [
+        {"size": size, "context_length": length, "precision": "bf16", "optimizer": "own"}
+        for size in ("2.7B", "small")
+        for length in (256, 512, 1024)
+    ]
+
+    def profiled(rows: list[Row], folder: str = "kept") -> list[list[str]]:
+        shutil.rmtree(tmp_path / "rows", ignore_errors=True)
+        for row in rows:
+            append_row(tmp_path / "rows" / folder / "profile-kernels.jsonl", row)
+        found = ran_commands(monkeypatch)
+        measure.measure_missing(tmp_path / "rows")
+        return [words for words in found if words[:2] == ["profile", "kernels"]]
+
+    monkeypatch.setattr(measure, "gpu_name", lambda: "H")
+    rows = [Row(case="profile-kernels", variant="v", config=config, env=ENV | {"gpu": "H"}) for config in configs]
+    (words,) = profiled([])
+    assert " ".join(words).startswith(command)
+    assert profiled(rows) == []
+    assert profiled([*rows[1:], replace(rows[0], status="oom")]) == []
+    for not_all in (
+        rows[1:],
+        [*rows[1:], replace(rows[0], status="error")],
+        [*rows[1:], replace(rows[0], env=ENV | {"gpu": "another"})],
+    ):
+        assert profiled(not_all) == [words]
+    assert profiled(rows, f"{words[-1].rpartition('/')[2]}") == [words]  # what an interrupt has left
+
+
+def test_rows_that_cannot_be_read_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ran_commands(monkeypatch)
+    (tmp_path / "model.jsonl").write_text("no row\n")
+    with pytest.raises(ValueError, match=r"model\.jsonl, line 1"):
+        measure.measure_missing(tmp_path)
+    assert not found
+
+
 def test_a_profile_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ran_commands(monkeypatch, stops="kernels")
     with pytest.raises(KeyboardInterrupt):

@@ -92,7 +92,7 @@ def _settings(command: str) -> list[Setting]:
 
 def _is_shown(exhibit: Exhibit, setting: Setting) -> bool:
     typed = {name: int(v) if v.isdecimal() else {"true": True, "false": False}.get(v, v) for name, v in setting.items()}
-    row = Row(case=exhibit.case, variant=setting.get("variant", ""), config=typed)
+    row = Row(case=exhibit.case, variant=setting.get("variant", ""), config=typed, env={})
     return exhibit.keep(row) and exhibit.is_about(row)
 
 

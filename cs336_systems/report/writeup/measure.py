@@ -1,4 +1,4 @@
-"""Measuring what the report shows: the commands of all problems, one after the other; a second time what is missing."""
+"""Measuring what the report shows: the commands of all problems, one after the other, as far as rows are missing."""
 
 import re
 import shlex
@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...console import ended_in_order, say
-from ...hardware import gpu_count
-from .problem import Problem
+from ...hardware import gpu_count, gpu_name
+from .build import find_rows
+from .commands import not_measured
+from .problem import Exhibit, Problem
 from .problems import PROBLEMS
+
+_HALF = ".part"
 
 
 def check_gpu() -> None:
@@ -21,21 +25,23 @@ def check_gpu() -> None:
 
 
 def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> list[str]:
-    """Measure what has no rows in a folder yet; the commands that did not succeed, which keep no other from running.
+    """Measure what a folder and those below have no rows of yet on this kind of GPU.
 
-    Raises ValueError where there is no GPU.
+    Returns the commands that did not succeed, which keep no other from running. Raises ValueError where there is no
+    GPU, and as `find_rows` does.
     """
     check_gpu()
     results.mkdir(parents=True, exist_ok=True)
+    find_rows(results)  # rows that cannot be read are refused now, not hours later
     failed = []
     exhibits = [each for problem in problems for each in problem.exhibits]
-    for command, case in {command: each.case for each in exhibits for command in each.commands}.items():
+    for command, exhibit in {command: each for each in exhibits for command in each.commands}.items():
         # A profile has a folder of its own, whose name says what was asked for.
-        done = results / case / "-".join(re.findall(r"[\w.]+", command.partition("--")[2]))
-        half = done.with_name(f"{done.name}.part")
-        if command.startswith("bench "):  # which knows what its row file has already
+        done = results / exhibit.case / "-".join(re.findall(r"[\w.]+", command.partition("--")[2]))
+        half = done.with_name(f"{done.name}{_HALF}")
+        if command.startswith("bench "):  # which knows what its row files have already
             more = ["--resume", "--out", str(results)]
-        elif done.exists():
+        elif done.exists() or _has_all(results, exhibit, command):
             continue
         else:
             shutil.rmtree(half, ignore_errors=True)  # what an interrupt has left
@@ -49,3 +55,15 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
         elif half.exists():
             half.rename(done)
     return failed
+
+
+def _has_all(results: Path, exhibit: Exhibit, command: str) -> bool:
+    """Whether there are rows of all settings that a profile's command names."""
+    rows = [
+        row
+        for file in find_rows(results).get(exhibit.case, [])
+        for row in file.rows
+        if not any(part.endswith(_HALF) for part in file.path.parts)
+        and (row.env.get("gpu"), row.status == "error") == (gpu_name(), False)
+    ]
+    return bool(rows) and command not in not_measured(exhibit, rows)
