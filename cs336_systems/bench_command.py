@@ -44,7 +44,14 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     if not options.quick and case.quick_is_on_cpu:
         for device in given.get("device", ("auto",)):
             check_sized_for_gpu(f"bench {case.name}", device)
-    configs = configurations(case, _parsed(case, given), options.sweep, options.quick)
+    asked = _parsed(case, given)
+    beside = {field.name: (str(Path(options.out, field.metadata["beside"])),)
+              for field in dataclasses.fields(case.config) if field.metadata.get("beside")}  # fmt: skip
+    try:
+        configs = configurations(case, beside | asked, options.sweep, options.quick)
+    except (ValueError, OSError) as error:
+        configs = configurations(case, asked, options.sweep, options.quick)
+        say(f"goes without what is beside the rows: {error}")
     folder = folder_to_write(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
     if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
@@ -55,9 +62,9 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     if not known:  # with --resume, where all are in folders below
         path.unlink()
         return 0
-    asked = [row for row in known if any(is_of(row, config) for config in configs)]
+    wanted = [row for row in known if any(is_of(row, config) for config in configs)]
     swept = differing(configs)
-    say(f"\n{rows_table(asked or rows, swept)}\n")
+    say(f"\n{rows_table(wanted or rows, swept)}\n")
     if options.quick:
         say("A quick run shows that it works; its times mean little.")
     files = ", ".join(map(str, write_views(known, folder, swept)))

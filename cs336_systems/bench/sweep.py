@@ -22,15 +22,18 @@ def swept(
     quick: Any = (),
     parse: Callable[[str], Any] | None = None,
     also: str | None = None,
+    beside: str | None = None,
 ) -> Any:
     """A field of a configuration whose default is the first of some values, all of which are measured by default.
 
     sweep: those that are measured where the field is named by `--sweep`. quick: the value, or a tuple of those, in a
     quick run, which takes seconds on a CPU. parse: makes a value of what is written on the command line. also: another
-    name for it there.
+    name for it there. beside: of a path, which says nothing of what is measured, its name in the folder of the rows,
+    where the command takes it to be unless told otherwise.
     """
     quick = quick if isinstance(quick, tuple) else (quick,)
-    metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse, "also": also}
+    metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse, "also": also,
+                "beside": beside}  # fmt: skip
     return dataclasses.field(default=values[0], metadata=metadata)
 
 
@@ -142,12 +145,16 @@ def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
 
 
 def is_of(row: Row, config: Any) -> bool:
-    """Whether a row is of this configuration. It may say more of itself than it was asked.
+    """Whether a row is of this configuration, wherever its files are. It may say more of itself than it was asked.
 
     Of a field that there was not yet when it was measured it has the default.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    return all(row.config.get(name, defaults[name]) == value for name, value in as_json(config).items())
+    asked = as_json(config)
+    return all(
+        row.config.get(field.name, field.default) == asked[field.name]
+        for field in dataclasses.fields(config)
+        if not field.metadata.get("beside")
+    )
 
 
 def is_of_fewer_rounds(row: Row, config: Any) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems import bench_command
 from cs336_systems.accounting import num_parameters
 from cs336_systems.bench.case import Row, append_row
 from cs336_systems.bench.cases import bucket_size, ddp
 from cs336_systems.bench.cases.bucket_size import CASE, BucketBench
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.sweep import Case, configurations
+from cs336_systems.bench_command import bench
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.communication import all_reduce_cost
 from cs336_systems.planner.rows import measured_overheads
@@ -62,19 +64,45 @@ def test_the_steps_may_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert best.bucket_size_mb == pytest.approx(best.predicted()["predicted"]["best_mb"], abs=1e-3)
 
 
-def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where no rows are at hand
+def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path) -> None:
     for number, rows in enumerate([dict(world_size=4), dict(backend="nccl")]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with pytest.raises(ValueError, match=r"^rows is .*: world_size is 2: the row file has no all-reduce"):
-            quick("bucketed:best", rows=all_reduces(folder, 1e-4, 1e9, **rows))  # type: ignore[arg-type]
+        for variant in ("bucketed:best", "bucketed:1", "alone"):  # beforehand, not when all is measured
+            with pytest.raises(ValueError, match=r"^rows is .*: world_size is 2: the row file has no all-reduce"):
+                quick(variant, rows=all_reduces(folder, 1e-4, 1e9, **rows))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^variant is 'bucketed:best': it must be bucketed:BUCKET_MB without rows"):
         quick("bucketed:best")
     assert quick("bucketed:1")[0].predicted() == {}
-    (tmp_path / "runs/bench").mkdir(parents=True)
-    all_reduces(tmp_path / "runs/bench", 1e-4, 1e9)
-    assert quick("bucketed:1")[0].predicted()["predicted"]["overhead_s"] == pytest.approx(1e-4)
+
+
+def test_the_command_takes_the_rows_beside_its_own_where_they_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[BucketBench] = []
+
+    def measure(case: Case, configs: list[BucketBench], path: Path, options: Any) -> list[Row]:
+        asked[:] = configs
+        return []
+
+    def rows_of(*words: str) -> set[str]:
+        assert bench(["bucket-size", "--quick", "--out", str(tmp_path), *words]) == 0
+        return {config.rows for config in asked}
+
+    monkeypatch.setattr(bench_command, "_measure", measure)
+    assert rows_of() == {""}
+    assert "all-reduce.jsonl does not exist" in capsys.readouterr().out
+    all_reduces(tmp_path, 1e-4, 1e9, world_size=4)
+    assert rows_of() == {""}
+    assert "world_size is 2: the row file has no all-reduce" in capsys.readouterr().out
+    beside = all_reduces(tmp_path, 1e-4, 1e9)
+    assert rows_of() == {beside}
+    assert "goes without" not in capsys.readouterr().out
+    (tmp_path / "given").mkdir()
+    given = all_reduces(tmp_path / "given", 1e-4, 1e9)
+    assert rows_of("--rows", given) == {given}
+    with pytest.raises(FileNotFoundError, match="gone"):
+        rows_of("--rows", str(tmp_path / "gone"))
 
 
 def test_a_ring_of_more_sends_more_and_a_call_costs_the_same() -> None:

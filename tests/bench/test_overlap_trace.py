@@ -67,9 +67,10 @@ def test_a_file_without_names_is_named(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("in_this_process", "ranks_forked")
 def test_the_quick_command_draws_two_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "overlap-trace", "--quick", "--traces", str(tmp_path / "traces"), "--out", str(tmp_path)])
+        main(["bench", "overlap-trace", "--quick", "--out", str(tmp_path)])
     assert ended.value.code == 0
     rows = read_rows(tmp_path / "overlap-trace.jsonl")
+    assert {Path(row.metrics["streams"]).parent for row in rows} == {tmp_path / "overlap-trace"}  # beside the rows
     assert [(row.variant, row.error) for row in rows] == [("naive", None), ("overlap", None)]
     data = page_data(tmp_path / "overlap-trace.html")
     assert [step["name"] for step in data["steps"]] == ["quick-16-naive", "quick-16-overlap"]

@@ -22,6 +22,7 @@ import torch
 from cs336_systems.bench import outcome, worker
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import flash
+from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
@@ -264,6 +265,13 @@ def test_resume_takes_rows_of_folders_below_and_of_a_machine_with_more_of_the_sa
     assert len(run(tmp_path / "further" / "elsewhere" / "rows", kinds=("none",), resume=True)) == 1
     append_row(tmp_path / "alone" / "rows", replace(own, env={**own.env, "gpu_count": 8}))
     assert run(tmp_path / "alone" / "rows", kinds=("none",), resume=True) == []
+
+
+def test_where_the_files_of_a_row_are_makes_it_no_other_configuration() -> None:
+    here, there = (OverlapTrace(device="cpu", traces=folder) for folder in ("a", "b"))
+    row = Row(case="overlap-trace", variant="v", config=as_json(here), env={})
+    assert is_of(row, there)
+    assert not is_of(row, replace(there, variant="flat"))
 
 
 def test_what_is_all_in_folders_below_leaves_no_empty_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

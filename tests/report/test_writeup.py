@@ -212,15 +212,11 @@ def test_what_failed_may_say_so_with_a_number_that_is_not_finite(tmp_path: Path)
 
 def test_which_way_a_comparison_goes_is_of_the_rows() -> None:
     setting = dict(devices=2, size="xl", context_length=8, batch_size=1, precision="bf16")
-    shorter = evidence(timed("ddp", 100.0, "naive", **setting), timed("ddp", 80.0, "flat", **setting))
-    assert (
-        several_gpus.compared("flat", "naive")(shorter) == "Eager, a step with `flat` is 20% shorter than with `naive`."
-    )
-    longer = evidence(timed("ddp", 100.0, "naive", **setting), timed("ddp", 150.0, "flat", **setting))
-    assert (
-        several_gpus.compared("flat", "naive")(longer) == "Eager, a step with `flat` is 50% longer than with `naive`."
-    )
-    assert several_gpus.compared("flat", "naive")(evidence(timed("ddp", 1.0, "flat", **setting))) is None
+    say = several_gpus.compared("flat", "naive")
+    for flat, how in ((80.0, "20% shorter"), (150.0, "50% longer")):
+        rows = timed("ddp", 100.0, "naive", **setting), timed("ddp", flat, "flat", **setting)
+        assert say(evidence(*rows)) == f"Eager, a step of xl with `flat` is {how} than with `naive`."
+    assert say(evidence(timed("ddp", 1.0, "flat", **setting))) is None
 
 
 def test_what_communication_adds_is_beside_one_gpu_alone() -> None:
@@ -284,13 +280,13 @@ def test_a_comparison_is_of_the_last_launch_beside_the_range_of_earlier_ones() -
     all_three, two = of_ddp(naive=200.0, flat=160.0, overlap=100.0), of_ddp("2026-01-02", naive=100.0, overlap=90.0)
     said = several_gpus.compared("overlap", "naive", "flat")
     assert said(of_files(all_three, two)) == (
-        "Eager, a step with `overlap` is 10% shorter than with `naive` (50% shorter in 1 other launch) and 38% "
+        "Eager, a step of xl with `overlap` is 10% shorter than with `naive` (50% shorter in 1 other launch) and 38% "
         "shorter than with `flat`."
     )
     longer = of_ddp("2026-01-02", naive=100.0, flat=100.0, overlap=120.0)
     assert said(of_files(all_three, longer)) == (
-        "Eager, a step with `overlap` is 20% longer than with `naive` (50% shorter in 1 other launch, so that it is "
-        "undecided which is shorter) and 20% longer than with `flat` (38% shorter in 1 other launch, so that it is "
+        "Eager, a step of xl with `overlap` is 20% longer than with `naive` (50% shorter in 1 other launch, so that it "
+        "is undecided which is shorter) and 20% longer than with `flat` (38% shorter in 1 other launch, so that it is "
         "undecided which is shorter)."
     )
     third = of_ddp("2026-01-03", naive=100.0, overlap=150.0)
@@ -315,15 +311,22 @@ def test_why_a_step_that_hides_transfers_is_longer_is_said_where_rows_show_the_h
     assert say(of_files(of_ddp(**eager, **recorded), shorter)) is None
 
 
-def test_where_there_are_rows_of_2026s_xl_sentences_are_of_it() -> None:
+def test_where_there_are_rows_of_2026s_xl_sentences_are_of_it_and_of_the_other_before_it() -> None:
     def both(size: str, naive: float) -> list[Row]:
         setting = dict(devices=2, size=size, context_length=512, batch_size=4, precision="bf16")
         return [timed("ddp", 100.0, "alone", **setting), timed("ddp", naive, "naive", **setting)]
 
     more = timed("ddp", 1.0, "flat", devices=2, size="xl", context_length=512, batch_size=4, precision="bf16")
-    said = several_gpus.added("naive")(evidence(*both("2.7B", 130.0), *both("xl", 150.0), more)) or ""
-    assert said.startswith("Eager, a step of 2.7B (4 x 512 on each of 2 ranks, bf16)")
-    assert "130 ms, 30% longer" in said
+    e = evidence(*both("2.7B", 130.0), *both("xl", 150.0), more)
+    one = several_gpus.added("naive")(e) or ""
+    assert one.startswith("Eager, a step of 2.7B (4 x 512 on each of 2 ranks, bf16) with `naive` takes 130 ms, 30% ")
+    say = claims.of_each_size(several_gpus.added("naive"), several_gpus.compared("flat", "naive"), part="(a) ")
+    assert (say(e) or "").startswith(
+        "(a) Eager, a step of xl (4 x 512 on each of 2 ranks, bf16) with `naive` takes 150"
+    )
+    assert (say(e) or "").endswith(f"Eager, a step of xl with `flat` is 99% shorter than with `naive`. {one}")
+    assert say(evidence()) is None
+    assert e.asked == {"ddp"}
 
 
 def test_memory_that_runs_out_is_said() -> None:

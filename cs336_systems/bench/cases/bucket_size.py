@@ -27,7 +27,6 @@ from ..turns import measure_in_turns
 from .ddp import ALONE, DDPBench, name_of, what_ran
 
 _BEST = "bucketed:best"
-_AT_HAND = "runs/bench/all-reduce.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +44,13 @@ class BucketBench(DDPBench):
     """Blocks compiled."""
     rounds: int = swept(3, quick=2)
     """How often the variants take turns, each built anew."""
-    rows: str = swept("")
-    """Row file of all-reduces that the prediction is fitted to (default: runs/bench/all-reduce.jsonl where it has such
-    of so many processes, else what is known of the card)."""
+    rows: str = swept("", beside="all-reduce.jsonl")
+    """Row file of all-reduces that the prediction is fitted to (default: all-reduce.jsonl beside the rows, where it has
+    such of so many processes, else what is known of the card)."""
 
     def __post_init__(self) -> None:
+        if self.rows:
+            self.transfer_cost()  # a file that does not tell is refused now, not when all is measured
         if self.variant.partition("+")[0] == _BEST:
             cost = self.transfer_cost()
             without = f"without rows of {self.devices} processes' all-reduces (cs336 bench all-reduce) and a known card"
@@ -74,15 +75,14 @@ class BucketBench(DDPBench):
         Raises ValueError or FileNotFoundError where a row file is given that does not tell.
         """
         kind = select_device(self.device).type
-        if self.rows or Path(_AT_HAND).is_file():
-            rows: list[Any] = read_rows(Path(self.rows or _AT_HAND))
+        if self.rows:
+            rows: list[Any] = read_rows(Path(self.rows))
             backend = "nccl" if kind == "cuda" else "gloo"
             carried = [row for row in rows if row.case == "all-reduce" and row.config["backend"] == backend]
             try:
                 return fit_transfer(*transfer_points(carried, self.devices))
             except ValueError as error:
-                if self.rows:
-                    raise ValueError(f"rows is {self.rows!r}: {error}") from error
+                raise ValueError(f"rows is {self.rows!r}: {error}") from error
         card = card_by_name(gpu_name() or "") if kind == "cuda" else None
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 

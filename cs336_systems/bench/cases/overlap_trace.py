@@ -31,8 +31,9 @@ class OverlapTrace(DDPBench):
     """STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it), +graph."""
     compile: bool = swept(False, sweep=(False, True))
     """Blocks compiled."""
-    traces: str = swept("runs/bench/overlap-trace", quick="runs/quick/bench/overlap-trace")
-    """Folder for what ran when in the step of each variant, which the picture and the page are drawn from."""
+    traces: str = swept("runs/bench/overlap-trace", beside="overlap-trace")
+    """Folder for what ran when in the step of each variant, which the picture and the page are drawn from (default:
+    overlap-trace, beside the rows)."""
     profiler: Literal["torch", "nsys"] = swept("torch")
     """torch; nsys: the step is left to Nsight Systems, which records it where it runs the command."""
 

@@ -19,6 +19,7 @@ from .claims import (
     listing,
     ms,
     of_2026,
+    of_each_size,
     one_setting,
     p50,
     peak,
@@ -242,7 +243,7 @@ def fsdp_gathers(e: Evidence) -> str | None:
     return f"{text}."
 
 
-def fsdp_step(e: Evidence) -> str | None:
+def _fsdp_step(e: Evidence) -> str | None:
     """FSDP's step beside one GPU alone and PyTorch's, from the case ddp, each told of one launch."""
     told, size, runs = [], "", steps(e)
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
@@ -262,6 +263,9 @@ def fsdp_step(e: Evidence) -> str | None:
             most = peak_bytes(runs, ours)
             told.append(", ".join([how, *([] if most is None else [f"at a peak of {gib(most)}"]), listing(beside)]))
     return f"A step of {size} with `fsdp` takes, {'; '.join(told)}." if told else None
+
+
+fsdp_step = of_each_size(_fsdp_step)
 
 
 PROBLEMS = (

@@ -55,6 +55,13 @@ class Evidence:
         done = [[row for row in file if row.status == "ok"] for file in self._files.get(case, ())]
         return [latest(run, _keys(case, run)) for run in _by_date(done) if machine(run[0]) in of_one]
 
+    def where(self, keep: Callable[[Row], bool]) -> "Evidence":
+        """What these rows are of it."""
+        part = {case: [[row for row in file if keep(row)] for file in own] for case, own in self._files.items()}
+        found = Evidence(self.problem, {case: [file for file in own if file] for case, own in part.items()})
+        found.asked = self.asked
+        return found
+
     def claim(self, text: str, holds: bool, **figures: Any) -> str:
         """The text, if it holds. Raises ClaimError naming problem, claim and figures if it does not."""
         if not holds:
@@ -94,6 +101,17 @@ def is_alike(row: Row, other: Row, fields: Iterable[str]) -> bool:
 def is_xl_2026(row: Row) -> bool:
     """Whether a row is of the size that the handout of 2026 calls xl."""
     return row.config.get("size") == XL_2026
+
+
+def of_each_size(*says: Callable[[Evidence], str | None], part: str = "") -> Callable[[Evidence], str | None]:
+    """Sentences of what each edition of the handout calls xl: those of 2025's, or of what else there is, come first."""
+
+    def say(e: Evidence) -> str | None:
+        sizes = (e.where(lambda row: not is_xl_2026(row)), e.where(is_xl_2026))
+        told = [text for rows in sizes for each in says if (text := each(rows))]
+        return f"{part}{' '.join(told)}" if told else None
+
+    return say
 
 
 def of_2026(rows: Sequence[Row]) -> list[Row]:

@@ -20,6 +20,7 @@ from .claims import (
     listing,
     ms,
     of_2026,
+    of_each_size,
     one_setting,
     p50,
     percent,
@@ -34,13 +35,14 @@ _LONGER = "the profiler makes eager steps longer"
 _WITH_ZERO1 = ("overlap", "overlap:100", "bucketed:100")
 
 
-def overlapped(e: Evidence) -> str | None:
-    """(b) How much of the communication ran beside the backward pass, by the profiler."""
+def _overlapped(e: Evidence) -> str | None:
+    """How much of the communication ran beside the backward pass, by the profiler."""
     rows = [
         row
-        for row in of_2026(e.ok("overlap-trace", "communication_ms", "overlapped"))
+        for row in e.ok("overlap-trace", "communication_ms", "overlapped")
         if row.metrics["overlapped"] is not None and not row.variant.startswith("fsdp")
     ]
+    rows = one_setting(rows, *SETTING, "compile")
     told = [
         f"{percent(row.metrics['overlapped'])} of {ms(row.metrics['communication_ms'])} with `{row.variant}`"
         for row in rows
@@ -53,7 +55,11 @@ def overlapped(e: Evidence) -> str | None:
         if "span_ms" in row.metrics and "step_ms" in row.metrics and row.metrics["span_ms"] > p50(row)
     ]
     longer = f" The profiler makes steps longer: {listing(slowed)}." if slowed else ""
-    return f"(b) In a profiled step communication runs beside computing for {listing(told)}.{longer}"
+    size = rows[0].config["size"]
+    return f"In a profiled step of {size} communication runs beside computing for {listing(told)}.{longer}"
+
+
+overlapped = of_each_size(_overlapped, part="(b) ")
 
 
 def xxl(e: Evidence) -> str:
@@ -210,7 +216,7 @@ PROBLEMS = (
         places=("2.2", "5.2"),
         question="How much of a step with naive data parallelism is communication?",
         exhibits=(ddp_exhibit("naive"),),
-        sentences=(says(added("naive"), "ddp"), says(pace_of_the_host, "ddp")),
+        sentences=(says(of_each_size(added("naive"), pace_of_the_host), "ddp"),),
     ),
     Problem(
         name="minimal_ddp_flat_benchmarking",
@@ -218,7 +224,7 @@ PROBLEMS = (
         places=("2.3.1", "5.3.1"),
         question="What does a single all-reduce of all gradients gain over one a parameter?",
         exhibits=(ddp_exhibit("flat", beside=("naive",)),),
-        sentences=(says(added("flat"), "ddp"), says(compared("flat", "naive"), "ddp")),
+        sentences=(says(of_each_size(added("flat"), compared("flat", "naive")), "ddp"),),
     ),
     Problem(
         name="ddp_overlap_individual_parameters",
@@ -239,9 +245,15 @@ PROBLEMS = (
             trace_exhibit("naive", "overlap"),
         ),
         sentences=(
-            says(added("overlap", "(a) "), "ddp"),
-            says(compared("overlap", "naive", "flat"), "ddp"),
-            says(waits_for_the_host("overlap", "naive"), "ddp"),
+            says(
+                of_each_size(
+                    added("overlap"),
+                    compared("overlap", "naive", "flat"),
+                    waits_for_the_host("overlap", "naive"),
+                    part="(a) ",
+                ),
+                "ddp",
+            ),
             says(overlapped, "overlap-trace"),
         ),
     ),
@@ -266,7 +278,7 @@ PROBLEMS = (
             ),
             ddp_exhibit(*(f"bucketed:{size}" for size in (1, 10, 100, 1000)), beside=("overlap", "torch_ddp")),
         ),
-        sentences=(says(buckets), says(compared("bucketed:100", "overlap"), "ddp"), says(bucket_optimum)),
+        sentences=(says(buckets), says(of_each_size(compared("bucketed:100", "overlap")), "ddp"), says(bucket_optimum)),
         working=bucket_working,
         plan="plan ddp-overhead --size xl",
     ),

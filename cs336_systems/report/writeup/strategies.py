@@ -1,13 +1,15 @@
 """Sentences that compare steps of strategies over several GPUs: of one launch, beside the others."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...bench.case import Row
-from .claims import Evidence, gib, listing, ms, p50, percent, span
+from .claims import Evidence, gib, listing, ms, of_each_size, p50, percent, span
 from .steps import (
     ALONE,
     FAR,
     HOWS,
+    SETTING,
     Steps,
     difference,
     pairs,
@@ -24,7 +26,7 @@ def _setting(row: Row) -> str:
     return f"{c['size']} ({c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']})"
 
 
-def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
+def added(variant: str) -> Callable[[Evidence], str | None]:
     """The sentence on what a variant adds to the step of one GPU, and for how long it communicates."""
 
     def say(e: Evidence) -> str | None:
@@ -37,7 +39,7 @@ def added(variant: str, part: str = "") -> Callable[[Evidence], str | None]:
                     f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, "
                     f"{difference(*found, ' than one rank alone')}.{_communicating(ours)}"
                 )
-        return f"{part}{' '.join(told)}" if told else None
+        return " ".join(told) if told else None
 
     return say
 
@@ -74,14 +76,15 @@ def compared(variant: str, *against: str) -> Callable[[Evidence], str | None]:
     """The sentence on whether a variant's step is shorter than those of others, each of one launch that has both."""
 
     def say(e: Evidence) -> str | None:
-        parts = []
+        parts: list[str] = []
         for end, how in zip(HOWS, ("eager", "under a CUDA graph"), strict=True):
-            told = []
+            told, what = [], f"a step with `{variant}`"
             for other in against:
                 if (found := told_pair(steps(e), variant + end, other + end)) is not None:
                     told.append(difference(*found, f" than with `{other}`"))
+                    what = "it" if parts else f"a step of {found[0].config['size']} with `{variant}`"
             if told:
-                parts.append(f"{how}, a step with `{variant}` is {listing(told)}")
+                parts.append(f"{how}, {what} is {listing(told)}")
         return f"{'; '.join(parts)[0].upper()}{'; '.join(parts)[1:]}." if parts else None
 
     return say
@@ -107,10 +110,17 @@ def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | N
     return say
 
 
-def sharded_time(e: Evidence) -> str | None:
-    """(b) The step with and without a sharded optimizer, where its memory was measured and in the case ddp."""
-    told = [text for case in ("optimizer-sharding", "ddp") if (text := _with_and_without(steps(e, case)))]
-    return f"(b) {' '.join(told)}" if told else None
+def _sharded_time(e: Evidence) -> str | None:
+    """The step with and without a sharded optimizer, where its memory was measured and in the case ddp."""
+    runs: dict[Any, list[Steps]] = {}
+    for run in filter(None, (*steps(e, "optimizer-sharding"), *steps(e))):
+        first = next(iter(run.values()))
+        runs.setdefault(tuple(first.config.get(name) for name in SETTING), []).append(run)
+    told = [text for found in runs.values() if (text := _with_and_without(found))]
+    return " ".join(told) if told else None
+
+
+sharded_time = of_each_size(_sharded_time, part="(b) ")
 
 
 def _with_and_without(runs: Sequence[Steps]) -> str | None:

@@ -13,6 +13,7 @@ CONTEXT = 512
 WAY = ("mode", "compile", "attention", "activation_checkpointing")
 """How a model is run; what is compared is run in one way, that of most rows."""
 _PHASES = ("forward", "backward", "optimizer")
+_LITTLE = 0.01  # of the median: a step that is longer by less has nothing left to warm up
 _STEADY = 0.05  # of the mean: a standard deviation below that is called small
 _GROWS = 1.5  # times as long for twice the tokens, or more: then it is the GPU that a step waits for
 _ALIKE = ("size", "batch_size", "precision", *WAY)
@@ -148,6 +149,6 @@ def _after_a_few(rows: Sequence[Row]) -> str:
         f"; after one or two the first measured step takes {span(first, lambda x: f'{x:.2f}')} times the median, and "
         f"the longest of the later ones {span(later, lambda x: f'{x:.2f}')} times"
     )
-    if all(one - 1 <= FAR * (other - 1) for one, other in zip(first, later, strict=True)):
+    if all(one - 1 <= max(_LITTLE, FAR * (other - 1)) for one, other in zip(first, later, strict=True)):
         return f"{what}: where results still differ, it is by noise that is in all steps, and not by warming up"
     return f"{what}: clocks, caches and the allocator's blocks may need more steps to settle"
