@@ -95,6 +95,9 @@ PICTURES = {
     "one-gpu-shares.png": lambda path: plot_shares(read_rows(ROWS / "profile-kernels.jsonl"), path),
     "two-gpus-all-reduce-bandwidth.png": drawn("all-reduce", "bandwidth", "two-gpus"),
     "two-gpus-overlap.png": lambda path: plot_streams([ROWS / f"overlap-trace/xl-512-{s}.json" for s in TRACED], path),
+    "two-gpus-overlap-2.7B.png": lambda path: plot_streams(
+        [ROWS / f"2.7B/overlap-trace/2-7B-512-{s}.json" for s in (*TRACED, "fsdp")], path
+    ),
     "two-gpus-bucket-size-added.png": drawn("bucket-size", "added", "two-gpus"),
     "two-gpus-fsdp-accounting-parts.png": drawn_parts,
     "two-gpus-lm-matrix-throughput.png": drawn_matrix,
