@@ -324,7 +324,7 @@ def test_where_there_are_rows_of_2026s_xl_sentences_are_of_it_and_of_the_other_b
     assert (say(e) or "").startswith(
         "(a) Eager, a step of xl (4 x 512 on each of 2 ranks, bf16) with `naive` takes 150"
     )
-    assert (say(e) or "").endswith(f"Eager, a step of xl with `flat` is 99% shorter than with `naive`. {one}")
+    assert (say(e) or "").endswith(f"Eager, a step of xl with `flat` is 99% shorter than with `naive`.\n\n{one}")
     assert say(evidence()) is None
     assert e.asked == {"ddp"}
 

@@ -104,12 +104,13 @@ def is_xl_2026(row: Row) -> bool:
 
 
 def of_each_size(*says: Callable[[Evidence], str | None], part: str = "") -> Callable[[Evidence], str | None]:
-    """Sentences of what each edition of the handout calls xl: those of 2025's, or of what else there is, come first."""
+    """A paragraph on what each edition of the handout calls xl, that on 2025's, or on what else there is, first."""
 
     def say(e: Evidence) -> str | None:
         sizes = (e.where(lambda row: not is_xl_2026(row)), e.where(is_xl_2026))
-        told = [text for rows in sizes for each in says if (text := each(rows))]
-        return f"{part}{' '.join(told)}" if told else None
+        told = [" ".join(filter(None, (each(rows) for each in says))) for rows in sizes]
+        text = "\n\n".join(filter(None, told))
+        return f"{part}{text}" if text else None
 
     return say
 
