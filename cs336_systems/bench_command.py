@@ -34,6 +34,7 @@ _LONGEST_S = 1e7
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, read_rows
+    from .bench.runner import rows_on_this_gpu
     from .bench.sweep import check_sized_for_gpu, configurations, differing, is_of
     from .report.views import rows_table, write_views
 
@@ -45,30 +46,29 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
         for device in given.get("device", ("auto",)):
             check_sized_for_gpu(f"bench {case.name}", device)
     asked = _parsed(case, given)
-    beside = {field.name: (str(Path(options.out, field.metadata["beside"])),)
-              for field in dataclasses.fields(case.config) if field.metadata.get("beside")}  # fmt: skip
-    try:
-        configs = configurations(case, beside | asked, options.sweep, options.quick)
-    except (ValueError, OSError) as error:
-        configs = configurations(case, asked, options.sweep, options.quick)
-        say(f"goes without what is beside the rows: {error}")
+    beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in dataclasses.fields(case.config)
+              if field.metadata.get("beside") and field.name not in asked}  # fmt: skip
+    configs = configurations(case, asked, options.sweep, options.quick, beside)
     folder = folder_to_write(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
     if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
         raise ValueError(f"timeout_s is {options.timeout_s:g}: it must be above 0 and at most {_LONGEST_S:g}")
     say(f"{len(configs)} to measure; rows go to {path} as they come")
-    rows = _measure(case, configs, path, options)
-    known = [row for row in read_rows(path) if row.case == case.name]
-    if not known:  # with --resume, where all are in folders below
-        path.unlink()
-        return 0
-    wanted = [row for row in known if any(is_of(row, config) for config in configs)]
+    try:
+        rows = _measure(case, configs, path, options)
+    finally:
+        if not path.stat().st_size:  # nothing was left to measure, or could be
+            path.unlink()
+    known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
+    there = rows_on_this_gpu(case, path) if options.resume else known
+    wanted = [row for row in there if any(is_of(row, config) for config in configs)]
     swept = differing(configs)
     say(f"\n{rows_table(wanted or rows, swept)}\n")
     if options.quick:
         say("A quick run shows that it works; its times mean little.")
-    files = ", ".join(map(str, write_views(known, folder, swept)))
-    say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
+    if known:
+        files = ", ".join(map(str, write_views(known, folder, swept)))
+        say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
     return int(bool(rows) and all(row.status == "error" for row in rows))
 
 

@@ -34,9 +34,9 @@ def run_case(
     all, and the one at work, as `describe_among` all of them. Where what takes turns ends before its last round, rows
     of the rounds that were over are appended, and not yielded.
     """
-    known = read_rows(path) if path.exists() else []  # also where none counts: a damaged file is refused beforehand
-    known = known + [row for each in path.parent.glob(f"*/**/{path.name}") for row in read_rows(each)] if resume else []
-    known = [row for row in known if row.case == case.name and row.env.get("gpu") == gpu_name()]
+    if path.exists():
+        read_rows(path)  # a damaged file is refused beforehand
+    known = rows_on_this_gpu(case, path) if resume else []
     left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]
     if there := len(configs) - len(left):
         logger.info("%d of %d configurations are in %s already", there, len(configs), path.parent)
@@ -63,6 +63,13 @@ def run_case(
                     yield row
             workplace.tidy()
             progress(len(configs) - _count(waiting), len(configs), "")
+
+
+def rows_on_this_gpu(case: Case, path: Path) -> list[Row]:
+    """A case's rows of this kind of GPU in a file and in those of its name in folders below; the file's come last."""
+    files = [*sorted(path.parent.glob(f"*/**/{path.name}")), *([path] if path.exists() else [])]
+    return [row for file in files for row in read_rows(file)
+            if row.case == case.name and row.env.get("gpu") == gpu_name()]  # fmt: skip
 
 
 def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> Generator[Row]:

@@ -6,6 +6,7 @@ product is what is measured.
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -14,6 +15,8 @@ from typing import Any, get_args, get_type_hints
 from ..console import say
 from ..hardware import gpu_count
 from .case import Row
+
+logger = logging.getLogger(__name__)
 
 
 def swept(
@@ -91,15 +94,21 @@ def value_type(case: Case, name: str) -> Any:
 
 
 def configurations(
-    case: Case, given: Mapping[str, Sequence[Any]] | None = None, sweep: Sequence[str] = (), quick: bool = False
+    case: Case,
+    given: Mapping[str, Sequence[Any]] | None = None,
+    sweep: Sequence[str] = (),
+    quick: bool = False,
+    beside: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """The configurations to measure: the product of each field's values.
 
     Of a field these are the given ones; else, where it is in `sweep`, all of its sweep; else, in a quick run, the quick
-    ones; else its own. Those that the case's `check` is against are left out. Raises ValueError for a field that there
-    is not, and where nothing is left, of all or of a value that is given.
+    ones; else its own. Those that the case's `check` is against are left out. beside: values of paths that are not
+    given, for the configurations that can do with them; what keeps others from it is logged. Raises ValueError for a
+    field that there is not, and where nothing is left, of all or of a value that is given.
     """
-    given = given or {}
+    given, beside = given or {}, beside or {}
+    lacking: dict[str, None] = {}
     fields = {field.name: field for field in dataclasses.fields(case.config)}
     for name in (*given, *sweep):
         if name not in fields:
@@ -119,7 +128,11 @@ def configurations(
     measured: set[tuple[str, Any]] = set()
     for each in itertools.product(*map(values, fields.values())):
         asked = dict(zip(fields, each, strict=True))
-        config = case.config(**asked)
+        try:
+            config = case.config(**{**asked, **beside})
+        except (ValueError, OSError) as error:
+            config = case.config(**asked)  # which raises the same where it is not what is beside
+            lacking[str(error)] = None
         try:
             case.check(config)
         except ValueError as error:
@@ -130,6 +143,8 @@ def configurations(
     for asked, why in against:
         if not found or not measured.issuperset((name, asked[name]) for name in given):
             raise why
+    for what in lacking:
+        logger.info("goes without what is beside the rows: %s", what)
     return list(found)
 
 

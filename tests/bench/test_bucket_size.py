@@ -77,12 +77,15 @@ def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_the_rows_beside_its_own_where_they_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "cs336_systems")
     asked: list[BucketBench] = []
 
     def measure(case: Case, configs: list[BucketBench], path: Path, options: Any) -> list[Row]:
         asked[:] = configs
+        path.unlink(missing_ok=True)
+        append_row(path, Row(case="other", variant="v", config={}, env={}))
         return []
 
     def rows_of(*words: str) -> set[str]:
@@ -91,13 +94,17 @@ def test_the_command_takes_the_rows_beside_its_own_where_they_tell(
 
     monkeypatch.setattr(bench_command, "_measure", measure)
     assert rows_of() == {""}
-    assert "all-reduce.jsonl does not exist" in capsys.readouterr().out
+    assert "all-reduce.jsonl does not exist" in caplog.text
+    caplog.clear()
     all_reduces(tmp_path, 1e-4, 1e9, world_size=4)
     assert rows_of() == {""}
-    assert "world_size is 2: the row file has no all-reduce" in capsys.readouterr().out
+    assert "world_size is 2: the row file has no all-reduce" in caplog.text
+    caplog.clear()
     beside = all_reduces(tmp_path, 1e-4, 1e9)
     assert rows_of() == {beside}
-    assert "goes without" not in capsys.readouterr().out
+    assert "goes without" not in caplog.text
+    rows_of("--devices", "2", "3", "--variant", "bucketed:0.1")
+    assert [(config.devices, config.rows) for config in asked] == [(2, beside), (3, "")]
     (tmp_path / "given").mkdir()
     given = all_reduces(tmp_path / "given", 1e-4, 1e9)
     assert rows_of("--rows", given) == {given}

@@ -254,6 +254,7 @@ def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> N
     (own,) = run(path, kinds=("none",))
     path.unlink()
     append_row(path, replace(own, env={**own.env, "gpu": "another"}))
+    append_row(path, replace(own, case="another"))
     assert len(run(path, kinds=("none",), resume=True)) == 1
     assert run(path, kinds=("none",), resume=True) == []
 
@@ -274,13 +275,29 @@ def test_where_the_files_of_a_row_are_makes_it_no_other_configuration() -> None:
     assert not is_of(row, replace(there, variant="flat"))
 
 
-def test_what_is_all_in_folders_below_leaves_no_empty_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "cs336_systems")
-    for folder in (tmp_path / "first", tmp_path):
+def test_what_is_all_in_folders_below_leaves_no_empty_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bench(folder: Path) -> int:
         with pytest.raises(SystemExit) as stop:
             main(["bench", "precision-accumulation", "--quick", "--resume", "--out", str(folder)])
-        assert stop.value.code == 0
+        return int(stop.value.code or 0)
+
+    caplog.set_level("INFO", "cs336_systems")
+    assert bench(tmp_path / "first") == 0
+    capsys.readouterr()
+    assert bench(tmp_path) == 0
+    assert "| fp16 into fp16 |" in capsys.readouterr().out  # what is there is shown
     assert f"4 of 4 configurations are in {tmp_path} already" in caplog.messages
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+    append_row(tmp_path / "precision-accumulation.jsonl", Row(case="other", variant="v", config={}, env={}))
+    kept = (tmp_path / "precision-accumulation.jsonl").read_text()
+    assert bench(tmp_path) == 0
+    assert (tmp_path / "precision-accumulation.jsonl").read_text() == kept
+    (tmp_path / "precision-accumulation.jsonl").unlink()
+    (tmp_path / "first/precision-accumulation.jsonl").write_text("no row\n")
+    assert bench(tmp_path) != 0
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 

@@ -680,9 +680,22 @@ def test_the_time_of_a_sharded_optimizer_is_that_of_the_rows_that_have_its_memor
     memory = [timed("optimizer-sharding", ms, name, size="2.7B", **fields)
               for name, ms in (("overlap", 200.0), ("overlap+zero1", 210.0))]  # fmt: skip
     said = several_gpus.sharded_time(evidence(*memory))
-    first = "A step of 2.7B with the optimizer sharded takes 210 ms instead of 200 ms with `overlap`, 5.0% longer"
-    assert said == f"(b) {first}; its peak is 0 KiB less."
+    first = "A step of 2.7B on 2 ranks with the optimizer sharded takes 210 ms instead of 200 ms with `overlap`, 5.0% "
+    assert said == f"(b) {first}longer; its peak is 0 KiB less."
     assert several_gpus.sharded_time(evidence(*memory[:1])) is None
+
+    def with_ddp(devices: int = 2, gpu: str = ENV["gpu"]) -> str:
+        launch = [timed("ddp", ms, name, size="2.7B", **{**fields, "devices": devices})
+                  for name, ms in (("overlap", 200.0), ("overlap+zero1", 190.0))]  # fmt: skip
+        elsewhere = [replace(each, env={**each.env, "gpu": gpu}) for each in launch]
+        return several_gpus.sharded_time(of_files(memory, elsewhere)) or ""
+
+    assert "`overlap`, 5.0% shorter (5.0% longer in 1 other launch, so that" in with_ddp()
+    assert [part[:25] for part in with_ddp(devices=4).split("A step of ")[1:]] == [
+        "2.7B on 2 ranks with the ", "2.7B on 4 ranks with the "
+    ]  # fmt: skip
+    assert with_ddp(gpu="another").endswith("190 ms instead of 200 ms with `overlap`, 5.0% shorter; its peak is 0 KiB "
+                                            "less.")  # fmt: skip
 
 
 def test_gathers_of_the_forward_pass_are_told_apart_from_those_of_the_backward_pass() -> None:

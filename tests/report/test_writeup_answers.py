@@ -25,7 +25,7 @@ from cs336_systems.report.writeup import (
     strategies,
 )
 from cs336_systems.report.writeup.build import find_rows
-from cs336_systems.report.writeup.claims import ClaimError, Evidence
+from cs336_systems.report.writeup.claims import ClaimError, Evidence, of_each_size
 from cs336_systems.report.writeup.problem import RowFile, evidence_of
 from cs336_systems.report.writeup.problems import PROBLEMS
 from cs336_systems.report_command import make_report
@@ -221,9 +221,9 @@ def test_what_a_sharded_optimizer_costs_is_of_the_last_launch_of_each_pair() -> 
     graph = launch("2026-01-02", naive_plus_zero1_plus_graph_compiled=98.0)
     said = strategies.sharded_time(of_files(first, [*second, *graph])) or ""
     assert said == (
-        "(b) A step of xl with the optimizer sharded takes 285 ms instead of 300 ms with `overlap`, 5.0% shorter (10% "
-        "longer in 1 other launch, so that it is undecided which is shorter); 98 ms instead of 100 ms with "
-        "`naive+graph compiled`, 2.0% shorter; its peak is 8 GiB less."
+        "(b) A step of xl on 2 ranks with the optimizer sharded takes 285 ms instead of 300 ms with `overlap`, 5.0% "
+        "shorter (10% longer in 1 other launch, so that it is undecided which is shorter); 98 ms instead of 100 ms "
+        "with `naive+graph compiled`, 2.0% shorter; its peak is 8 GiB less."
     )
     held_together = launch("2026-01-03", overlap=300.0, overlap_plus_zero1=303.0)
     for each in held_together:
@@ -231,11 +231,31 @@ def test_what_a_sharded_optimizer_costs_is_of_the_last_launch_of_each_pair() -> 
         del each.metrics["peak_memory_bytes"]
     said = strategies.sharded_time(of_files(first, held_together)) or ""
     assert said == (
-        "(b) A step of xl with the optimizer sharded takes 303 ms instead of 300 ms with `overlap`, 1.0% longer (10% "
-        "longer in 1 other launch); its peak is 8 GiB less."
+        "(b) A step of xl on 2 ranks with the optimizer sharded takes 303 ms instead of 300 ms with `overlap`, 1.0% "
+        "longer (10% longer in 1 other launch); its peak is 8 GiB less."
     )
     without = strategies.sharded_time(of_files(held_together)) or ""
     assert without.endswith("with `overlap`, 1.0% longer.")
+
+
+def test_each_answer_on_steps_of_several_gpus_is_of_both_sizes() -> None:
+    files = find_rows(ROOT / "results")
+    for name in ("ddp_bucketed_benchmarking", "fsdp", "optimizer_state_sharding_accounting"):
+        said = "\n".join(build.answer_of(next(each for each in PROBLEMS if each.name == name), files))
+        assert "a step of xl" in said.lower(), name
+        assert "a step of 2.7b" in said.lower(), name
+
+
+def test_both_sizes_are_of_the_machine_that_has_most_rows() -> None:
+    def launch(size: str, gpu: str | None, **step_ms: float) -> list[Row]:
+        env = {**ENV, "gpu": gpu}
+        return [replace(each, config={**each.config, "size": size}, env=env) for each in of_ddp(**step_ms)]
+
+    more = launch("2.7B", "NVIDIA H200", alone=100.0, naive=130.0, flat=1.0)
+    for other in (None, "NVIDIA H100"):  # quick ones of a CPU beside them, too
+        said = of_each_size(strategies.added("naive"))(of_files(launch("quick", other, alone=1.0, naive=6.0), more))
+        assert (said or "").startswith("Eager, a step of 2.7B")
+        assert "quick" not in (said or "")
 
 
 def test_what_memory_after_initialisation_shows_is_explained_of_the_rows() -> None:
@@ -337,6 +357,8 @@ def test_that_the_profiler_makes_steps_longer_is_said_of_the_rows() -> None:
     said = several_gpus.overlapped(evidence(traced(300.0))) or ""
     assert said.endswith("The profiler makes steps longer: 300 ms instead of 200 ms with `overlap`.")
     assert "longer" not in (several_gpus.overlapped(evidence(traced(190.0))) or "longer")
+    small = replace(traced(300.0), config={"size": "small"})
+    assert several_gpus.overlapped(evidence(small, traced(300.0))) == said  # of one size at a time, the last
 
 
 def test_which_block_saves_most_is_named_with_its_length() -> None:

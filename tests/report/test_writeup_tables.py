@@ -45,7 +45,9 @@ def test_a_problem_shows_the_variants_that_it_is_about_beside_what_they_are_comp
     assert variants_of("naive_ddp_benchmarking", *files) == [["alone", "naive"]]
     assert variants_of("minimal_ddp_flat_benchmarking", *files) == [["alone", "naive", "flat"]]
     assert variants_of("ddp_bucketed_benchmarking", *files) == [["alone", "overlap", "bucketed:1"]]
-    assert variants_of("optimizer_state_sharding_accounting", *files) == [["alone", "overlap", "overlap+zero1"]]
+    assert variants_of("optimizer_state_sharding_accounting", *files) == [
+        ["alone", "naive", "overlap", "overlap+zero1"]
+    ]
     assert variants_of("fsdp", *files) == [["alone", "fsdp"]]
 
 

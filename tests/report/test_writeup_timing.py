@@ -51,6 +51,8 @@ def test_a_long_first_step_is_noise_where_later_ones_are_as_long() -> None:
         "the first measured step takes 1.14 times the median, and the longest of the later ones 1.12 times: where "
         "results still differ, it is by noise that is in all steps, and not by warming up."
     )
+    little = timing.warmup_steps(evidence(*warmups(10.06, 10.02))) or ""
+    assert little.endswith("and not by warming up.")
     settling = timing.warmup_steps(evidence(*warmups(11.4, 10.1))) or ""
     assert settling.endswith("clocks, caches and the allocator's blocks may need more steps to settle.")
 

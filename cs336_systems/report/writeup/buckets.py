@@ -97,9 +97,10 @@ def _counted_calls(row: Row) -> float:
 def _buckets_of_ddp(e: Evidence) -> str | None:
     runs = [{name: row for name, row in run.items() if re.fullmatch(r"bucketed:[\d.]+", name)} for run in steps(e)]
     found = max(reversed(runs), key=len, default={})
-    if len(found) < 2:
+    if len({p50(row) for row in found.values()}) < 2:
         return None
     best_name, worst_name = min(found, key=lambda n: p50(found[n])), max(found, key=lambda n: p50(found[n]))
+    size = found[best_name].config["size"]
     larger_is_better = float(best_name.partition(":")[2]) > float(worst_name.partition(":")[2])
     why = (
         "the smaller the buckets, the more calls, each of which costs the host time"
@@ -107,7 +108,7 @@ def _buckets_of_ddp(e: Evidence) -> str | None:
         else "larger buckets wait longer for their gradients"
     )
     return (
-        f"(a) Eager, of {listing([f'`{name}`' for name in found])} the step is shortest with `{best_name}` "
+        f"(a) Eager, of {listing([f'`{name}`' for name in found])} the step of {size} is shortest with `{best_name}` "
         f"({ms(p50(found[best_name]))}) and longest with `{worst_name}` ({ms(p50(found[worst_name]))}): {why}."
     )
 

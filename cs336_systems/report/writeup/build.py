@@ -108,12 +108,12 @@ def _foreword() -> list[str]:
         "together from their settings.",
         f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
         f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
-        "are rows of both, sentences are of its own.",
+        "are rows of both, steps over several GPUs are told of each, and other sentences are of its own.",
         "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
         "lower, it is larger at fewer TFLOP/s.",
         "Where sentences compare steps over several GPUs, each comparison is within one launch (one file, commit and "
         "machine), that with most steps, the last of equal ones; in brackets is what other launches have, those in "
-        "other files ddp.jsonl.",
+        "other files.",
     ]
 
 

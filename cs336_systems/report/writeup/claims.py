@@ -56,9 +56,12 @@ class Evidence:
         return [latest(run, _keys(case, run)) for run in _by_date(done) if machine(run[0]) in of_one]
 
     def where(self, keep: Callable[[Row], bool]) -> "Evidence":
-        """What these rows are of it."""
-        part = {case: [[row for row in file if keep(row)] for file in own] for case, own in self._files.items()}
-        found = Evidence(self.problem, {case: [file for file in own if file] for case, own in part.items()})
+        """Some of the rows, of the same machine as all of them."""
+        part = {}
+        for case, files in self._files.items():
+            of_one = {machine(row) for row in self._rows[case]}
+            part[case] = [[row for row in file if machine(row) in of_one and keep(row)] for file in files]
+        found = Evidence(self.problem, {case: list(filter(None, files)) for case, files in part.items()})
         found.asked = self.asked
         return found
 

@@ -32,7 +32,7 @@ from .strategies import added, compared, pace_of_the_host, sharded_time, waits_f
 
 DATA, SHARDED = "Data parallelism", "Sharded optimizer state"
 _LONGER = "the profiler makes eager steps longer"
-_WITH_ZERO1 = ("overlap", "overlap:100", "bucketed:100")
+_WITH_ZERO1 = ("naive", "overlap", "overlap:100", "bucketed:100")
 
 
 def _overlapped(e: Evidence) -> str | None:

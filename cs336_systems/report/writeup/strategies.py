@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...bench.case import Row
+from ..view import machine
 from .claims import Evidence, gib, listing, ms, of_each_size, p50, percent, span
 from .steps import (
     ALONE,
@@ -111,11 +112,13 @@ def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | N
 
 
 def _sharded_time(e: Evidence) -> str | None:
-    """The step with and without a sharded optimizer, where its memory was measured and in the case ddp."""
-    runs: dict[Any, list[Steps]] = {}
-    for run in filter(None, (*steps(e, "optimizer-sharding"), *steps(e))):
+    """The step with and without a sharded optimizer, on one machine: where its memory was measured, and in ddp."""
+    runs: dict[tuple[Any, ...], list[Steps]] = {}
+    of_ddp = list(filter(None, steps(e)))
+    for run in (*filter(None, steps(e, "optimizer-sharding")), *of_ddp):
         first = next(iter(run.values()))
-        runs.setdefault(tuple(first.config.get(name) for name in SETTING), []).append(run)
+        if not of_ddp or machine(first) == machine(next(iter(of_ddp[0].values()))):
+            runs.setdefault(tuple(first.config.get(name) for name in SETTING), []).append(run)
     told = [text for found in runs.values() if (text := _with_and_without(found))]
     return " ".join(told) if told else None
 
@@ -128,7 +131,7 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
 
     Of each it is the launch with most steps, the last of equal ones, whichever the strategy.
     """
-    told, size, saved = [], "", []
+    told, of_what, saved = [], "", []
     names = dict.fromkeys(name for run in runs for name in run if "+zero1" in name)
     for how in dict.fromkeys(name.partition("+zero1")[2] for name in names):
         variants = [name for name in names if name.partition("+zero1")[2] == how]
@@ -136,7 +139,7 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
         if (one := told_of(found)) is None:
             continue
         ours, whole, _ = one
-        size = ours.config["size"]
+        of_what = f"{ours.config['size']} on {ours.config['devices']} ranks"
         of = " of all strategies" if len(variants) > 1 else ""
         told.append(f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*one, of=of)}")
         for row, beside in found:
@@ -144,5 +147,5 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
             saved += [] if less is None or more is None else [more - less]
     if not told:
         return None
-    text = f"A step of {size} with the optimizer sharded takes {'; '.join(told)}"
+    text = f"A step of {of_what} with the optimizer sharded takes {'; '.join(told)}"
     return f"{text}; its peak is {span(saved, gib)} less." if saved else f"{text}."
