@@ -49,7 +49,8 @@ class DDPBucketed(DDP):
 
     Autograd adds to the buckets in place, so nothing is copied, as long as gradients are cleared by this module's
     `zero_grad`; an optimizer's own, which drops them, costs a copy of each. After the first step the buckets are cut
-    again, in the order in which gradients come.
+    again, in the order in which gradients come. A gradient that was put in the place of another by hand counts as none
+    unless a backward pass came to its parameter. One that nobody has used has no gradient, not zeros.
 
     Raises ValueError where bucket_size_mb is not above 0.
     """

@@ -237,6 +237,7 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
     for t in sent:
         by_dtype.setdefault(t.dtype, []).append(t)
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM  # gloo has no average
+    divided_later = [] if averages else _divide_what_may_overflow(sent)
     works = []
     for group in by_dtype.values():
         one = len(group) == 1  # which gloo can average on a GPU too
@@ -244,14 +245,21 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
         works.append(_together("allreduce" if one else "allreduce_coalesced", [group], options, what, op))
 
     def apply() -> None:
-        if not averages:
-            for t in sent:
-                t.div_(world_size())
+        for t in divided_later:
+            t.div_(world_size())
         for t, s in zip(tensors, sent, strict=True):
             if s is not t:
                 t.copy_(s)
 
     return Transfer(what, works, apply)
+
+
+def _divide_what_may_overflow(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Divide those of float16, whose sum may be beyond its range, by the number of ranks; the others."""
+    for t in tensors:
+        if t.dtype == torch.float16:
+            t.div_(world_size())
+    return [t for t in tensors if t.dtype != torch.float16]
 
 
 def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
@@ -269,7 +277,7 @@ def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str)
 def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
     """Average inputs (world_size * rows, ...) over all ranks and leave each rank its rows in output (rows, ...).
 
-    All tensors have one dtype and are contiguous.
+    All tensors have one dtype and are contiguous. The inputs are not to be used afterwards.
     """
     if world_size() == 1:
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -277,9 +285,10 @@ def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what
         return Transfer(what)
     averages = _by_nccl(inputs[0])
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    is_divided_later = not averages and bool(_divide_what_may_overflow(inputs))
 
     def apply() -> None:
-        if not averages:
+        if is_divided_later:
             torch._foreach_div_(list(outputs), world_size())
 
     return Transfer(what, [_together(_REDUCE_SCATTER, [outputs, inputs], c10d.ReduceScatterOptions(), what, op)], apply)
@@ -288,7 +297,8 @@ def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what
 def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transfer:
     """Copy each tensor from the rank given with it to all others, on NCCL all at once, so that all ranks send.
 
-    `_coalescing_manager` and `dist.broadcast` would do the same in more of the host's time.
+    A tensor may lie in memory in another way on each rank. Of one that is expanded each element travels once, if it is
+    on all. `_coalescing_manager` and `dist.broadcast` would do the same in more of the host's time.
     """
     calls = [(tensor, source) for tensor, source in sources if tensor.numel()]
     if world_size() == 1 or not calls:
@@ -299,13 +309,27 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transf
         together = _by_nccl(calls[0][0])
         if together:
             group._start_coalescing(device)
-        works = []
+        works, copies = [], []
         for tensor, source in calls:
             options = c10d.BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = source, 0, True  # off the current stream
+            if not tensor.is_contiguous():  # of which NCCL and gloo would take the memory, gaps included
+                tensor = _each_element_once(tensor)
+                copies.append((tensor, tensor.contiguous()))
+                tensor = copies[-1][1]
             works.append(group.broadcast([_as_sent(tensor)], options))
+
+        def apply() -> None:
+            for tensor, dense in copies:
+                tensor.copy_(dense)
+
         # The one work of them all, which can be asked whether it is done.
-        return Transfer(what, [group._end_coalescing(device)] if together else works)
+        return Transfer(what, [group._end_coalescing(device)] if together else works, apply if copies else None)
+
+
+def _each_element_once(tensor: Tensor) -> Tensor:
+    """A view without what an expanded tensor repeats."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 _SENT_AS_THEY_ARE = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -313,7 +337,7 @@ _SENT_AS_THEY_ARE = (torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 def _as_sent(tensor: Tensor) -> Tensor:
     """The same memory, as bytes where not every backend knows the type."""
-    if tensor.dtype in _SENT_AS_THEY_ARE or not tensor.is_contiguous():
+    if tensor.dtype in _SENT_AS_THEY_ARE:
         return tensor
     return tensor.flatten().view(torch.uint8)
 
@@ -362,7 +386,7 @@ def barrier(what: str) -> None:
 
 
 def check_same(facts: dict[str, Any], what: str) -> None:
-    """Raise ValueError, on all ranks, naming each fact in which a rank differs from rank 0."""
+    """Raise ValueError, on all ranks, naming each fact in which a rank differs from rank 0, in their order too."""
     missing = "nothing"
     everyone = gather_objects(facts, f"comparison of {what}")
     for other, theirs in enumerate(everyone):
@@ -372,6 +396,9 @@ def check_same(facts: dict[str, Any], what: str) -> None:
             for name in names
             if theirs.get(name, missing) != everyone[0].get(name, missing)
         ]
+        for i, (name, here) in enumerate(zip(theirs, everyone[0], strict=False)):
+            if not differing and name != here:
+                differing.append(f"number {i} is {name} on rank {other} and {here} on rank 0")
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ValueError(f"the ranks have different {what}: {'; '.join(differing[:3])}{more}")

@@ -75,6 +75,9 @@ class DDP(Strategy):
     With a bucket_size_mb (in 2^20 bytes) consecutive gradients of at most so much start together, as one collective of
     many tensors, each from where it is: fewer calls than of each by itself, and nothing is copied into a bucket.
 
+    Thaw parameters before wrapping: those that are frozen then have no hook. A backward pass whose gradients are
+    dropped must have come to the same parameters on all ranks.
+
     Raises ValueError where bucket_size_mb is not above 0.
     """
 
@@ -86,6 +89,7 @@ class DDP(Strategy):
         super().__init__(module, grad_dtype)
         self._most_bytes = 0 if bucket_size_mb is None else bucket_size_mb * 2**20
         self._names = {p: name for name, p in module.named_parameters()}
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
         self._order_is_learnt = False
@@ -116,9 +120,9 @@ class DDP(Strategy):
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         self._touched.add(p)
-        if not self._synchronizing:
+        if not self._synchronizing and not self._came:
             return
-        if p in self._came:
+        if p in self._came or not self._synchronizing:  # what has come may be on its way, and cannot be added to
             raise RuntimeError(
                 f"a second backward pass reached {self._names[p]} before finish_gradient_synchronization: all backward "
                 "passes of a step but the last belong inside no_sync()"
@@ -152,6 +156,10 @@ class DDP(Strategy):
         return p.grad is None
 
     def finish_gradient_synchronization(self) -> None:
+        for p in self._frozen:
+            if p.requires_grad:
+                raise ValueError(f"{self._names[p]} was frozen when its module was wrapped and is not now: its "
+                                 "gradients would differ from rank to rank; thaw it before, or wrap anew")  # fmt: skip
         flags = self._used.fill(self._is_missing)
         while len(self._transfers) < len(self._groups):
             self._start_next()

@@ -51,6 +51,10 @@ class FSDP(Strategy):
     compiled or checkpointed inside (its `forward` replaced, before or after wrapping) or checkpointed from outside,
     with use_reentrant=False. Freeze parameters before wrapping.
 
+    What the loss takes from a unit has to leave it through its module's outputs, in tensors, tuples, lists or dicts,
+    and may not be changed in place there: from an attribute, or in another class, backward would come to weights that
+    have not been gathered. Hooks on a sharded parameter are not called with its gradients, which are those of parts.
+
     Raises ValueError where the ranks' modules are not alike, and for sparse gradients and max_norm of nn.Embedding.
     """
 

@@ -23,21 +23,34 @@ class Strategy(nn.Module):
     `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards; one that some have used has one,
     with zeros for the others.
 
+    Gradients are those that a backward pass leaves. One backward pass goes through one strategy: several models that
+    share it belong in one module. Parameters that are added later are not known to it.
+
     Not to be copied or pickled: its hooks are on the parameters that it was given. Its `module` and what
     `full_state_dict` gives are.
 
-    Raises ValueError where the ranks' modules are not alike, and for a grad_dtype that gradients cannot travel in.
+    Raises ValueError where the ranks' modules are not alike, for a module that a strategy is in or has sharded, and for
+    a grad_dtype that gradients cannot travel in.
     """
 
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         check_wire_dtype("grad_dtype", grad_dtype)
+        for name, inside in module.named_modules():
+            if isinstance(inside, Strategy):
+                where = f"its {name}" if name else "it"
+                raise ValueError(f"module is a {type(module).__name__}: {where} is a {type(inside).__name__}, and a "
+                                 "strategy goes around a whole model, once")  # fmt: skip
         self.module = module
         self.grad_dtype = grad_dtype
         self._synchronizing = True
         for name, p in module.named_parameters():
             if grad_dtype is not None and p.requires_grad and p.is_complex():
                 raise ValueError(f"grad_dtype is {grad_dtype}: it must be None, for {name} is {p.dtype}")
+            if is_part(p):
+                raise ValueError(
+                    f"{name} is this rank's part of a sharded parameter: a strategy goes around whole ones"
+                )
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         comm.check_same({name: _describe(t) for name, t in tensors.items()}, "parameters")
         comm.broadcast([t.detach() for t in tensors.values()], "broadcast of the parameters")
@@ -69,8 +82,8 @@ class Strategy(nn.Module):
         """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, a tensor."""
         return clip_gradient(self.module.parameters(), max_norm)
 
-    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Tensor]:
-        """The state dict that one process alone would have. All ranks call it together.
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
+        """The state dict that one process alone would have. All ranks call it together, and not in a forward pass.
 
         Without to_rank all ranks get it, on their devices, what is whole already as it is. With it that rank gets
         copies in main memory, which may hold what its GPU cannot, and the others get {}: of a sharded module they have
@@ -79,8 +92,13 @@ class Strategy(nn.Module):
         Raises ValueError where there is no such rank.
         """
         parts = self.module.state_dict(keep_vars=True)  # itself, not a view, so that a tied weight is one
-        whole = self._gather_whole(list(dict.fromkeys(parts.values())), _keep_on(to_rank))
-        return {} if to_rank not in (None, comm.rank()) else {name: whole[part] for name, part in parts.items()}
+        tensors = [
+            part for part in parts.values() if isinstance(part, Tensor)
+        ]  # what else there is, is each rank's own
+        whole = self._gather_whole(list(dict.fromkeys(tensors)), _keep_on(to_rank))
+        if to_rank not in (None, comm.rank()):
+            return {}
+        return {name: whole[part] if isinstance(part, Tensor) else part for name, part in parts.items()}
 
     def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
         """By each tensor of the state dict what `keep` makes of it whole; nothing else holds the whole one then."""
@@ -114,7 +132,9 @@ def check_wire_dtype(name: str, dtype: Any) -> None:
 def _describe(t: Tensor) -> str:
     frozen = "frozen " if isinstance(t, nn.Parameter) and not t.requires_grad else ""
     where = " on meta, without values" if t.is_meta else ""
-    return f"{frozen}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{where}"
+    expanded = [i for i, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)) if size > 1 and stride == 0]
+    how = f", expanded along {', '.join(map(str, expanded))}" if expanded else ""
+    return f"{frozen}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{how}{where}"
 
 
 def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:

@@ -27,7 +27,7 @@ class ShardedOptimizer(Optimizer):
 
     Any optimizer will do that updates each parameter from its own gradient and state alone. Whole parameters are
     assigned to ranks (`owner_of`), so that no two ranks' elements differ by more than those of the largest parameter.
-    Frozen ones are assigned at the first step after they are thawed.
+    Frozen ones are assigned at the first step after they are thawed; till then all ranks keep what is loaded for them.
 
     `step` goes in rounds: every rank steps a piece of its part, at most `transfer_mb` times 2^20 bytes or a single
     parameter, and while it steps the next the pieces of all ranks travel together. All ranks have to have equal
@@ -131,7 +131,9 @@ class ShardedOptimizer(Optimizer):
         if not 0 <= to < comm.world_size():
             raise ValueError(f"to is {to}: there are ranks 0 to {comm.world_size() - 1}")
         parameters = self._parameters()
-        own = {i: self.state[p] for i, p in enumerate(parameters) if p in self.state and self._is_own(p)}
+        # Of one that nobody owns yet all ranks have what was loaded.
+        is_here = {p for p in parameters if self._is_own(p) or (p not in self._owners and comm.rank() == 0)}
+        own = {i: self.state[p] for i, p in enumerate(parameters) if p in self.state and p in is_here}
         outlines = {i: {k: _outline(v, parameters[i]) for k, v in state.items()} for i, state in own.items()}
         everyone = comm.gather_objects(outlines, "outline of the optimizer's state")
         merged = {i: (state, owner) for owner, part in enumerate(everyone) for i, state in part.items()}
@@ -155,7 +157,8 @@ class ShardedOptimizer(Optimizer):
         rank. Raises ValueError where its groups are not those of this optimizer.
         """
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = {name for name, p in zip(names, self._parameters(), strict=False) if self._is_own(p)}
+        others = {p for p, owner in self._owners.items() if owner != comm.rank()}
+        own = {name for name, p in zip(names, self._parameters(), strict=False) if p not in others}
         state = {name: state for name, state in state_dict["state"].items() if name in own}
         super().load_state_dict({**state_dict, "state": state})
         assert self._inner is not None
@@ -186,6 +189,9 @@ class ShardedOptimizer(Optimizer):
         immovable = _immovable(new)
         parts = [_cut([p for p in new if owners[p] == rank], self._transfer_bytes) for rank in range(comm.world_size())]
         self._rounds += [_Round(each, self.param_groups, immovable) for each in zip_longest(*parts, fillvalue=[])]
+        for p in new:
+            if owners[p] != comm.rank():
+                self.state.pop(p, None)
         self._owners = owners
         self._unassigned = [p for p in parameters if p not in owners]
 
@@ -198,8 +204,8 @@ class ShardedOptimizer(Optimizer):
             for group, with_defaults in zip(self.param_groups, made.param_groups, strict=True):
                 for key, value in with_defaults.items():
                     group.setdefault(key, value)
-        else:  # some make their state where they are constructed
-            self.state.update(made.state)
+        else:  # some make their state where they are constructed; it may have been loaded while they were frozen
+            self.state.update({p: state for p, state in made.state.items() if p not in self.state})
 
 
 class _Round:

@@ -493,3 +493,132 @@ def compressed_by_torch() -> str:
 def test_what_pytorchs_ddp_does_not_compress_to_is_said_at_the_start() -> None:
     for message in run_ranks(compressed_by_torch, 2):
         assert message.startswith("parallel.grad_dtype is bf16: it must be same, fp32 or fp16 with parallel.strategy ")
+
+
+def wrapped(name: str, module: nn.Module, **options: Any) -> Any:
+    return STRATEGIES[name](module, Options(**options))
+
+
+def lies_otherwise() -> dict[str, Any]:
+    """Tensors that are a part of a larger one, transposed on rank 0 alone, or expanded; and what lies beside them."""
+    rank, room = comm.rank(), torch.arange(24.0).view(4, 6) + 100 * comm.rank()
+    module = nn.Module()
+    module.columns = nn.Parameter(room[:, :2])
+    module.register_buffer("transposed", (torch.arange(6.0).view(2, 3) + 10 * rank).t())
+    if rank == 1:
+        module.transposed = module.transposed.contiguous()
+    module.register_buffer("mask", torch.full((1, 3), float(rank)).expand(10_000, 3))
+    strategy = wrapped("naive", module)
+    values = {name: tensor.clone() for name, tensor in strategy.full_state_dict().items()}
+    return {**values, "beside": room[:, 2:].clone(), "mask stride": module.mask.stride(0)}
+
+
+def test_what_lies_in_memory_in_another_way_gets_rank_0s_values() -> None:
+    first, other = run_ranks(lies_otherwise, 2)
+    for name in ("columns", "transposed", "mask"):
+        assert torch.equal(first[name], other[name])
+    assert torch.equal(other["columns"], torch.arange(24.0).view(4, 6)[:, :2])
+    assert torch.equal(other["transposed"], torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(other["mask"], torch.zeros(10_000, 3))
+    assert torch.equal(other["beside"], torch.arange(24.0).view(4, 6)[:, 2:] + 100)
+    assert other["mask stride"] == 0
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refused() -> dict[str, str]:
+    def linear() -> nn.Linear:
+        return nn.Linear(2, 4, bias=False)
+
+    names = ("a", "b") if comm.rank() == 0 else ("b", "a")
+    expanded = nn.Module()
+    expanded.register_buffer("mask", torch.ones(1).expand(3) if comm.rank() == 0 else torch.ones(3))
+    found = {
+        "order": message_of(lambda: wrapped("naive", nn.ModuleDict({name: linear() for name in names}))),
+        "expanded": message_of(lambda: wrapped("naive", expanded)),
+        "nested": message_of(lambda: wrapped("overlap", nn.Sequential(linear(), wrapped("naive", linear())))),
+    }
+    sharded = nn.Sequential(linear())
+    kept = wrapped("fsdp", sharded).full_state_dict()["0.weight"]
+    found["sharded"] = message_of(lambda: wrapped("bucketed", sharded))
+    assert kept.shape == (4, 2)
+    return found
+
+
+def test_modules_that_strategies_cannot_go_around_are_refused() -> None:
+    for found in run_ranks(refused, 2):
+        assert found["order"].endswith("different parameters: number 0 is b.weight on rank 1 and a.weight on rank 0")
+        assert "mask is float32 (3,) on rank 1 and float32 (3,), expanded along 0 on rank 0" in found["expanded"]
+        assert found["nested"].startswith("ValueError: module is a Sequential: its 1 is a NaiveDDP, and a strategy ")
+        assert found["sharded"].startswith("ValueError: 0.weight is this rank's part of a sharded parameter")
+
+
+def thawed(name: str) -> str:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    module[0].requires_grad_(False)
+    strategy = wrapped(name, module)
+    module[0].requires_grad_(True)
+    strategy(torch.ones(1, 2)).sum().backward()
+    return message_of(strategy.finish_gradient_synchronization)
+
+
+@pytest.mark.parametrize("name", ["overlap", "bucketed"])
+def test_what_is_thawed_after_wrapping_is_refused_by_those_that_send_from_hooks(name: str) -> None:
+    for said in run_ranks(thawed, 2, name):
+        assert said.startswith("ValueError: 0.weight was frozen when its module was wrapped and is not now")
+
+
+def accumulates_last(name: str) -> str:
+    strategy = wrapped(name, nn.Linear(2, 1))
+    strategy(torch.ones(1, 2)).sum().backward()
+
+    def backward_without_sync() -> None:
+        with strategy.no_sync():
+            strategy(torch.ones(1, 2)).sum().backward()
+
+    said = message_of(backward_without_sync)
+    strategy.finish_gradient_synchronization()
+    return said
+
+
+@pytest.mark.parametrize("name", ["overlap", "bucketed"])
+def test_a_backward_pass_in_no_sync_after_the_one_that_is_sent_is_refused(name: str) -> None:
+    for said in run_ranks(accumulates_last, 2, name):
+        assert "before finish_gradient_synchronization: all backward passes of a step but the last belong" in said
+
+
+def mean_in_fp16(name: str) -> float:
+    module = nn.Linear(2, 2, bias=False)
+    strategy = wrapped(name, module, grad_dtype=torch.float16)
+    strategy(torch.full((1, 2), 40_000.0)).sum().backward()
+    strategy.finish_gradient_synchronization()
+    return module.weight.grad.max().item()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "overlap", "bucketed", "fsdp"])
+def test_a_mean_in_fp16_overflows_only_if_it_is_too_large_itself(name: str) -> None:
+    assert run_ranks(mean_in_fp16, 2, name) == [40_000.0] * 2
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def extra_state(name: str) -> Any:
+    strategy = wrapped(name, nn.Sequential(WithExtraState(2, 2)))
+    return strategy.full_state_dict(to_rank=1).get("0._extra_state"), len(strategy.full_state_dict())
+
+
+@pytest.mark.parametrize("name", ["naive", "fsdp"])
+def test_extra_state_of_a_module_is_in_its_full_state_dict(name: str) -> None:
+    assert run_ranks(extra_state, 2, name) == [(None, 3), ({"version": 1}, 3)]

@@ -799,3 +799,66 @@ def test_moving_takes_a_piece_more_at_most() -> None:
     for peak, after in run_ranks(memory_of_moving, 2, device="cuda"):
         assert peak <= 32 * 2**20 + 4096
         assert after <= 4096
+
+
+class KeepsTransposed(torch.optim.SGD):
+    """Has a state that is not contiguous, as an optimizer that decomposes its gradients does."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["basis"] = torch.arange(float(p.numel())).view(p.shape).t()
+        return super().step(*args, **kwargs)
+
+
+def consolidated_transposed() -> Any:
+    parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4)]
+    optimizer = ShardedOptimizer(parameters, KeepsTransposed, lr=0.1)
+    optimizer.step()
+    return optimizer.consolidate_state_dict()
+
+
+def test_state_that_is_not_contiguous_is_consolidated_as_it_is() -> None:
+    full, _ = run_ranks(consolidated_transposed, 2)
+    for i in range(4):
+        assert torch.equal(full["state"][i]["basis"], torch.arange(6.0).view(2, 3).t())
+
+
+def frozen_when_loaded(sharded: bool) -> tuple[list[float], list[int]]:
+    """Momentum of three parameters, loaded while the second is frozen; then it is thawed and all are stepped."""
+
+    def made(parameters: list[nn.Parameter]) -> Any:
+        given = dict(lr=0.1, momentum=0.9)
+        return (
+            ShardedOptimizer(parameters, torch.optim.SGD, **given) if sharded else torch.optim.SGD(parameters, **given)
+        )
+
+    def stepped(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            p.grad = torch.ones(4)
+        optimizer.step()
+
+    first = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    before = torch.optim.SGD(first, lr=0.1, momentum=0.9)
+    stepped(before, first)
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    parameters[1].requires_grad_(False)
+    optimizer = made(parameters)
+    optimizer.load_state_dict(before.state_dict())
+    full = optimizer.consolidate_state_dict() if sharded else None
+    kept = sorted(full["state"]) if full else []
+    parameters[1].requires_grad_(True)
+    stepped(optimizer, parameters)
+    if sharded:
+        full = optimizer.consolidate_state_dict()
+        assert full is None or sorted(full["state"]) == [0, 1, 2]
+        owned = {i for i, p in enumerate(parameters) if optimizer.owner_of(p) == comm.rank()}
+        assert {i for i, p in enumerate(parameters) if p in optimizer.state} == owned
+    return [p[0].item() for p in parameters], kept
+
+
+def test_state_that_is_loaded_for_a_frozen_parameter_is_there_when_it_is_thawed() -> None:
+    plain, _ = frozen_when_loaded(sharded=False)
+    (first, kept), (other, _) = run_ranks(frozen_when_loaded, 2, True)
+    assert first == other == plain
+    assert kept == [0, 1, 2]
