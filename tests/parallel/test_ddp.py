@@ -499,22 +499,23 @@ def wrapped(name: str, module: nn.Module, **options: Any) -> Any:
     return STRATEGIES[name](module, Options(**options))
 
 
-def lies_otherwise() -> dict[str, Any]:
+def lies_otherwise(device: str) -> dict[str, Any]:
     """Tensors that are a part of a larger one, transposed on rank 0 alone, or expanded; and what lies beside them."""
-    rank, room = comm.rank(), torch.arange(24.0).view(4, 6) + 100 * comm.rank()
+    rank, room = comm.rank(), (torch.arange(24.0).view(4, 6) + 100 * comm.rank()).to(device)
     module = nn.Module()
     module.columns = nn.Parameter(room[:, :2])
-    module.register_buffer("transposed", (torch.arange(6.0).view(2, 3) + 10 * rank).t())
+    module.register_buffer("transposed", (torch.arange(6.0, device=device).view(2, 3) + 10 * rank).t())
     if rank == 1:
         module.transposed = module.transposed.contiguous()
-    module.register_buffer("mask", torch.full((1, 3), float(rank)).expand(10_000, 3))
+    module.register_buffer("mask", torch.full((1, 3), float(rank), device=device).expand(10_000, 3))
     strategy = wrapped("naive", module)
-    values = {name: tensor.clone() for name, tensor in strategy.full_state_dict().items()}
-    return {**values, "beside": room[:, 2:].clone(), "mask stride": module.mask.stride(0)}
+    values = {name: tensor.to("cpu", copy=True) for name, tensor in strategy.full_state_dict().items()}
+    return {**values, "beside": room[:, 2:].cpu(), "mask stride": module.mask.stride(0)}
 
 
-def test_what_lies_in_memory_in_another_way_gets_rank_0s_values() -> None:
-    first, other = run_ranks(lies_otherwise, 2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_what_lies_in_memory_in_another_way_gets_rank_0s_values(device: str) -> None:
+    first, other = run_ranks(lies_otherwise, 2, device, device=device)
     for name in ("columns", "transposed", "mask"):
         assert torch.equal(first[name], other[name])
     assert torch.equal(other["columns"], torch.arange(24.0).view(4, 6)[:, :2])
