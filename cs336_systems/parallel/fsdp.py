@@ -245,6 +245,15 @@ class FSDP(Strategy):
                 unit.forget()
         self._back, self._task = None, -1
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
+        # What `to`, `half` and `cuda` go through. Units have memory of the type and on the device that they began with.
+        for name, p in self.module.named_parameters():
+            other = fn(p.detach()[:0] if p.ndim else p.detach())
+            if (other.dtype, other.device) != (p.dtype, p.device):
+                raise ValueError(f"{name} would become {other.dtype} on {other.device} from {p.dtype} on {p.device}: "
+                                 "cast and move a module before fsdp goes around it")  # fmt: skip
+        return super()._apply(fn, recurse)
+
     def gathered_bytes(self) -> int:
         """Memory of the units that are whole at the moment, or on their way."""
         return sum(unit.whole.nbytes for unit in self._units if unit.whole.is_there())

@@ -26,8 +26,8 @@ class Strategy(nn.Module):
     Gradients are those that a backward pass leaves. One backward pass goes through one strategy: several models that
     share it belong in one module. Parameters that are added later are not known to it.
 
-    Not to be copied or pickled: its hooks are on the parameters that it was given. Its `module` and what
-    `full_state_dict` gives are.
+    Not to be copied or pickled: its hooks are on the parameters that it was given. What `full_state_dict` gives is, and
+    its `module`, unless that is sharded.
 
     Raises ValueError where the ranks' modules are not alike, for a module that a strategy is in or has sharded, and for
     a grad_dtype that gradients cannot travel in.
@@ -48,9 +48,7 @@ class Strategy(nn.Module):
             if grad_dtype is not None and p.requires_grad and p.is_complex():
                 raise ValueError(f"grad_dtype is {grad_dtype}: it must be None, for {name} is {p.dtype}")
             if is_part(p):
-                raise ValueError(
-                    f"{name} is this rank's part of a sharded parameter: a strategy goes around whole ones"
-                )
+                raise ValueError(f"{name} is this rank's part of a sharded parameter: a strategy needs whole ones")
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         comm.check_same({name: _describe(t) for name, t in tensors.items()}, "parameters")
         comm.broadcast([t.detach() for t in tensors.values()], "broadcast of the parameters")
@@ -92,9 +90,8 @@ class Strategy(nn.Module):
         Raises ValueError where there is no such rank.
         """
         parts = self.module.state_dict(keep_vars=True)  # itself, not a view, so that a tied weight is one
-        tensors = [
-            part for part in parts.values() if isinstance(part, Tensor)
-        ]  # what else there is, is each rank's own
+        # What a module has besides (`get_extra_state`) is whole on each rank.
+        tensors = [part for part in parts.values() if isinstance(part, Tensor)]
         whole = self._gather_whole(list(dict.fromkeys(tensors)), _keep_on(to_rank))
         if to_rank not in (None, comm.rank()):
             return {}
@@ -132,7 +129,8 @@ def check_wire_dtype(name: str, dtype: Any) -> None:
 def _describe(t: Tensor) -> str:
     frozen = "frozen " if isinstance(t, nn.Parameter) and not t.requires_grad else ""
     where = " on meta, without values" if t.is_meta else ""
-    expanded = [i for i, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)) if size > 1 and stride == 0]
+    strides = t.stride() if t.layout is torch.strided else t.shape
+    expanded = [i for i, (size, stride) in enumerate(zip(t.shape, strides, strict=True)) if size > 1 and stride == 0]
     how = f", expanded along {', '.join(map(str, expanded))}" if expanded else ""
     return f"{frozen}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{how}{where}"
 

@@ -690,3 +690,18 @@ def peak_of_a_step() -> tuple[int, int]:
 def test_memory_is_that_of_a_few_units_nccl() -> None:
     for extra, unit in run_ranks(peak_of_a_step, 2, device="cuda"):
         assert extra < 8 * unit  # two whole, gradients of two, pieces on their way, cuBLAS; all would be 24
+
+
+def test_a_cast_or_a_move_after_wrapping_is_refused_and_one_that_changes_nothing_is_none() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    strategy = FSDP(module)
+    before = [p.data_ptr() for p in module.parameters()]
+    strategy.to("cpu").float()
+    assert [p.data_ptr() for p in module.parameters()] == before
+    with pytest.raises(
+        ValueError, match=r"^0\.weight would become torch\.bfloat16 on cpu from torch\.float32 on cpu: "
+    ):
+        strategy.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^0\.weight would become torch\.float32 on meta"):
+        strategy.to("meta")
+    assert module[0].weight.dtype == torch.float32

@@ -35,7 +35,8 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
     find_rows(results)  # rows that cannot be read are refused now, not hours later
     failed = []
     exhibits = [each for problem in problems for each in problem.exhibits]
-    for command, exhibit in {command: each for each in exhibits for command in each.commands}.items():
+    commands = {command: each for each in exhibits for command in each.commands}
+    for number, (command, exhibit) in enumerate(commands.items(), start=1):
         # A profile has a folder of its own, whose name says what was asked for.
         done = results / exhibit.case / "-".join(re.findall(r"[\w.]+", command.partition("--")[2]))
         half = done.with_name(f"{done.name}{_HALF}")
@@ -47,7 +48,7 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
             shutil.rmtree(half, ignore_errors=True)  # what an interrupt has left
             more = ["--out", str(half)]
         words = [*shlex.split(command), *more]
-        say(f"cs336 {shlex.join(words)}")
+        say(f"{number} of {len(commands)}: cs336 {shlex.join(words)}")
         with ended_in_order():  # with what it has started
             code = subprocess.run([sys.executable, "-m", "cs336_systems", *words], check=False).returncode
         if code != 0:
