@@ -228,16 +228,13 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
     tensors = [t for t in tensors if t.numel()]
     if world_size() == 1 or not tensors:
         return Transfer(what)
-    if any(t.layout is not torch.strided for t in tensors):
-        raise ValueError(f"{what}: a tensor is {next(t.layout for t in tensors if t.layout is not torch.strided)}: "
-                         "only dense ones can be averaged")  # fmt: skip
+    if others := [t.layout for t in tensors if t.layout is not torch.strided]:
+        raise ValueError(f"{what}: a tensor is {others[0]}: only dense ones can be averaged")
     sent = [t.to(wire_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself where nothing changes
-    averages = _by_nccl(tensors[0])
+    op = _averaging(sent)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in sent:
         by_dtype.setdefault(t.dtype, []).append(t)
-    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM  # gloo has no average
-    divided_later = [] if averages else _divide_what_may_overflow(sent)
     works = []
     for group in by_dtype.values():
         one = len(group) == 1  # which gloo can average on a GPU too
@@ -245,8 +242,6 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
         works.append(_together("allreduce" if one else "allreduce_coalesced", [group], options, what, op))
 
     def apply() -> None:
-        for t in divided_later:
-            t.div_(world_size())
         for t, s in zip(tensors, sent, strict=True):
             if s is not t:
                 t.copy_(s)
@@ -254,12 +249,12 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
     return Transfer(what, works, apply)
 
 
-def _divide_what_may_overflow(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Divide those of float16, whose sum may be beyond its range, by the number of ranks; the others."""
-    for t in tensors:
-        if t.dtype == torch.float16:
-            t.div_(world_size())
-    return [t for t in tensors if t.dtype != torch.float16]
+def _averaging(sent: Sequence[Tensor]) -> Any:
+    """The operation that averages. gloo can only add: for it tensors are divided now, since a sum may overflow."""
+    if _by_nccl(sent[0]):
+        return dist.ReduceOp.AVG
+    torch._foreach_div_(list(sent), world_size())
+    return dist.ReduceOp.SUM
 
 
 def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
@@ -268,8 +263,7 @@ def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str)
     All tensors have one dtype and are contiguous.
     """
     if world_size() == 1:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            output.copy_(tensor)
+        torch._foreach_copy_(list(outputs), list(inputs))
         return Transfer(what)
     return Transfer(what, [_together(_ALL_GATHER, [outputs, inputs], c10d.AllgatherOptions(), what)])
 
@@ -280,18 +274,10 @@ def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what
     All tensors have one dtype and are contiguous. The inputs are not to be used afterwards.
     """
     if world_size() == 1:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            output.copy_(tensor)
+        torch._foreach_copy_(list(outputs), list(inputs))
         return Transfer(what)
-    averages = _by_nccl(inputs[0])
-    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-    is_divided_later = not averages and bool(_divide_what_may_overflow(inputs))
-
-    def apply() -> None:
-        if is_divided_later:
-            torch._foreach_div_(list(outputs), world_size())
-
-    return Transfer(what, [_together(_REDUCE_SCATTER, [outputs, inputs], c10d.ReduceScatterOptions(), what, op)], apply)
+    op, options = _averaging(inputs), c10d.ReduceScatterOptions()
+    return Transfer(what, [_together(_REDUCE_SCATTER, [outputs, inputs], options, what, op)])
 
 
 def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transfer:

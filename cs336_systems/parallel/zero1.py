@@ -131,9 +131,9 @@ class ShardedOptimizer(Optimizer):
         if not 0 <= to < comm.world_size():
             raise ValueError(f"to is {to}: there are ranks 0 to {comm.world_size() - 1}")
         parameters = self._parameters()
-        # Of one that nobody owns yet all ranks have what was loaded.
-        is_here = {p for p in parameters if self._is_own(p) or (p not in self._owners and comm.rank() == 0)}
-        own = {i: self.state[p] for i, p in enumerate(parameters) if p in self.state and p in is_here}
+        # Of one that nobody owns yet all ranks have what was loaded, and the first tells it.
+        told = [p in self.state and self._owners.get(p, 0) == comm.rank() for p in parameters]
+        own = {i: self.state[p] for i, p in enumerate(parameters) if told[i]}
         outlines = {i: {k: _outline(v, parameters[i]) for k, v in state.items()} for i, state in own.items()}
         everyone = comm.gather_objects(outlines, "outline of the optimizer's state")
         merged = {i: (state, owner) for owner, part in enumerate(everyone) for i, state in part.items()}
@@ -157,8 +157,8 @@ class ShardedOptimizer(Optimizer):
         rank. Raises ValueError where its groups are not those of this optimizer.
         """
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        others = {p for p, owner in self._owners.items() if owner != comm.rank()}
-        own = {name for name, p in zip(names, self._parameters(), strict=False) if p not in others}
+        rank = comm.rank()
+        own = {name for name, p in zip(names, self._parameters(), strict=False) if self._owners.get(p, rank) == rank}
         state = {name: state for name, state in state_dict["state"].items() if name in own}
         super().load_state_dict({**state_dict, "state": state})
         assert self._inner is not None
@@ -167,9 +167,6 @@ class ShardedOptimizer(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _is_own(self, parameter: Tensor) -> bool:
-        return self._owners.get(parameter) == comm.rank()
 
     def _assign(self) -> None:
         """Give each parameter that is not frozen and has no owner to one, and add the rounds in which they travel."""
