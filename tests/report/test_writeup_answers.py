@@ -1,8 +1,10 @@
 """Sentences of the write-up that speak of several files of rows, and what they say where rows are few or disagree."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -293,6 +295,52 @@ def test_types_read_on_a_cpu_are_told_as_they_are_and_on_a_gpu_claimed() -> None
     assert "autocast keeps it in float32. Under bfloat16, whose range is that of float32, it also does so" in there
     with pytest.raises(ClaimError, match="autocast keeps layer norm in float32 under float16"):
         precision.norm_type(types("cuda:0", "float16", "float32"))
+
+
+def test_which_sum_is_farthest_off_is_said_of_one_that_is_rounded() -> None:
+    def sums(value: float, *names: str) -> list[Row]:
+        case = get_case("precision-accumulation")
+        return list(case.measure(configurations(case, {"value": (value,), "accumulation": names})))
+
+    halves = ("fp32 into fp32", "fp16 into fp16")
+    assert "kept in float16 is farthest off (`fp16 into fp16`)" in (
+        precision.accumulation(evidence(*sums(0.01, *halves))) or ""
+    )
+    assert precision.accumulation(evidence(*sums(0.5, *halves))) is None  # exact in each
+    assert precision.accumulation(evidence(*sums(0.01, "fp32 into fp32", "fp16 into fp32"))) is None
+    both = precision.accumulation(evidence(*sums(0.5, *halves), *sums(0.01, *halves))) or ""
+    assert "0.01 gives" in both
+    assert "0.5" not in both
+
+
+def _times(metric: Any, factor: float) -> Any:
+    if isinstance(metric, dict):
+        return {name: _times(inside, factor) for name, inside in metric.items()}
+    if isinstance(metric, list):
+        return [_times(inside, factor) for inside in metric]
+    return metric * factor if isinstance(metric, float) else metric
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_any_other_machine_and_any_part_of_them_have_a_write_up(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    spread, lost, failed = random.choice((0.0, 0.5)), random.choice((0.0, 0.3, 0.8)), random.choice((0.0, 0.1, 0.5))
+
+    def elsewhere(found: Row) -> Row:
+        factor = math.exp(random.gauss(0, spread))
+        metrics = {name: _times(value, factor) if name.endswith(("_ms", "_s")) or name in ("attention", "spans")
+                   else value for name, value in found.metrics.items()}  # fmt: skip
+        other = replace(found, metrics=metrics, env={**found.env, "gpu": "another GPU"})
+        return replace(other, status="oom", error="out of memory", metrics={}) if random.random() < failed else other
+
+    files = {}
+    for case, own in find_rows(ROOT / "results/h200").items():
+        parts = [RowFile(file.path, [elsewhere(r) for r in file.rows if random.random() >= lost]) for file in own]
+        files[case] = [file for file in parts if file.rows and random.random() >= lost]
+    for problem in PROBLEMS:
+        tables = tuple(replace(exhibit, plots=(), pictures=()) for exhibit in problem.exhibits)
+        parts_of_it = build.problem_parts(replace(problem, exhibits=tables, working=None), files, tmp_path)
+        assert "NVIDIA" not in " ".join(parts_of_it[2:])  # only of the rows that there are
 
 
 def test_a_write_up_is_made_of_types_read_here(tmp_path: Path) -> None:

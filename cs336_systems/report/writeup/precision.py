@@ -30,8 +30,9 @@ _STEPS = {
 
 def accumulation(e: Evidence) -> str | None:
     """Which sums are near the truth."""
-    rows = e.ok("precision-accumulation", "error")
-    if len(rows) < 2:
+    rows = one_setting(e.ok("precision-accumulation", "error"), "value", "count")
+    # A power of two is the same in each type, and so are its sums.
+    if len(rows) < 2 or not any(r.metrics["error"] and r.metrics["dtype"] == "float16" for r in rows):
         return None
     by_error = sorted(rows, key=lambda row: abs(row.metrics["error"]))
     near, far = by_error[0], by_error[-1]
