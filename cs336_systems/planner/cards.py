@@ -11,8 +11,8 @@ from ..peaks import peak_flops
 # Share of the datasheet that large bfloat16 products (790 of 989 TFLOP/s) and device copies (4.3 of 4.8 TB/s) reach on
 # an H200; assumed of the other cards.
 _OF_MATMUL, _OF_BANDWIDTH = 0.8, 0.9
-# One all-reduce of float32 between two H200 over NVLink: bytes and seconds.
-MEASURED_ALL_REDUCE = ((1e6, 0.036e-3), (1e7, 0.076e-3), (1e8, 0.402e-3), (1e9, 3.30e-3))
+# One all-reduce of float32 between two H200 over NVLink, bytes and seconds: results/h200/all-reduce.jsonl.
+MEASURED_ALL_REDUCE = ((1e6, 0.05638e-3), (1e7, 0.05454e-3), (1e8, 0.3679e-3), (1e9, 3.087e-3))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def _step(path: Path) -> dict[str, Any]:
 
 
 def _details(row: Row) -> str:
-    return f"{row.variant} with Nsight Systems:\n\n```bash\n{nsys_command(row)}\n```"
+    return f"To record the step of {row.variant} with Nsight Systems instead:\n\n```bash\n{nsys_command(row)}\n```"
 
 
 VIEW = View(

@@ -186,6 +186,12 @@ def _draw_line(axes: Any, points: dict[Any, float], xs: Sequence[Any], **style: 
         axes.plot(found, [points[x] for x in found], ms=4, lw=1.4, **style)
 
 
+def _tick(x: Any, field: str) -> str:
+    """A value below an axis: of a number with many digits the first three."""
+    text = show(x, field)
+    return f"{x:.3g}" if isinstance(x, float) and len(text) > 5 else text
+
+
 def _is_wide(values: Sequence[float]) -> bool:
     """Whether values span so much that equal steps would hide the small ones."""
     return min(values, default=1.0) > 0 and max(values, default=1.0) > 10 * min(values, default=1.0)
@@ -216,7 +222,7 @@ def _fill(
             axes.bar(places, list(points.values()), width, color=color, label=name)
     if of_all:  # the same for every line, and so hidden behind one another
         _draw_line(axes, of_all, xs, color="0.4", label="predicted", linestyle="--")
-    names = [show(x, plot.x) for x in xs]
+    names = [_tick(x, plot.x) for x in xs]
     if plot.kind == "bar":
         axes.set_xticks(range(len(xs)), names)
     elif "x" in plot.log:

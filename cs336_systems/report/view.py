@@ -11,7 +11,11 @@ from ..bench.case import Row
 from ..planner.rows import is_of_cpu
 from .tables import Fields, markdown_table, plain, row_fields
 
-_WORDS = {"compile": ("compiled", "eager"), "is_causal": ("causal", "not causal")}  # true, false
+_WORDS = {  # true, false
+    "compile": ("compiled", "eager"),
+    "is_causal": ("causal", "not causal"),
+    "cuda_graph": ("CUDA graph", "no CUDA graph"),
+}
 _UNITS = {"bucket_size_mb": "bucket size (MiB)"}  # whose name says another
 OUTCOMES = {"oom": "out of memory", "error": "failed"}
 
@@ -37,6 +41,16 @@ class Column:
         """The number itself."""
         found = row_fields(row)
         return found.value(f"metrics.{self.where}") / self.unit if found.has(f"metrics.{self.where}") else None
+
+
+@dataclass(frozen=True)
+class Spread(Column):
+    """A time of a row as its mean and standard deviation."""
+
+    def text(self, fields: Fields) -> str:
+        """As "12.34 ± 0.56"; "-" where this row has none."""
+        parts = [Column(self.name, f"{self.where}.{name}", self.form, self.unit) for name in ("mean", "std")]
+        return " ± ".join(part.text(fields) for part in parts) if fields.has(f"metrics.{self.where}") else "-"
 
 
 @dataclass(frozen=True, kw_only=True)

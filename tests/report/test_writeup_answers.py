@@ -79,11 +79,14 @@ def test_what_a_later_file_measures_again_is_shown_of_that_alone(tmp_path: Path)
 
 
 LONGEST = {  # of two sizes, what each edition of the handout calls xl
-    "naive_ddp_benchmarking": 170,
-    "minimal_ddp_flat_benchmarking": 150,
-    "ddp_overlap_individual_parameters_benchmarking": 225,
+    "naive_ddp_benchmarking": 190,  # with the setup
+    "minimal_ddp_flat_benchmarking": 165,
+    "ddp_overlap_individual_parameters_benchmarking": 220,
+    "ddp_bucketed_benchmarking": 195,  # with what was expected, and what would bring results closer to that
     "optimizer_state_sharding_accounting": 140,
-    "fsdp": 130,
+    "fsdp": 170,  # with what shows that it is right
+    "gradient_checkpointing": 195,  # of the handout's setting, and of that which is faster
+    "leaderboard_2026": 180,
 }
 
 
@@ -102,15 +105,15 @@ def test_the_committed_rows_show_why_an_eager_step_that_hides_transfers_is_the_l
         for problem in PROBLEMS
         if "benchmarking" in problem.name
     }
-    assert "Eager steps wait for the host" in said["naive_ddp_benchmarking"]
+    assert "The host sets the pace of eager steps" in said["naive_ddp_benchmarking"]
     overlap = said["ddp_overlap_individual_parameters_benchmarking"]
-    assert "under a CUDA graph, it is 36% shorter than with `naive`" in overlap
-    assert "the host's doing" in overlap
-    assert said["ddp_bucketed_benchmarking"].count("266 MiB") == 2  # of (a) and of (b)
+    assert "It leaves less of its communication exposed all the same (22 ms instead of 34.6 ms): the host" in overlap
+    assert "At 314 MiB the model of (b) predicts 1.92 ms" in said["ddp_bucketed_benchmarking"]
+    assert "o = 39 us, that is 314 MiB." in said["ddp_bucketed_benchmarking"]
     (problem,) = (each for each in PROBLEMS if each.name == "ddp_bucketed_benchmarking")
     (file,) = files["bucket-size"]
     assert "| yes | yes | 1 | 117.55 |" in problem.exhibits[0].show(file.rows)
-    assert "| 260.32 | 266 | 434 |" in problem.exhibits[0].show(file.rows)
+    assert "| 300.83 | 314 | 434 |" in problem.exhibits[0].show(file.rows)
 
 
 H200 = {**ENV, "gpu": "NVIDIA H200"}
@@ -132,9 +135,11 @@ def test_the_step_that_is_told_is_the_one_that_is_drawn(tmp_path: Path, monkeypa
     monkeypatch.setattr(memory, "draw_timeline", lambda each, path: drawn.append(each))
     for _, draw in next(each for each in PROBLEMS if each.name == "memory_profiling").exhibits[0].pictures:
         draw([RowFile(tmp_path / "rows.jsonl", [*rows, failed])], tmp_path / "out.png")
-    assert [(each.variant, each.config["context_length"]) for each in drawn] == [("forward", 512), ("train_step", 512)]
+    assert [(each.variant, each.config["context_length"]) for each in drawn] == [
+        ("forward", 512), ("train_step", 512), ("forward", 128), ("train_step", 128), ("train_step", 2048),
+    ]  # fmt: skip
     said = memory.memory_over_time(evidence(*rows, failed)) or ""
-    assert said.startswith("(a) A train step of 2.7B, 512 tokens, fp32 peaks at 20 GiB")
+    assert "a train step of 2.7B, 512 tokens, fp32 peaks at 20 GiB" in said
     assert "keeps nothing for later: it peaks at 8 GiB" in said
 
 
@@ -147,7 +152,7 @@ def test_peaks_by_precision_are_of_either_case_and_told_where_they_change_most()
     said = memory.memory_by_precision(evidence(*rows, *of_profiler)) or ""
     assert "a forward pass goes from 13.2 GiB to 19.3 GiB, +46%, at 512 tokens" in said
     assert "from 51 GiB to 51 GiB, no change, at 128 tokens and from 88 GiB to 84.4 GiB, -4%, at 1024 tokens" in said
-    assert "the copies, kept until the loss is there, are 6.3 GiB" in said
+    assert "the copies are 6.3 GiB, each kept until its block's backward pass is done" in said
     assert "is less by 1.25 GiB at 128 tokens and 10 GiB at 1024 tokens; at 128 tokens the peak is at" in said
     other = memory.memory_by_precision(evidence(*rows[:-1], of_model(1024, "train_step", "bf16", 95.0))) or ""
     assert "1024 tokens" in other
@@ -178,12 +183,15 @@ def attention_profile(gpu: str = "NVIDIA H200", softmax: float = 2.4, attention:
 
 def test_that_softmax_waits_for_memory_is_said_of_bytes_and_that_products_are_float32() -> None:
     said = profiling.softmax_and_products(evidence(attention_profile())) or ""
-    assert "because it waits for memory: it reads and writes float32 scores, `8 B H N^2` bytes a layer" in said
-    assert "at 3.58 TB/s, 83% of what copies reach on this card. The products have 30.9 TFLOP/s." in said
-    assert "both products in float32 under autocast too" in said
-    assert "which reach 790 TFLOP/s on this card where they are large, softmax would take a larger part" in said
+    assert "because it is bound by memory: it reads and writes float32 scores, `8 B H N^2` bytes a layer" in said
+    assert (
+        "at 3.58 TB/s, 83% of the 4.3 TB/s that the planner takes for copies on this card. The products reach 30.9"
+        in said
+    )
+    assert "both products in float32 even under autocast" in said
+    assert "(up to 790 TFLOP/s by the planner's ceiling), softmax would take a larger part" in said
     for other in (attention_profile(softmax=8.0), attention_profile("NVIDIA Made-up")):
-        assert "waits for" not in (profiling.softmax_and_products(evidence(other)) or "waits for")
+        assert "bound by" not in (profiling.softmax_and_products(evidence(other)) or "bound by")
     assert "autocast" not in (profiling.softmax_and_products(evidence(attention_profile(attention="f"))) or "autocast")
 
 
@@ -203,8 +211,8 @@ def test_that_launches_differ_by_the_pace_of_the_host_is_said_where_only_eager_s
     first = of_ddp(alone=180.0, alone_plus_graph=117.0, naive=230.0)
     slow = of_ddp("2026-01-02", alone=265.0, alone_plus_graph=118.0, naive=300.0)
     assert strategies.pace_of_the_host(of_files(first, slow)) == (
-        "Eager steps wait for the host, whose pace is another in each of 2 launches: one rank alone takes 180 to "
-        "265 ms, and 117 to 118 ms recorded as a CUDA graph."
+        "The host sets the pace of eager steps, and differs over the 2 launches: one rank alone takes 180 to 265 ms "
+        "eager, but 117 to 118 ms recorded as a CUDA graph."
     )
     assert strategies.pace_of_the_host(evidence(*first)) is None
     throttled = of_ddp("2026-01-02", alone=265.0, alone_plus_graph=170.0)
@@ -278,8 +286,8 @@ def test_what_memory_after_initialisation_shows_is_explained_of_the_rows() -> No
 def test_fsdp_is_told_of_the_last_launch_with_each_comparison_within_one() -> None:
     first, second = of_ddp(fsdp=300.0, alone=150.0, torch_fsdp=600.0), of_ddp("2026-01-02", fsdp=240.0, alone=200.0)
     assert additions.fsdp_step(of_files(first, second)) == (
-        "A step of xl with `fsdp` takes, eager, at a peak of 1 GiB, 240 ms, 20% longer than one rank alone (100% "
-        "longer in 1 other launch) and 300 ms, 50% shorter than with `torch_fsdp`."
+        "Eager, a step of xl with `fsdp` takes 240 ms at a peak of 1 GiB, 20% longer than one rank alone (100% longer "
+        "in 1 other launch); in another launch, 300 ms, it is 50% shorter than with `torch_fsdp`."
     )
 
 
@@ -292,7 +300,7 @@ def test_types_read_on_a_cpu_are_told_as_they_are_and_on_a_gpu_claimed() -> None
     here = precision.norm_type(types("cpu", "float16", "bfloat16")) or ""
     assert "These rows are of a CPU, whose autocast does not: its output is float16 under float16 and bfloat16" in here
     there = precision.norm_type(types("cuda", "float32", "float32")) or ""
-    assert "autocast keeps it in float32. Under bfloat16, whose range is that of float32, it also does so" in there
+    assert "autocast keeps it in float32 there too (output float32)" in there
     with pytest.raises(ClaimError, match="autocast keeps layer norm in float32 under float16"):
         precision.norm_type(types("cuda:0", "float16", "float32"))
 
@@ -403,7 +411,7 @@ def test_that_the_profiler_makes_steps_longer_is_said_of_the_rows() -> None:
         return row("overlap-trace", "overlap", metrics, size="xl")
 
     said = several_gpus.overlapped(evidence(traced(300.0))) or ""
-    assert said.endswith("The profiler makes steps longer: 300 ms instead of 200 ms with `overlap`.")
+    assert said.endswith("Tracing makes steps longer: 300 ms instead of 200 ms with `overlap`.")
     assert "longer" not in (several_gpus.overlapped(evidence(traced(190.0))) or "longer")
     small = replace(traced(300.0), config={"size": "small"})
     assert several_gpus.overlapped(evidence(small, traced(300.0))) == said  # of one size at a time, the last
@@ -417,4 +425,4 @@ def test_which_block_saves_most_is_named_with_its_length() -> None:
 
 
 def test_what_is_said_of_how_rows_were_measured_is_explained_once() -> None:
-    assert "what is to be measured again by a command are older rows that bear none" in build.document({}, ROOT, ())
+    assert "Older rows do not record their command; for them one is given that" in build.document({}, ROOT, ())

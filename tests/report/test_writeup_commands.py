@@ -61,7 +61,7 @@ def test_a_command_is_one_span_of_code_whatever_is_in_it(size: str) -> None:
 
 def test_rows_of_before_have_the_exhibits_command_where_they_are_what_it_asks_for() -> None:
     assert told([row("small")]) == "measured by `cs336 bench model --size small`"
-    settings = "measured by `cs336 bench model` at the settings in and above the table"
+    settings = "measured by `cs336 bench model` with the settings in and above the table"
     assert told([row("small")], is_first=False) == settings
     assert told([row("xl")]) == settings
     assert (
@@ -70,7 +70,7 @@ def test_rows_of_before_have_the_exhibits_command_where_they_are_what_it_asks_fo
 
 
 def test_rows_of_before_do_not_have_a_command_that_gives_only_some_of_them() -> None:
-    settings = "measured by `cs336 bench model` at the settings in and above the table"
+    settings = "measured by `cs336 bench model` with the settings in and above the table"
     assert told([row("small"), row("xl")]) == settings
     assert told([row("small"), row("small", warmup=7)]) == settings  # of what it does not name it takes the usual
     assert (
@@ -81,10 +81,10 @@ def test_rows_of_before_do_not_have_a_command_that_gives_only_some_of_them() -> 
 def test_other_rows_of_before_have_the_commands_that_measure_them_again() -> None:
     files = of_model(size=["xl"], mode=["forward"]), of_model(size=["xl"], mode=["train_step"], compile=[True])
     assert told(*files) == (
-        "to be measured again by `cs336 bench model --size xl --mode forward` "
+        "with the settings of `cs336 bench model --size xl --mode forward` "
         "and `cs336 bench model --size xl --mode train_step --compile true`"
     )
-    assert told(files[0], [row("xl")]) == "measured by `cs336 bench model` at the settings in and above the table"
+    assert told(files[0], [row("xl")]) == "measured by `cs336 bench model` with the settings in and above the table"
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,16 @@ def test_phases_are_told_to_add_up_to_what_they_do() -> None:
     rows = [step(512, 50.0, 0.0, forward=20.0, backward=30.0, optimizer=5.0),
             step(256, 50.0, 0.0, forward=20.0, backward=20.0, optimizer=5.0)]  # fmt: skip
     said = timing.times_by_size(evidence(*rows)) or ""
-    assert said.endswith("each with a wait for the GPU: their sum is 0.90 to 1.10 times the step.")
+    assert said.endswith("with a synchronization after each: their sum is 0.90 to 1.10 times the step.")
 
 
 def test_steps_that_differ_are_put_down_to_the_host_where_they_hardly_grow_with_the_tokens() -> None:
     waiting = [step(128, 30.0, 0.08), step(256, 31.0, 0.09), step(512, 60.0, 0.01)]
     said = timing.spread_of_steps(evidence(*waiting)) or ""
     assert said.endswith(
-        "Of the others 2 were also measured at half or twice the tokens, and 2 of these take less than 1.5 times as "
-        "long for twice the tokens: they wait for the host, whose pace varies. In the 1 whose step grows by more it is "
-        "at most 1.0%."
+        "Steps that the GPU limits, those that grow to 1.5 times or more with twice the tokens, have at most 1.0%; all "
+        "of the 2 uneven ones that were measured at several lengths grow by less, so they wait for the host, whose "
+        "pace varies."
     )
     growing = [step(128, 30.0, 0.08), step(256, 60.0, 0.09), step(512, 120.0, 0.01)]
     assert "wait for the host" not in (timing.spread_of_steps(evidence(*growing)) or "wait for the host")
@@ -48,11 +48,11 @@ def test_a_long_first_step_is_noise_where_later_ones_are_as_long() -> None:
 
     noise = timing.warmup_steps(evidence(*warmups(11.4, 11.2))) or ""
     assert noise.endswith(
-        "the first measured step takes 1.14 times the median, and the longest of the later ones 1.12 times: where "
-        "results still differ, it is by noise that is in all steps, and not by warming up."
+        "the first measured step takes 1.14 times the median, and the longest of the later ones 1.12 times: what still "
+        "differs is noise that all steps have, and no warming up."
     )
     little = timing.warmup_steps(evidence(*warmups(10.06, 10.02))) or ""
-    assert little.endswith("and not by warming up.")
+    assert little.endswith("and no warming up.")
     settling = timing.warmup_steps(evidence(*warmups(11.4, 10.1))) or ""
     assert settling.endswith("clocks, caches and the allocator's blocks may need more steps to settle.")
 

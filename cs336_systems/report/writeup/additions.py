@@ -1,5 +1,7 @@
 """The problems that the handout of 2026 adds, but its leaderboard: checkpointing, fully sharded data parallelism."""
 
+from typing import Any
+
 from ...accounting import num_parameters
 from ...bench.case import Row
 from ...bench.memory_moments import AFTER
@@ -36,6 +38,7 @@ from .timing import CONTEXT
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
 _LENGTH = 2048  # at which the handout asks for groups of blocks
 _RANKS = 2
+_IDLE = 0.1  # of a traced step: so much of it with nothing to do is told
 _SETTING = ("size", "context_length", "batch_size", "precision", "compile", "attention", "mode")
 
 
@@ -71,11 +74,21 @@ def _groups(e: Evidence) -> tuple[Row | None, list[Row]]:
 
 def group_reasoning(e: Evidence) -> str:
     """(b) Why there is a best size of groups."""
-    sections = checkpointing_working()
-    best = sections[1].value("least memory")
+    (single, by_calculus), (narrow, _) = (
+        (found[1].value("least memory"), found[1].value("by calculus"))
+        for found in (checkpointing_working(), checkpointing_sections(_job(attention="flash_triton")))
+    )
+    text = (
+        "(b) Groups of K blocks keep `L / K` inputs of I bytes, have one group, `K A`, whole at once, and cost one "
+        f"more forward pass whatever K is. In the handout's setting ({XL_2026}, {_LENGTH} tokens, fp32, plain "
+        f"attention) `sqrt(L I / A)` is {'at most 1' if by_calculus <= 1 else f'{by_calculus:.2g}'}, and K = "
+        f"{single:.0f} is best by the planner."
+    )
+    if single == narrow:
+        return text
     return (
-        f"(b) Groups of K blocks keep `L / K` inputs of I bytes and have one group, `K A`, whole at once, and cost one "
-        f"forward pass more whatever K is. By the planner K = {best:.0f} is best for {XL_2026} at {_LENGTH} tokens."
+        f"{text} With bf16 autocast and FlashAttention A is smaller, and the weight copies that autocast keeps until "
+        f"the loss leave room for larger groups: K = {narrow:.0f}."
     )
 
 
@@ -95,11 +108,12 @@ def best_size(e: Evidence) -> str | None:
     c = best.config
     beside_inputs = "the logits" if c["precision"] == "fp32" else "autocast's copies of all weights"
     return (
-        f"Measured for {c['size']} at {c['context_length']} tokens, K = {c['K']} needs least, "
-        f"{gib(best.metrics['peak_bytes'])} beyond weights and gradients, beside {listing(beside)}. "
-        f"`sqrt(L I / A)` = {best.metrics['best_group']:.1f} has the peak in a group's backward pass; with small "
-        f"groups it is at the end of the forward pass, where besides inputs there are {beside_inputs}. With both "
-        f"counted K = {predicted.config['K']} is predicted, each peak to within {percent(off)}."
+        f"Measured for {c['size']} at {c['context_length']} tokens in {c['precision']} with `{c['attention']}`, K = "
+        f"{c['K']} needs least, {gib(best.metrics['peak_bytes'])} beyond weights and gradients, beside "
+        f"{listing(beside)}. `sqrt(L I / A)` = {best.metrics['best_group']:.1f} counts the peak in a group's backward "
+        "pass; with small groups the peak is at the end of the forward pass, where besides inputs there are "
+        f"{beside_inputs}. With both counted K = {predicted.config['K']} is predicted, each peak to within "
+        f"{percent(off)}."
     )
 
 
@@ -138,9 +152,12 @@ def saved_by_block(e: Evidence) -> str | None:
 
 
 def checkpointing_working() -> list[Section]:
-    """Groups of blocks of 2026's xl."""
-    shape = ModelConfig(size=XL_2026, context_length=_LENGTH).shape
-    return checkpointing_sections(Job(shape=shape, attention="flash_triton"))
+    """Groups of blocks of 2026's xl, in float32 with plain attention."""
+    return checkpointing_sections(_job(precision="fp32", attention="naive"))
+
+
+def _job(**how: Any) -> Job:
+    return Job(shape=ModelConfig(size=XL_2026, context_length=_LENGTH).shape, **how)
 
 
 def _variants(e: Evidence) -> dict[str, Row]:
@@ -243,29 +260,60 @@ def fsdp_gathers(e: Evidence) -> str | None:
     return f"{text}."
 
 
+def fsdp_exposed(e: Evidence) -> str | None:
+    """(b) Why gathers that come in time are not all hidden, by the trace of a step."""
+    rows = of_2026(e.ok("overlap-trace", "communication_ms", "both_ms", "compute_ms", "span_ms"))
+    rows = [row for row in rows if row.variant.partition(" ")[0] == "fsdp" and row.metrics["communication_ms"]]
+    if not rows:
+        return None
+    m = rows[-1].metrics
+    sent, both, computing, span_ms = (m[f"{name}_ms"] for name in ("communication", "both", "compute", "span"))
+    text = (
+        f"Traced, a step communicates for {ms(sent)}, the reduce-scatters of gradients included, of which "
+        f"{percent(both / sent)} run beside computing"
+    )
+    idle = span_ms - computing - (sent - both)
+    if idle < _IDLE * span_ms:
+        return f"{text}."
+    return (
+        f"{text}. For {percent(idle / span_ms)} of the traced step the GPU does neither, because the host sets the "
+        "pace of an eager step: a gather can be in time and still have nothing to run beside."
+    )
+
+
 def _fsdp_step(e: Evidence) -> str | None:
     """FSDP's step beside one GPU alone and PyTorch's, from the case ddp, each told of one launch."""
-    told, size, runs = [], "", steps(e)
+    told: list[str] = []
+    runs = steps(e)
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
-        found = {
-            words: pair
-            for other, words in (("alone", "one rank alone"), ("torch_fsdp", "with `torch_fsdp`"))
-            if (pair := told_pair(runs, f"fsdp{end}", other + end)) is not None
-        }
-        beside = []
-        for words, pair in found.items():
+        first: Row | None = None
+        for other, than in (("alone", "one rank alone"), ("torch_fsdp", "with `torch_fsdp`")):
+            if (pair := told_pair(runs, f"fsdp{end}", other + end)) is None:
+                continue
             ours = pair[0]
-            beside.append(f"{ms(p50(ours))}, {difference(*pair, f' than {words}')}")
-        if beside:
-            size, same = ours.config["size"], f"{ms(p50(ours))}, "
-            # Of one launch its time is told once.
-            beside[1:] = [text.removeprefix(same) if beside[0].startswith(same) else text for text in beside[1:]]
-            most = peak_bytes(runs, ours)
-            told.append(", ".join([how, *([] if most is None else [f"at a peak of {gib(most)}"]), listing(beside)]))
-    return f"A step of {size} with `fsdp` takes, {'; '.join(told)}." if told else None
+            text = difference(*pair, f" than {than}")
+            if first is None:
+                what = "it" if told else f"a step of {ours.config['size']} with `fsdp`"
+                most = peak_bytes(runs, ours)
+                memory = "" if most is None else f" at a peak of {gib(most)}"
+                told.append(f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}{memory}, {text}")
+            elif ours is first:
+                told[-1] += f", and is {text}"
+            else:
+                told[-1] += f"; in another launch, {ms(p50(ours))}, it is {text}"
+            first = first or ours
+    return f"{'. '.join(told)}." if told else None
 
 
 fsdp_step = of_each_size(_fsdp_step)
+
+
+def equal_to_one(e: Evidence) -> str:
+    """What shows that FSDP trains as one process does."""
+    return (
+        "`tests/parallel/test_fsdp.py`: 10 steps of AdamW on 1, 2 and 4 ranks (gloo; NCCL with 2), from different "
+        "weights on each rank, end in weights within 1e-4 of those of one process on the whole batch."
+    )
 
 
 PROBLEMS = (
@@ -284,6 +332,10 @@ PROBLEMS = (
                     f"bench checkpointing --size {XL_2026} --context_length {_LENGTH} --activation_checkpointing none "
                     "block groups_2 groups_3 groups_4 groups_5 groups_6 groups_8 groups_16"
                 ),
+                also=(
+                    f"bench checkpointing --size {XL_2026} --context_length {_LENGTH} --precision fp32 --attention "
+                    "naive --activation_checkpointing block groups_2 groups_3 groups_4",
+                ),
                 is_asked=lambda row: is_xl_2026(row) and row.config["context_length"] == _LENGTH,
                 plots=("peak",),
             ),
@@ -297,7 +349,7 @@ PROBLEMS = (
         ),
         sketch=HALVES,
         working=checkpointing_working,
-        plan=f"plan checkpointing --size {XL_2026} --context {_LENGTH} --attention flash_triton",
+        plan=f"plan checkpointing --size {XL_2026} --context {_LENGTH} --precision fp32 --attention naive",
         code=("cs336_systems/training/build.py", "cs336_systems/bench/cases/checkpointing.py"),
     ),
     Problem(
@@ -307,8 +359,8 @@ PROBLEMS = (
         question=(
             "Weights, gradients and optimizer state divided over the ranks, weights gathered for each layer in time."
         ),
-        exhibits=(ddp_exhibit("fsdp", "torch_fsdp"),),
-        sentences=(says(fsdp_step, "ddp"),),
+        exhibits=(ddp_exhibit("fsdp", "torch_fsdp", is_of_most_steps=True),),
+        sentences=(says(equal_to_one), says(fsdp_step, "ddp")),
         code=("cs336_systems/parallel/fsdp.py", "cs336_systems/parallel/fsdp_units.py", "tests/test_fsdp.py"),
     ),
     Problem(
@@ -330,6 +382,7 @@ PROBLEMS = (
             says(expected_saving),
             says(fsdp_memory, "fsdp-accounting"),
             says(fsdp_gathers, "fsdp-accounting"),
+            says(fsdp_exposed, "overlap-trace"),
         ),
         working=sharding_working,
         plan=f"plan memory --size {XL_2026} --strategy fsdp --world_size {_RANKS}",

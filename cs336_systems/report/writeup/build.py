@@ -101,19 +101,18 @@ def _foreword() -> list[str]:
         return " / ".join(str(MODEL_SIZES[name][field]) for field in ("d_model", "d_ff", "num_layers", "num_heads"))
 
     return [
-        "Every figure, in sentences too, is made of measured rows or of the planner's arithmetic: `cs336 report "
-        "writeup` makes this document again. Under each table stand the file of its rows, the command that measures "
-        "them, the commit and the machine: they were measured by a command that they bear themselves, or that gives "
-        "all of them; what is to be measured again by a command are older rows that bear none, for which it is put "
-        "together from their settings.",
+        "Every figure, in sentences too, comes from measured rows or from the planner's arithmetic: `cs336 report "
+        "writeup` makes this document again. Below each table stand the files of its rows, the command that measured "
+        "them, the commit and the machine. Older rows do not record their command; for them one is given that "
+        "measures the same settings.",
         f"Sizes have the names of 2025 (d_model / d_ff / layers / heads): `xl` is {told('xl')}. What the handout of "
-        f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where 2026 asks for xl and there "
-        "are rows of both, steps over several GPUs are told of each, and other sentences are of its own.",
-        "MFU is the share of the card's peak rate for products of the row's own type: in float32, whose peak is far "
-        "lower, it is larger at fewer TFLOP/s.",
-        "Where sentences compare steps over several GPUs, each comparison is within one launch (one file, commit and "
-        "machine), that with most steps, the last of equal ones; in brackets is what other launches have, those in "
-        "other files.",
+        f"2026 calls xl, {told(XL_2026)}, is `{XL_2026}` here, and its 10B is `10B`. Where both editions ask about xl, "
+        f"answers on several GPUs have a paragraph on each of the two; the others are about `{XL_2026}`.",
+        "MFU is the share of the card's peak rate for matrix products of the row's own type. The peak of float32 is "
+        "far lower than that of bfloat16, so its MFU can be larger at fewer TFLOP/s.",
+        "Times in tables are medians unless they are given with a standard deviation.",
+        "Sentences compare steps over several GPUs within one launch only (one file, commit and machine): the one with "
+        "the most steps, or the last of equal ones. In brackets stands what the other launches show.",
     ]
 
 
@@ -232,7 +231,11 @@ def _measured_last(exhibit: Exhibit, files: Sequence[RowFile]) -> tuple[list[Row
     further: list[RowFile] = []
     seen: set[Hashable] = set()
     by_depth = sorted(files, key=lambda file: len(file.path.parts))
-    for file in sorted(by_depth, key=lambda file: max(str(row.env.get("date", "")) for row in file.rows), reverse=True):
+
+    def order(file: RowFile) -> tuple[int, str]:
+        return max(map(exhibit.rank, file.rows)), max(str(row.env.get("date", "")) for row in file.rows)
+
+    for file in sorted(by_depth, key=order, reverse=True):
         own = {
             (machine(row), exhibit.measures(row) if row.status == "ok" else f"{row.status} {row.variant}")
             for row in file.rows

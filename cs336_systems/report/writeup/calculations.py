@@ -11,6 +11,7 @@ from ...planner.scaling import (
     most_fsdp,
     most_of_both,
     most_tensor_parallel,
+    tensor_parallel_backward,
     tensor_parallel_section,
 )
 from ...planner.working import Section
@@ -53,10 +54,11 @@ def tensor_parallel(e: Evidence) -> str:
     """(a) to (d), in the handout's letters."""
     forward, backward = most_tensor_parallel(_LAYER, "forward"), most_tensor_parallel(_LAYER, "backward")
     return (
-        "(a) The equations stand below the terms. (b) `6 B D F / N_TP` forward and `12 B D F / N_TP` backward: each "
-        "device has a share of each matrix. (c) `4 (N_TP - 1) / N_TP B D / W` in either direction: y, and backward dx, "
-        "are all-reduced. (d) Forward `N_TP <= 1 + 3 F W / (2 C)`, backward `N_TP <= 1 + 3 F W / C`: the batch "
-        f"cancels, the width decides; for {_example()} that is {forward:.1f} and {backward:.1f} devices."
+        "(a) Device i has columns of W1 and W2 and rows of W3. (b) `6 B D F / N_TP` forward and `12 B D F / "
+        "N_TP` backward: each device has a share of each matrix. (c) `4 (N_TP - 1) / N_TP B D / W` in either "
+        "direction: y, and backward dx, are all-reduced. (d) Forward `N_TP <= 1 + 3 F W / (2 C)`, backward `N_TP <= 1 "
+        f"+ 3 F W / C`: the batch cancels, the width decides; for {_example()} that is {forward:.1f} and "
+        f"{backward:.1f} devices."
     )
 
 
@@ -82,7 +84,12 @@ def _example() -> str:
 
 
 def _problem(
-    name: str, place: str, question: str, answer: Callable[[Evidence], str], working: Callable[[], Section]
+    name: str,
+    place: str,
+    question: str,
+    answer: Callable[[Evidence], str],
+    working: Callable[[], Section],
+    sketch: str = "",
 ) -> Problem:
     return Problem(
         name=name,
@@ -90,6 +97,7 @@ def _problem(
         places=("", place),
         question=question,
         sentences=(says(answer),),
+        sketch=sketch,
         working=lambda: [working()],
         plan="plan scaling",
     )
@@ -113,7 +121,7 @@ CALCULATIONS = (
     _problem(
         "tp_calcs", "8.4",
         "The backward pass of a tensor-parallel layer, what it computes and sends, and how far it scales.",
-        tensor_parallel, lambda: tensor_parallel_section(_LAYER),
+        tensor_parallel, lambda: tensor_parallel_section(_LAYER), "\n".join(tensor_parallel_backward()),
     ),
     _problem(
         "fsdp_tp_calcs", "8.5",

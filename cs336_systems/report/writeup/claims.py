@@ -11,6 +11,8 @@ from ..views import VIEWS
 GIB = 2**30
 XL_2026 = "2.7B"
 """What the handout of 2026 calls xl; ours is that of 2025."""
+PROFILERS = {"torch": "torch.profiler", "nsys": "Nsight Systems"}
+"""What a row calls the profiler that it was made with, and what that is."""
 
 
 class ClaimError(ValueError):
@@ -126,6 +128,11 @@ def of_2026(rows: Sequence[Row]) -> list[Row]:
 def p50(row: Row, name: str = "step") -> float:
     """The median of a time in ms."""
     return row.metrics[f"{name}_ms"]["p50"]
+
+
+def mean(row: Row, name: str = "step") -> float:
+    """The mean of a time in ms."""
+    return row.metrics[f"{name}_ms"].get("mean", p50(row, name))
 
 
 def peak(row: Row) -> float:

@@ -6,6 +6,9 @@ from ...bench.case import Row
 from .claims import Evidence, gb_s, listing, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
 
+_ASKED = (2, 4, 6)
+"""Processes that the handout asks for."""
+
 
 def bandwidths(e: Evidence) -> str | None:
     """What an all-reduce of the largest buffer reaches, by backend, over the fewest and the most ranks."""
@@ -40,8 +43,8 @@ def small_and_large(e: Evidence) -> str | None:
     if not told:
         return None
     return (
-        f"{listing(told)[0].upper()}{listing(told)[1:]}: at the rate of the large one, the bytes of the small one are "
-        f"{listing(shares)} of its time, and the rest is the call."
+        f"{listing(told)[0].upper()}{listing(told)[1:]}: at the large one's rate, transfer explains {listing(shares)} "
+        "of the small one's time, and the rest is the overhead of a call."
     )
 
 
@@ -81,6 +84,13 @@ def _ring_share(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
+def not_there(e: Evidence) -> str | None:
+    """For which of the handout's numbers of processes there were not enough GPUs."""
+    rows = [row for row in e.ok("all-reduce", "time_ms", collective="all-reduce") if row.config["backend"] == "nccl"]
+    missing = [str(n) for n in _ASKED if rows and n > _most_ranks(rows)]
+    return f"NCCL over {listing(missing)} ranks needs as many GPUs, and was not measured." if missing else None
+
+
 def backends(e: Evidence) -> str | None:
     """NCCL beside gloo at equal size and ranks."""
     rows = e.ok("all-reduce", "time_ms", collective="all-reduce")
@@ -98,6 +108,13 @@ DISTRIBUTED_COMMUNICATION = Problem(
     section="Communication",
     places=("2.1", "5.1"),
     question="What does an all-reduce take, by backend, size and number of processes?",
-    exhibits=(Exhibit(case="all-reduce", command="bench all-reduce", plots=("time",)),),
-    sentences=tuple(says(each, "all-reduce") for each in (bandwidths, small_and_large, by_ranks, backends)),
+    exhibits=(
+        Exhibit(
+            case="all-reduce",
+            command="bench all-reduce",
+            keep=lambda row: row.config.get("collective") == "all-reduce",
+            plots=("time",),
+        ),
+    ),
+    sentences=tuple(says(each, "all-reduce") for each in (bandwidths, small_and_large, by_ranks, backends, not_there)),
 )

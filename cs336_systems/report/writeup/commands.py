@@ -43,8 +43,8 @@ def _older(exhibit: Exhibit, files: Sequence[Sequence[Row]], is_asked: bool) -> 
     made = [command_for(rows) for rows in files]
     found = [command for command in made if command is not None]
     if len(found) == len(made):
-        return f"to be measured again by {_listed(found)}"
-    return f"measured by `cs336 {' '.join(exhibit.command.split()[:2])}` at the settings in and above the table"
+        return f"with the settings of {_listed(found)}"
+    return f"measured by `cs336 {' '.join(exhibit.command.split()[:2])}` with the settings in and above the table"
 
 
 def _listed(commands: Sequence[str]) -> str:

@@ -21,9 +21,8 @@ def fastest_8b(e: Evidence) -> str | None:
     told = f", {percent(m['mfu'])} of the peak rate" if m.get("mfu") else ""
     mean = _mean_too(best)
     text = (
-        f"The fastest step, `{best.variant}`, takes {p50(best) / 1e3:.2f} s{mean} ({m['tokens_per_s']:,.0f} tokens/s"
-        f"{told}) and peaks at {gib(peak(best))} a GPU: {times(_BASELINE_S * 1e3 / p50(best))} as fast as the "
-        f"handout's baseline of {_BASELINE_S} s, which is for two B200"
+        f"The fastest step of all, `{best.variant}`, takes {p50(best) / 1e3:.2f} s{mean} ({m['tokens_per_s']:,.0f} "
+        f"tokens/s{told}) and peaks at {gib(peak(best))} a GPU"
     )
     if pair := _fastest_pair(e, "strategy", "torch_fsdp", "fsdp"):
         theirs, same = pair
@@ -77,13 +76,18 @@ def own_8b(e: Evidence) -> str | None:
     own = [row for row in rows if row.config.get("attention") == "flash_triton"]
     if not own:
         return None
-    text = f"With our own attention, `flash_triton`, the step takes {p50(min(own, key=p50)) / 1e3:.2f} s"
+    best = min(own, key=p50)
+    text = (
+        f"With our own attention, as the leaderboard's rules ask, `{best.variant}` takes {p50(best) / 1e3:.2f} s, "
+        f"{times(_BASELINE_S * 1e3 / p50(best))} as fast as the baseline of {_BASELINE_S} s, which is for two B200"
+    )
     if pair := _fastest_pair(e, "attention", "flash_triton"):
         ours, theirs = pair
         ratio = p50(ours) / p50(theirs)
         text += (
-            f"; `{ours.variant}` is with it {percent(abs(ratio - 1))} {'longer' if ratio >= 1 else 'shorter'} than "
-            f"the same with PyTorch's attention{_of_another_run(e, ours, theirs)}"
+            f"; {'that' if ours is best else f'`{ours.variant}` with it'} is {percent(abs(ratio - 1))} "
+            f"{'longer' if ratio >= 1 else 'shorter'} than the same with PyTorch's attention"
+            f"{_of_another_run(e, ours, theirs)}"
         )
     return f"{text}."
 
@@ -91,9 +95,10 @@ def own_8b(e: Evidence) -> str | None:
 def what_a_step_is(e: Evidence) -> str:
     """How the measured step differs from the handout's, and what of it is not our own."""
     return (
-        "Beside the handout's, the step takes the gradients' norm, clips by it and checks that both are finite. "
-        "AdamW's fused kernel, checkpointing and the compiler are PyTorch's, and attention where the row says `sdpa`; "
-        "sharding (`fsdp`), the chunked loss and `flash_triton` are our own."
+        "Beyond the handout's step, ours clips the gradients and checks that they are finite. Sharding (`fsdp`), the "
+        "chunked loss and `flash_triton` are our own; AdamW's fused kernel, checkpointing and the compiler are "
+        "PyTorch's. `first_2` checkpoints the first two blocks; `budget 0.75` has the compiler recompute the cheapest "
+        "quarter of activations."
     )
 
 
@@ -105,8 +110,8 @@ def from_empty_caches(e: Evidence) -> str | None:
     most = max(row.metrics["startup_s"] for row in rows)
     verdict = "within" if most + _TIMED_S < _LIMIT_S else "beyond"
     return (
-        f"Building the model and a first step take up to {most:.0f} s if all caches were empty; with the {_TIMED_S} s "
-        f"of the handout's timer that is {verdict} the {_LIMIT_S} s of a run."
+        f"Building the model and a first step took up to {most:.0f} s (compilers' caches may have been warm); with the "
+        f"{_TIMED_S} s of the handout's timer that is {verdict} the {_LIMIT_S} s of a run."
     )
 
 
@@ -124,8 +129,8 @@ LEADERBOARD_2026 = Problem(
         ),
     ),
     sentences=(
-        says(fastest_8b, "leaderboard-2026"),
         says(own_8b, "leaderboard-2026"),
+        says(fastest_8b, "leaderboard-2026"),
         says(what_a_step_is),
         says(from_empty_caches, "leaderboard-2026"),
     ),

@@ -15,6 +15,7 @@ from .claims import (
     Evidence,
     about,
     gib,
+    is_alike,
     is_xl_2026,
     listing,
     mib,
@@ -59,14 +60,15 @@ def memory_over_time(e: Evidence) -> str | None:
     phases = listing([f"{name} {gib(size)}" for name, size in m["phase_peak_bytes"].items()])
     by_phase = m["phase_peak_bytes"]
     way = (
-        "falls in the backward pass, where activations go faster than gradients come,"
+        "falls in the backward pass, where activations are freed faster than gradients are made,"
         if by_phase["optimizer"] < by_phase["forward"]
-        else "rises on in the backward pass, where more gradients come than activations go,"
+        else "keeps rising in the backward pass, where more gradients are made than activations freed,"
     )
     text = (
-        f"(a) A train step of {about(row)} peaks at {gib(m['peak_bytes'])} in its {m['peak_phase']} phase, of which "
-        f"{told}; the peaks of its phases are {phases}. The stages can be told apart: memory climbs block by block in "
-        f"the forward pass, {way} and is level while the optimizer steps{_after_step(m)}."
+        "(a) From PyTorch's allocator history (a memory snapshot, drawn here): a train step of "
+        f"{about(row)} peaks at {gib(m['peak_bytes'])} in its {m['peak_phase']} phase, of which {told}; the peaks of "
+        f"its phases are {phases}. The stages can be told apart: memory climbs block by block in the forward pass, "
+        f"{way} and is level while the optimizer steps{_after_step(m)}."
     )
     if "forward" not in found:
         return text
@@ -75,7 +77,7 @@ def memory_over_time(e: Evidence) -> str | None:
         "a forward pass alone keeps nothing for later", inference < m["peak_bytes"], inference=inference,
         step=m["peak_bytes"],
     )  # fmt: skip
-    return f"{text} {claim[0].upper()}{claim[1:]}: it peaks at {gib(inference)}, in one block after the other."
+    return f"{text} {claim[0].upper()}{claim[1:]}: it peaks at {gib(inference)}, alike in every block."
 
 
 def _after_step(metrics: dict[str, Any]) -> str:
@@ -87,7 +89,7 @@ def _after_step(metrics: dict[str, Any]) -> str:
     left = int(timeline.total[end])
     if left > (1 - _NEAR) * metrics["phase_peak_bytes"]["optimizer"]:
         return ""
-    return f", until the gradients are let go, which leaves {gib(left)}"
+    return f", until the gradients are freed, which leaves {gib(left)}"
 
 
 def residual_size(e: Evidence) -> str:
@@ -180,10 +182,11 @@ def block_gradients(e: Evidence) -> str | None:
     gradients = 4 * _block_parameters(c["d_model"], c["d_ff"])
     way = "rises" if gradients > saved else "falls"
     text = (
-        f"Its gradients have a number a parameter, `4 (4 d^2 + 3 d d_ff + 2 d)` bytes = {mib(gradients)}; since "
-        f"{mib(saved)} are freed, its input included, memory {way} by {mib(abs(saved - gradients))} a block in the "
-        "backward pass"
+        f"Its gradients have a number a parameter, `4 (4 d^2 + 3 d d_ff + 2 d)` bytes = {mib(gradients)}; {mib(saved)} "
+        f"are freed, its input included, so memory {way} by {mib(abs(saved - gradients))} a block in the backward pass"
     )
+    if (told := _change_in_profile(e, row, saved, gradients)) is not None:
+        return f"{text}. {told}"
     found = [(each, made) for each in _memory_rows(e) if (made := _recorded_gradients(each)) is not None]
     if not found:
         return f"{text}."
@@ -195,6 +198,25 @@ def block_gradients(e: Evidence) -> str | None:
     return (
         f"{text}. In the recorded step of {about(recorded)} what is in use while the optimizer steps, less weights, "
         f"optimizer state, and the gradients of embedding, head and last norm, is {mib(made)} a block, {claim}."
+    )
+
+
+def _change_in_profile(e: Evidence, block: Row, saved: float, gradients: float) -> str | None:
+    """A block's gradients out of the recorded change of memory over the backward pass, in a step of its setting."""
+    setting = ("size", "context_length", "batch_size", "precision")
+    rows = [row for row in e.ok("profile-memory", "phase_peak_bytes") if row.variant == "train_step"]
+    rows = [row for row in rows if is_alike(row, block, setting) and row.config.get("optimizer") == "torch_fused"]
+    if not rows:
+        return None
+    phases, layers = rows[-1].metrics["phase_peak_bytes"], rows[-1].config["num_layers"]
+    change = (phases["forward"] - phases["optimizer"]) / layers
+    found = saved - change
+    # Of a small model the logits, which are freed as well, are not little beside a block.
+    beside = "as counted" if abs(found / gradients - 1) <= _NEAR else f"where {mib(gradients)} are counted"
+    return (
+        f"The profile shows that change: from {gib(phases['forward'])} at the end of the forward pass to "
+        f"{gib(phases['optimizer'])} while the optimizer steps, {mib(abs(change))} a block, so gradients have "
+        f"{mib(saved)} {'-' if change >= 0 else '+'} {mib(abs(change))} = {mib(found)}, {beside}."
     )
 
 
@@ -216,6 +238,20 @@ def _recorded_gradients(row: Row) -> float | None:
 def residual_working() -> list[Section]:
     """The residual stream of 2026's xl, and what a block of it saves."""
     return activation_sections(job_of(CONTEXT))
+
+
+def _timeline_at(length: int, mode: str) -> Drawing:
+    """Memory over a step of a mode at a length in float32, unless it is that of (a)."""
+
+    def draw(files: Sequence[RowFile], out: Path) -> None:
+        e = evidence_of("memory_profiling", {"profile-memory": files})
+        told = _told_by_mode(e).get(mode)
+        rows = [row for row in of_2026(e.all("profile-memory")) if row.variant == mode and "timeline" in row.metrics]
+        rows = [row for row in rows if (row.config["context_length"], row.config["precision"]) == (length, "fp32")]
+        if rows and rows[-1] is not told:
+            draw_timeline(rows[-1], out)
+
+    return draw
 
 
 def _timeline(mode: str) -> Drawing:
@@ -246,7 +282,14 @@ PROBLEMS = (
                 command=_RECORDED,
                 is_asked=is_xl_2026,
                 together=True,
-                pictures=tuple((f"memory over a {words(mode)}", _timeline(mode)) for mode in MODES),
+                pictures=(
+                    *((f"memory over a {words(mode)}", _timeline(mode)) for mode in MODES),
+                    *(
+                        (f"memory over a {words(mode)}, {length} tokens", _timeline_at(length, mode))
+                        for length in LENGTHS
+                        for mode in MODES
+                    ),
+                ),
             ),
             Exhibit(
                 case="model",

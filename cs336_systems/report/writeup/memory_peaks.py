@@ -73,7 +73,7 @@ def peaks_by_length(e: Evidence) -> str:
     for mode in MODES:
         at = [f"{_told(row)} at {n} tokens" for n in lengths if (row := found.get((n, mode, "fp32"))) is not None]
         told += [f"{words(mode)} {listing(at)}"] if at else []
-    parts = [f"(b) Peaks of {XL_2026} in fp32: {'; '.join(told)}." if told else "(b)"]
+    parts = [f"(b) Peaks of {XL_2026} in fp32: {'; '.join(told)}{_of_two_cases(e)}." if told else "(b)"]
     missing = [n for n in LENGTHS if (row := found.get((n, "train_step", "fp32"))) is None or row.status != "ok"]
     if missing:
         counted = listing([f"{gib(peak_bytes(job_of(n)))} at {n} tokens" for n in missing])
@@ -82,6 +82,23 @@ def peaks_by_length(e: Evidence) -> str:
     if forward and told:
         parts.append(f"A forward pass at {listing(forward)} tokens is not measured yet.")
     return " ".join(parts)
+
+
+def _of_two_cases(e: Evidence) -> str:
+    """Which peaks are of which case, where both are told, and how far the same setting lies apart."""
+    model, recorded = sorted(_by_case(e), key=lambda peaks: any("peak_bytes" in row.metrics for row in peaks.values()))
+    both = [setting for setting in model if setting in recorded and setting[2] == "fp32"]
+    apart = [
+        other - own
+        for setting in both
+        if (own := _peak_bytes(recorded[setting])) and (other := _peak_bytes(model[setting]))
+    ]
+    if not apart or not any(setting not in recorded for setting in model):
+        return ""
+    return (
+        " (recorded by the memory profiler where it was, else by `bench model`, whose peaks of the same steps are up "
+        f"to {gib(max(apart, key=abs))} higher)"
+    )
 
 
 def _beside_the_card(lengths: Sequence[int], found: _Peaks) -> str:
@@ -149,8 +166,8 @@ def _counted(pairs: Sequence[tuple[int, float, float]]) -> str:
         for n in dict.fromkeys((right[0], right[-1]))
     ]
     text = (
-        f" By the planner the copies, kept until the loss is there, are {gib(copies)}, and what blocks save for the "
-        f"backward pass is less by {listing(less)}"
+        f" By the planner the copies are {gib(copies)}, each kept until its block's backward pass is done, and what "
+        f"blocks save for the backward pass is less by {listing(less)}"
     )
     level = [str(n) for n in right if _peaks_last(job_of(n)) and _peaks_last(job_of(n, "bf16"))]
     if not level:

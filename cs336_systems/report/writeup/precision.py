@@ -11,9 +11,11 @@ from .claims import (
     Evidence,
     about,
     ends,
+    is_alike,
     listing,
     one_setting,
     p50,
+    percent,
     span,
     times,
 )
@@ -21,6 +23,7 @@ from .problem import Exhibit, Problem, says
 from .profiling import MODEL_COMMAND, SECTION, float32_attention
 from .timing import WAY, at_one_length
 
+_NOISE = 0.1  # of a time: what the same differs by in another table is told from here on
 _SPEEDUPS = ("forward", "backward", "step")
 _STEPS = {
     "train_step": "A step is a whole training step, with the optimizer",
@@ -81,12 +84,13 @@ def norm_type(e: Evidence) -> str | None:
             "autocast keeps layer norm in float32 under float16", half["norm_output"] == "float32",
             type=half["norm_output"],
         )  # fmt: skip
-    text = "(b) Layer norm squares and averages, and what is squared overflows float16: "
+    text = "(b) Layer norm squares and averages, and in float16 squares overflow: "
     if half["norm_output"] == "float32":
-        also = "also" if brain["norm_output"] == "float32" else "not"
+        there = brain["norm_output"]
+        does = "autocast keeps it in float32 there too" if there == "float32" else "autocast does not protect it there"
         text += (
-            f"autocast keeps it in float32. Under bfloat16, whose range is that of float32, it {also} does so (output "
-            f"{brain['norm_output']}), for its few digits"
+            "autocast keeps it in float32. bfloat16 has the range of float32, so squares do not overflow, but its 8 "
+            f"bits of precision still make for poor means and variances; {does} (output {there})"
         )
     else:
         text += (
@@ -124,6 +128,19 @@ def speedup_table(rows: Sequence[Row]) -> str:
     return f"{mode}; rows of one file are compared with each other:\n\n{markdown_table(header, lines, left=2)}"
 
 
+def _noise(e: Evidence, rows: Sequence[Row]) -> str:
+    """How far the forward passes of some rows are from the same ones measured in other modes, where that is far."""
+    ratios = []
+    for row in rows:
+        same = ("size", "context_length", "precision", "batch_size", "compile", "attention")
+        others = [each for each in e.ok("model", "forward_ms") if is_alike(each, row, same)]
+        ratios += [(p50(each, "forward") / p50(row, "forward"), row.config["size"]) for each in others]
+    most, size = max(ratios, key=lambda pair: abs(pair[0] - 1), default=(1.0, ""))
+    if abs(most - 1) < _NOISE:
+        return ""
+    return f" (the bf16 forward pass of {size} differs by {percent(abs(most - 1))} between the two tables below)"
+
+
 def bf16_speed(e: Evidence) -> str | None:
     """(c) What bf16 gains, size by size, and where it does not."""
     rows = with_bf16_speedups(e.all("model"))
@@ -149,8 +166,8 @@ def bf16_speed(e: Evidence) -> str | None:
         return f"{text}; it is nowhere slower, and the least gain is {times(ratio(worst))} ({about(worst)}).{caveat}"
     return (
         f"{text}; in {len(slower)} of {len(rows)} settings it is slower, most of all for "
-        f"{about(worst, 'size', 'context_length')} ({times(ratio(worst))} as fast): autocast's copies are kernels "
-        f"more, and small models wait for the host to launch them.{caveat}"
+        f"{about(worst, 'size', 'context_length')} ({times(ratio(worst))} as fast): autocast's casts are additional "
+        f"kernels, and small models wait for the host to launch them{_noise(e, each)}.{caveat}"
     )
 
 

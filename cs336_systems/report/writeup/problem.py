@@ -56,6 +56,8 @@ class Exhibit:
     """Whether rows of all files stand in one table: where each call writes a file, or some compare with others."""
     measures: Callable[[Row], Hashable] | None = None
     """What a row measures, where only the last file that measures it is shown; the others are named below the table."""
+    rank: Callable[[Row], int] = lambda row: 0
+    """Of such files those with a row of a higher rank go before those that were measured later."""
     show: Callable[[Sequence[Row]], str] = rows_table
     """The table, in Markdown."""
     plots: tuple[str, ...] = ()

@@ -8,9 +8,9 @@ from ...planner.rows import card_of, is_of_cpu
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, setting, short_name
-from .claims import XL_2026, Evidence, about, is_xl_2026, listing, ms, percent
+from .claims import PROFILERS, XL_2026, Evidence, about, is_xl_2026, listing, ms, percent
 from .problem import Exhibit, Problem, RowFile, says
-from .timing import CONTEXT, spread_of_steps, the_script, times_by_size, warmup_steps
+from .timing import CONTEXT, phases_table, spread_of_steps, the_script, times_by_size, warmup_steps
 
 SECTION = "Profiling and benchmarking"
 _SHOWN_SHARE = 0.05
@@ -68,12 +68,13 @@ def profiled_time(e: Evidence) -> str | None:
     elif share >= _BUSY:
         busy = ": the GPU is busy nearly all the time"
     else:
-        busy = ": the GPU waits for the host in the rest of it"
+        busy = ": the rest of the time the GPU waits for the host"
     slowed = m["profiled_wall_ms"]
-    under = f" Under the profiler the same takes {ms(slowed)}." if slowed else ""
+    under = f" Under the profiler it takes {ms(slowed)}." if slowed else ""
     return (
-        f"(a) A forward pass of {setting(row)} takes {ms(m['wall_ms'])} by the host's clock, and its kernels add up to "
-        f"{ms(m['kernel_ms'])}, {percent(share)} of that{busy}.{under}" + _over_all(e, "that share", _busy, percent)
+        f"(a) Measured with {PROFILERS.get(str(row.config.get('tool')), 'a profiler')}: a forward pass of "
+        f"{setting(row)} takes {ms(m['wall_ms'])} by the host's clock, and its kernels add up to {ms(m['kernel_ms'])}, "
+        f"{percent(share)} of that{busy}.{under}" + _over_all(e, "that share", _busy, percent)
     )
 
 
@@ -172,7 +173,7 @@ def softmax_and_products(e: Evidence) -> str | None:
     return (
         f"(e) Softmax takes {ms(softmax)} and the two products of attention {ms(products)}: {softmax / products:.2f} "
         f"of their time for {work:.3f} of their operations; {claim}{_by_memory(row, softmax)}. "
-        f"The products have {rate / 1e12:.3g} TFLOP/s.{_beside_narrow_products(row, rate)}"
+        f"The products reach {rate / 1e12:.3g} TFLOP/s.{_beside_narrow_products(row, rate)}"
     )
 
 
@@ -186,8 +187,9 @@ def _by_memory(row: Row, softmax_ms: float) -> str:
     if rate < _FAST_COPY * card.bandwidth:
         return ""
     return (
-        f", because it waits for memory: it reads and writes float32 scores, `8 B H N^2` bytes a layer, at "
-        f"{rate / 1e12:.3g} TB/s, {percent(rate / card.bandwidth)} of what copies reach on this card"
+        f", because it is bound by memory: it reads and writes float32 scores, `8 B H N^2` bytes a layer, at "
+        f"{rate / 1e12:.3g} TB/s, {percent(rate / card.bandwidth)} of the {card.bandwidth / 1e12:.3g} TB/s that the "
+        "planner takes for copies on this card"
     )
 
 
@@ -196,8 +198,8 @@ def float32_attention(rows: Sequence[Row]) -> str:
     if not any(row.config.get("attention") == "naive" and row.config.get("precision") != "fp32" for row in rows):
         return ""
     return (
-        " `naive` attention computes scores, softmax and both products in float32 under autocast too: that part of a "
-        "step gains nothing from 16 bits."
+        " `naive` attention computes scores, softmax and both products in float32 even under autocast, so that part of "
+        "a step gains nothing from 16 bits."
     )
 
 
@@ -207,8 +209,8 @@ def _beside_narrow_products(row: Row, rate: float) -> str:
     if not told or card is None or rate > card.matmul_fp32:
         return told
     return (
-        f"{told.removesuffix('.')}, and beside products in them, which reach {card.matmul / 1e12:.3g} TFLOP/s on this "
-        "card where they are large, softmax would take a larger part of the time."
+        f"{told} If the products ran in 16 bits (up to {card.matmul / 1e12:.3g} TFLOP/s by the planner's ceiling), "
+        "softmax would take a larger part of the time."
     )
 
 
@@ -241,11 +243,12 @@ PROBLEMS = (
                 case="model",
                 command=MODEL_COMMAND,
                 also=("bench model --size 10B --context_length 512 --mode forward forward_backward",),
+                show=phases_table,
                 plots=("step",),
             ),
             Exhibit(
                 case="warmup",
-                command=f"bench warmup --size small {XL_2026} --context_length {CONTEXT}",
+                command=f"bench warmup --size small {XL_2026} --context_length {CONTEXT} --warmup 0 1 2 5",
                 is_asked=lambda row: row.config["context_length"] == CONTEXT,
                 plots=("steps",),
             ),

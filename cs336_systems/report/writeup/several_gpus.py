@@ -1,18 +1,20 @@
 """Communication, data parallelism, the sharded optimizer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...bench.case import Row
 from ...bench.memory_moments import AFTER, BEFORE, INITIALISED
 from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
 from ..memory_parts import draw_parts, predicted_today
 from ..overlap import streams_file
 from ..streams import plot_streams
 from ..views import rows_table
-from .buckets import bucket_optimum, bucket_working, buckets, with_predictions
+from .buckets import bucket_optimum, bucket_working, buckets
 from .claims import (
+    PROFILERS,
     XL_2026,
     Evidence,
     gib,
@@ -27,11 +29,20 @@ from .claims import (
 )
 from .collectives import DISTRIBUTED_COMMUNICATION
 from .problem import Exhibit, Problem, RowFile, says
-from .steps import ALONE, SETTING
-from .strategies import added, compared, pace_of_the_host, sharded_time, waits_for_the_host
+from .steps import ALONE, HOWS, SETTING
+from .strategies import (
+    added,
+    communicates_less,
+    compared,
+    pace_of_the_host,
+    setup,
+    sharded_time,
+    waits_for_the_host,
+)
 
 DATA, SHARDED = "Data parallelism", "Sharded optimizer state"
 _LONGER = "the profiler makes eager steps longer"
+_USUAL_STEPS = 10
 _WITH_ZERO1 = ("naive", "overlap", "overlap:100", "bucketed:100")
 
 
@@ -54,12 +65,41 @@ def _overlapped(e: Evidence) -> str | None:
         for row in rows
         if "span_ms" in row.metrics and "step_ms" in row.metrics and row.metrics["span_ms"] > p50(row)
     ]
-    longer = f" The profiler makes steps longer: {listing(slowed)}." if slowed else ""
+    longer = f" Tracing makes steps longer: {listing(slowed)}." if slowed else ""
     size = rows[0].config["size"]
-    return f"In a profiled step of {size} communication runs beside computing for {listing(told)}.{longer}"
+    tool = PROFILERS.get(str(rows[0].config.get("profiler")), "the profiler")
+    return (
+        f"In a step of {size} traced with {tool} communication, waiting for the other rank included, runs beside "
+        f"computing for {listing(told)}.{longer}"
+    )
 
 
 overlapped = of_each_size(_overlapped, part="(b) ")
+
+
+def equal_weights(variant: str, test: str, tolerance: str) -> Callable[[Evidence], str]:
+    """The sentence on what shows that a strategy trains as one process does."""
+
+    def say(e: Evidence) -> str:
+        return (
+            f"`{test}`: 10 steps of AdamW with `{variant}` on 1, 2 and 4 ranks (gloo; NCCL with 2), from different "
+            f"weights on each rank, end in {tolerance} those of one process on the whole batch, equal on all ranks to "
+            "the last bit; for a small Transformer, and for a model with tied, frozen and unused parameters."
+        )
+
+    return say
+
+
+def equal_to_whole(e: Evidence) -> str:
+    """The sentence on what shows that the sharded optimizer steps as the whole one does."""
+    return (
+        "Given the same gradients, weights and state after 10 steps are equal to those of the optimizer that is not "
+        "sharded, to the last bit and on all ranks, for AdamW, SGD and others, with parameter groups, schedulers, "
+        "closures and groups added later: `tests/parallel/test_zero1.py`, on 1, 2 and 4 ranks."
+    )
+
+
+_CLOSE = "weights within 1e-4 of"
 
 
 def xxl(e: Evidence) -> str:
@@ -87,13 +127,13 @@ def smaller_batches(e: Evidence) -> str:
     other = replace(mesh, x=mesh.devices // y, y=y)
     batch, smaller = (least_device_batch(model, each) * each.devices for each in (mesh, other))
     return (
-        f"(d) In all `B = alpha X / M_X` tokens are needed, so what lessens X, alpha or the bytes lessens B. More of "
-        f"the devices for tensor parallelism: it costs nothing up to `Y = F M_Y / alpha` = {most}, and with X = "
+        f"(d) In all `B = alpha X / M_X` tokens are needed, so B falls with X, alpha or the bytes that are sent. More "
+        f"of the devices for tensor parallelism: it costs nothing up to `Y = F M_Y / alpha` = {most}, and with X = "
         f"{other.x}, Y = {other.y} as many devices need {smaller:,.0f} tokens instead of {batch:,.0f}. Pipeline stages "
         "(GPipe, Huang et al. 2019): P of them leave `X = N / (Y P)`, for a bubble of `(P - 1) / (m + P - 1)` with m "
-        "microbatches. Weights gathered in 8 bits instead of 16 (ZeRO++, Wang et al. 2023) halve T_FSDP and so B; a "
-        "third axis of the torus for X makes M_X = 3. And B counts tokens: with sequences cut over the devices "
-        "(Ring Attention, Liu et al. 2023) they may all be of one sequence."
+        "microbatches. Weights gathered in 8 bits instead of 16 (ZeRO++, Wang et al. 2023) halve T_FSDP and so B. And "
+        "B counts tokens: with sequences split over the devices (Ring Attention, Liu et al. 2023) they may all be of "
+        "one sequence."
     )
 
 
@@ -157,10 +197,12 @@ def ddp_exhibit(
     *names: str,
     beside: tuple[str, ...] = (),
     options: str = r"(\+graph)?",
+    is_of_most_steps: bool = False,
 ) -> Exhibit:
     """The rows of some variants beside others and one GPU alone, of files that have any of the former.
 
-    options: what may follow the names, as a pattern.
+    options: what may follow the names, as a pattern. is_of_most_steps: whether files with more steps than usual go
+    before those measured later, as in the sentences.
     """
 
     def matching(*which: str) -> re.Pattern[str]:
@@ -174,7 +216,13 @@ def ddp_exhibit(
         is_about=lambda row: own.fullmatch(row.variant) is not None,
         is_asked=is_xl_2026,
         measures=lambda row: (row.variant, *(row.config.get(name) for name in SETTING)),
+        rank=_many_steps if is_of_most_steps else lambda row: 0,
     )
+
+
+def _many_steps(row: Row) -> int:
+    steps = len(row.metrics.get("steps_ms", ()))
+    return steps if steps > _USUAL_STEPS else 0
 
 
 def draw_parts_into(files: Sequence[RowFile], out: Path) -> None:
@@ -208,6 +256,7 @@ PROBLEMS = (
         section=DATA,
         places=("2.2", "5.2"),
         question="Data parallelism that all-reduces each gradient after the backward pass, and ends in equal weights.",
+        sentences=(says(equal_weights("naive", "tests/parallel/test_ddp.py", _CLOSE)),),
         code=("cs336_systems/parallel/ddp.py", "tests/test_ddp.py"),
     ),
     Problem(
@@ -216,7 +265,11 @@ PROBLEMS = (
         places=("2.2", "5.2"),
         question="How much of a step with naive data parallelism is communication?",
         exhibits=(ddp_exhibit("naive"),),
-        sentences=(says(of_each_size(added("naive"), pace_of_the_host), "ddp"),),
+        sentences=(
+            says(setup, "ddp"),
+            # One a transfer, recorded steps have gaps between them, which are no communication.
+            says(of_each_size(added("naive", {"": HOWS[""]}), pace_of_the_host), "ddp"),
+        ),
     ),
     Problem(
         name="minimal_ddp_flat_benchmarking",
@@ -224,7 +277,14 @@ PROBLEMS = (
         places=("2.3.1", "5.3.1"),
         question="What does a single all-reduce of all gradients gain over one a parameter?",
         exhibits=(ddp_exhibit("flat", beside=("naive",)),),
-        sentences=(says(of_each_size(added("flat"), compared("flat", "naive")), "ddp"),),
+        sentences=(
+            says(
+                of_each_size(
+                    added("flat", is_profiled=False), compared("flat", "naive"), communicates_less("flat", "naive")
+                ),
+                "ddp",
+            ),
+        ),
     ),
     Problem(
         name="ddp_overlap_individual_parameters",
@@ -233,6 +293,7 @@ PROBLEMS = (
         question=(
             "Data parallelism that sends each gradient as soon as it is there, beside the rest of the backward pass."
         ),
+        sentences=(says(equal_weights("overlap", "tests/parallel/test_ddp.py", _CLOSE)),),
         code=("cs336_systems/parallel/ddp.py", "tests/test_ddp_individual_parameters.py"),
     ),
     Problem(
@@ -262,6 +323,7 @@ PROBLEMS = (
         section=DATA,
         places=("2.3.3", ""),
         question="Data parallelism that sends gradients in buckets of a size during the backward pass.",
+        sentences=(says(equal_weights("bucketed", "tests/parallel/test_ddp.py", _CLOSE)),),
         code=("cs336_systems/parallel/bucketed.py", "tests/test_ddp.py"),
     ),
     Problem(
@@ -273,7 +335,6 @@ PROBLEMS = (
             Exhibit(
                 case="bucket-size",
                 command="bench bucket-size",
-                show=lambda rows: rows_table(with_predictions(rows)),
                 plots=("added",),
             ),
             ddp_exhibit(*(f"bucketed:{size}" for size in (1, 10, 100, 1000)), beside=("overlap", "torch_ddp")),
@@ -298,6 +359,7 @@ PROBLEMS = (
         question=(
             "An optimizer of which each rank keeps the state of its part alone, and sends the weights it has stepped."
         ),
+        sentences=(says(equal_to_whole),),
         code=("cs336_systems/parallel/zero1.py", "tests/test_sharded_optimizer.py"),
     ),
     Problem(
@@ -313,7 +375,7 @@ PROBLEMS = (
                 show=lambda rows: rows_table(predicted_today(rows)),
                 pictures=(("memory by part at each moment", draw_parts_into),),
             ),
-            ddp_exhibit(*(f"{name}+zero1" for name in _WITH_ZERO1), beside=_WITH_ZERO1),
+            ddp_exhibit(*(f"{name}+zero1" for name in _WITH_ZERO1), beside=_WITH_ZERO1, is_of_most_steps=True),
         ),
         sentences=(
             says(sharded_memory, "optimizer-sharding"),

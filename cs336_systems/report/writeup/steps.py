@@ -72,7 +72,11 @@ def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "", 
     text = f"{longer_or_shorter([ratio, ratio])}{than}"
     if not others:
         return text
-    undecided = ", so that it is undecided which is shorter" if is_undecided(sorted((*others, ratio))) else ""
+    undecided = ""
+    if is_undecided(others):
+        undecided = f", longer in {sum(each > 1 for each in others)} of them"
+    elif is_undecided(sorted((*others, ratio))):
+        undecided = ", so that it is undecided which is shorter"
     launches = "1 other launch" if len(others) == 1 else f"{len(others)} other launches"
     return f"{text} ({longer_or_shorter(others)} in {launches}{of}{undecided})"
 

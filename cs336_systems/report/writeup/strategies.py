@@ -1,11 +1,11 @@
 """Sentences that compare steps of strategies over several GPUs: of one launch, beside the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...bench.case import Row
 from ..view import machine
-from .claims import Evidence, gib, listing, ms, of_each_size, p50, percent, span
+from .claims import Evidence, gib, listing, ms, of_each_size, p50, peak, percent, span
 from .steps import (
     ALONE,
     FAR,
@@ -13,6 +13,7 @@ from .steps import (
     SETTING,
     Steps,
     difference,
+    longer_or_shorter,
     pairs,
     peak_bytes,
     ratios,
@@ -21,44 +22,94 @@ from .steps import (
     told_pair,
 )
 
+_ONE_BY_ONE = ("naive",)
+
 
 def _setting(row: Row) -> str:
     c = row.config
     return f"{c['size']} ({c['batch_size']} x {c['context_length']} on each of {c['devices']} ranks, {c['precision']})"
 
 
-def added(variant: str) -> Callable[[Evidence], str | None]:
-    """The sentence on what a variant adds to the step of one GPU, and for how long it communicates."""
+def setup(e: Evidence) -> str | None:
+    """How the steps of strategies are measured, by the rows' own settings."""
+    runs = [run for run in steps(e) if run]
+    if not runs:
+        return None
+    c = next(iter(runs[-1].values())).config
+    run = c.get("run", {})
+    attention, optimizer = run.get("model", {}).get("attention"), run.get("optimizer", {}).get("implementation")
+    how = "PyTorch's fused AdamW" if optimizer == "torch_fused" else "our own AdamW"
+    # On a GPU auto is PyTorch's kernel.
+    kernel = "PyTorch's attention" if attention in ("auto", "sdpa") else f"`{attention}`"
+    return (
+        f"Setup: each rank has a GPU of one host and its own batch of {c['batch_size']} sequences (weak scaling). A "
+        f"step is forward, backward, communication, clipping and {how}, with {kernel}; its time is the median of "
+        f"{c.get('steps', 0) * c.get('rounds', 1)} steps after {c.get('warmup', 0)} warm-up steps, on the slowest "
+        "rank. `alone` is one GPU without communication."
+    )
+
+
+def added(variant: str, hows: Mapping[str, str] = HOWS, is_profiled: bool = True) -> Callable[[Evidence], str | None]:
+    """The sentence on what a variant adds to the step of one GPU, and, if is_profiled, for how long it communicates."""
 
     def say(e: Evidence) -> str | None:
         told: list[str] = []
-        for end, how in HOWS.items():
+        for end, how in hows.items():
             if (found := told_pair(steps(e), variant + end, ALONE + end)) is not None:
                 ours = found[0]
                 what = "it" if told else f"a step of {_setting(ours)} with `{variant}`"
                 told.append(
                     f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, "
-                    f"{difference(*found, ' than one rank alone')}.{_communicating(ours)}"
+                    f"{difference(*found, ' than one rank alone')}.{_communicating(ours) if is_profiled else ''}"
                 )
         return " ".join(told) if told else None
 
     return say
 
 
-def _communicating(row: Row) -> str:
-    """For how long a profiled step communicates, and for how much of that nothing is computed; "" without a profile."""
+def _parts(row: Row) -> tuple[float, float] | None:
+    """ms that a profiled step communicates, and of these those in which something is computed; None if not profiled."""
     if not row.metrics.get("communication_ms"):
-        return ""
-    sent, both, span_ms = (row.metrics[name] for name in ("communication_ms", "both_ms", "span_ms"))
+        return None
+    sent, both = row.metrics["communication_ms"], row.metrics["both_ms"]
     if not 0 <= both <= sent:
         raise ValueError(f"variant {row.variant}: both_ms is {both}: it must be from 0 to communication_ms, {sent}")
+    return sent, both
 
-    idle = f"for {ms(sent - both)} of that" if both > 0.01 * sent else "all that time"
+
+def _communicating(row: Row) -> str:
+    """For how long a profiled step communicates, and for how much of that nothing is computed; "" without a profile."""
+    if (parts := _parts(row)) is None:
+        return ""
+    sent, both = parts
+    idle = f"{ms(sent - both)} of that with nothing computed meanwhile" if both > 0.01 * sent else "all of it exposed"
     share = percent(sent / p50(row))
     return (
-        f" Profiled, when it takes {ms(span_ms)}, it communicates for {ms(sent)}, {share} of the step without "
-        f"profiler, and {idle} nothing is computed."
+        f" In one profiled step ({ms(row.metrics['span_ms'])}) it communicates for {ms(sent)}, {share} of the step "
+        f"without profiler, {idle}."
     )
+
+
+def communicates_less(variant: str, other: str) -> Callable[[Evidence], str | None]:
+    """The sentence on the communication of two variants, of one launch that has profiled both."""
+
+    def say(e: Evidence) -> str | None:
+        found = [(_parts(ours), _parts(theirs), ours, theirs) for ours, theirs in pairs(steps(e), variant, other)]
+        profiled = [each for each in found if each[0] is not None and each[1] is not None]
+        if not profiled:
+            return None
+        first, second, ours, theirs = profiled[-1]
+        assert first is not None
+        assert second is not None
+        what = longer_or_shorter([first[0] / second[0]] * 2)
+        text = f"Communication itself is {what} than with `{other}` ({ms(first[0])} instead of {ms(second[0])})"
+        if first[0] >= second[0] or p50(ours) <= p50(theirs):
+            return f"{text}."
+        more = peak(ours) - peak(theirs)
+        memory = f", and they take {gib(more)} more at the peak" if more > 0 else ""
+        return f"{text}, but gradients are copied into one tensor and back{memory}."
+
+    return say
 
 
 def pace_of_the_host(e: Evidence) -> str | None:
@@ -68,8 +119,8 @@ def pace_of_the_host(e: Evidence) -> str | None:
     if not eager or not recorded or max(eager) < FAR * min(eager) or max(recorded) >= FAR * min(recorded):
         return None
     return (
-        f"Eager steps wait for the host, whose pace is another in each of {len(eager)} launches: one rank alone takes "
-        f"{span(eager, ms)}, and {span(recorded, ms)} recorded as a CUDA graph."
+        f"The host sets the pace of eager steps, and differs over the {len(eager)} launches: one rank alone takes "
+        f"{span(eager, ms)} eager, but {span(recorded, ms)} recorded as a CUDA graph."
     )
 
 
@@ -80,7 +131,8 @@ def compared(variant: str, *against: str) -> Callable[[Evidence], str | None]:
         parts: list[str] = []
         for end, how in zip(HOWS, ("eager", "under a CUDA graph"), strict=True):
             told, what = [], f"a step with `{variant}`"
-            for other in against:
+            # A recorded step with one transfer a gradient after the backward pass has gaps between them (docs/log.md).
+            for other in (name for name in against if not end or name not in _ONE_BY_ONE):
                 if (found := told_pair(steps(e), variant + end, other + end)) is not None:
                     told.append(difference(*found, f" than with `{other}`"))
                     what = "it" if parts else f"a step of {found[0].config['size']} with `{variant}`"
@@ -94,18 +146,19 @@ def compared(variant: str, *against: str) -> Callable[[Evidence], str | None]:
 def waits_for_the_host(variant: str, other: str) -> Callable[[Evidence], str | None]:
     """The sentence on why a variant that hides its transfers is longer than another all the same: only if it is.
 
-    In all launches, that is, and if it is the shorter one where the step is recorded.
+    In all launches, that is, and where a profile shows that it leaves less of its communication exposed.
     """
 
     def say(e: Evidence) -> str | None:
-        runs = steps(e)
-        eager = ratios(pairs(runs, variant, other))
-        recorded = ratios(pairs(runs, f"{variant}+graph compiled", f"{other}+graph compiled"))
-        if not eager or not recorded or eager[0] <= 1 or recorded[-1] >= 1:
+        found = pairs(steps(e), variant, other)
+        profiled = [both for pair in found if None not in (both := [_parts(row) for row in pair])]
+        exposed = [[parts[0] - parts[1] for parts in both if parts is not None] for both in profiled]
+        if not exposed or ratios(found)[0] <= 1 or any(ours >= theirs for ours, theirs in exposed):
             return None
+        ours, theirs = exposed[-1]
         return (
-            "Eager that is the host's doing, to which hooks in the backward pass give more to do: recorded, with no "
-            "host to wait for, it is the shorter one."
+            f"It leaves less of its communication exposed all the same ({ms(ours)} instead of {ms(theirs)}): the host, "
+            "to which hooks in the backward pass give more to do, sets the pace of an eager step."
         )
 
     return say

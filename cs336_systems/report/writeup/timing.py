@@ -1,11 +1,14 @@
 """How long steps take, how far they lie apart, and what warm-up steps change: the problem benchmarking_script."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ...bench.case import Row
 from ...model_config import MODEL_SIZES
 from ...planner.rows import is_of_cpu
-from .claims import Evidence, about, ends, one_setting, p50, percent, span, times
+from ..view import Spread, latest, table
+from ..views import VIEWS
+from .claims import Evidence, about, ends, mean, one_setting, p50, percent, span, times
 from .steps import FAR
 
 CONTEXT = 512
@@ -29,12 +32,20 @@ def at_one_length(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in found if row.config["context_length"] == length), key=order)
 
 
+def phases_table(rows: Sequence[Row]) -> str:
+    """The table of the case model with each phase's mean and standard deviation, as the handout asks."""
+    view = VIEWS["model"]
+    times = [Spread(f"{name}, mean ± std (ms)", f"{name}_ms") for name in (*_PHASES, "step")]
+    rest = [column for column in view.columns if not column.name.endswith("(ms)")]
+    return table(latest(rows, view.keys), replace(view, columns=(*times, *rest)))
+
+
 def the_script(e: Evidence) -> str:
     """(a) What times the model."""
     return (
-        "(a) The script is `cs336 bench model`: the model's size, the warm-up steps and those that are timed, and how "
-        "much of a step is done are options (`--size`, `--warmup`, `--steps`, `--mode`), the batch is random, and "
-        "after each step it waits for the GPU."
+        "(a) The script is `cs336 bench model`. Model size, warm-up steps, timed steps and what a step does are "
+        "options (`--size`, `--warmup`, `--steps`, `--mode`); the batch is random, and it synchronizes with the GPU "
+        "after each step."
     )
 
 
@@ -50,14 +61,22 @@ def times_by_size(e: Evidence) -> str | None:
     phases = [name for name in _PHASES if any(f"{name}_ms" in row.metrics for row in rows)]
     told = [
         f"{row.config['size']} "
-        + " / ".join(f"{p50(row, name):.1f}" if f"{name}_ms" in row.metrics else "-" for name in phases)
+        + " / ".join(f"{mean(row, name):.1f}" if f"{name}_ms" in row.metrics else "-" for name in phases)
         for row in rows
     ]
     ratio = span((p50(row, "backward") / p50(row, "forward") for row in rows), lambda x: f"{x:.1f}")
     return (
-        f"(b) {' / '.join(phases).capitalize()} in ms at {length} tokens in fp32: "
-        f"{ends(told)}; a backward pass takes {ratio} times as long as the forward pass.{_sum_of_phases(e)}"
+        f"(b) Mean {' / '.join(phases)} in ms at {length} tokens in fp32: {ends(told)}"
+        f"{_forward_alone(e, {row.config['size'] for row in rows}, length)}; a backward pass takes {ratio} times as "
+        f"long as the forward pass.{_sum_of_phases(e)}"
     )
+
+
+def _forward_alone(e: Evidence, told: set[str], length: int) -> str:
+    """The forward passes of sizes of which no more is measured."""
+    rows = [row for row in e.ok("model", "forward_ms", precision="fp32", context_length=length)
+            if row.config["size"] not in told and row.config["mode"] == "forward"]  # fmt: skip
+    return "".join(f", and {row.config['size']} forward only {mean(row, 'forward'):.1f}" for row in rows[-1:])
 
 
 def _sum_of_phases(e: Evidence) -> str:
@@ -66,7 +85,7 @@ def _sum_of_phases(e: Evidence) -> str:
     if not rows:
         return ""
     over = span((sum(p50(row, name) for name in _PHASES) / p50(row) for row in rows), lambda x: f"{x:.2f}")
-    return f" Phases are timed apart from the step, each with a wait for the GPU: their sum is {over} times the step."
+    return f" Phases are timed separately, with a synchronization after each: their sum is {over} times the step."
 
 
 def spread_of_steps(e: Evidence) -> str | None:
@@ -77,8 +96,8 @@ def spread_of_steps(e: Evidence) -> str | None:
     most = max(rows, key=_spread)
     steady = sum(_spread(row) < _STEADY for row in rows)
     return (
-        f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of all {len(rows)} settings; it "
-        f"is largest, {percent(_spread(most))}, for {about(most, 'mode', 'size', 'context_length', 'precision')}."
+        f"The standard deviation is below {percent(_STEADY)} of the mean in {steady} of {len(rows)} settings, and at "
+        f"most {percent(_spread(most))} ({about(most, 'mode', 'size', 'context_length', 'precision')})."
         f"{_why_steps_differ(rows)}"
     )
 
@@ -97,9 +116,9 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
     if not grown or 2 * waiting <= len(uneven):
         return ""
     return (
-        f" Of the others {len(uneven)} were also measured at half or twice the tokens, and {waiting} of these take "
-        f"less than {_GROWS} times as long for twice the tokens: they wait for the host, whose pace varies. In the "
-        f"{len(grown)} whose step grows by more it is at most {percent(max(grown))}."
+        f" Steps that the GPU limits, those that grow to {_GROWS} times or more with twice the tokens, have at most "
+        f"{percent(max(grown))}; {'all' if waiting == len(uneven) else f'{waiting}'} of the {len(uneven)} uneven ones "
+        "that were measured at several lengths grow by less, so they wait for the host, whose pace varies."
     )
 
 
@@ -134,9 +153,9 @@ def warmup_steps(e: Evidence) -> str | None:
         return None
     few = [row for row in warm if row.config["warmup"] in (1, 2) and len(row.metrics["steps_ms"]) > 1]
     return (
-        f"(c) {text[0].upper()}{text[1:]}, {span(first, times)} the median, because libraries are loaded, kernels "
-        f"chosen and memory taken from the driver in it; the mean is then {span(excess, percent)} above the median. "
-        f"After {least} or more warm-up steps mean and median are within {percent(off)} of each other"
+        f"(c) {text[0].upper()}{text[1:]}, {span(first, times)} the median, because it loads libraries, chooses "
+        f"kernels and takes memory from the driver; the mean is then {span(excess, percent)} above the median. After "
+        f"{least} or more warm-up steps mean and median are within {percent(off)} of each other"
         f"{_after_a_few(few) if few else ''}."
     )
 
@@ -150,5 +169,5 @@ def _after_a_few(rows: Sequence[Row]) -> str:
         f"the longest of the later ones {span(later, lambda x: f'{x:.2f}')} times"
     )
     if all(one - 1 <= max(_LITTLE, FAR * (other - 1)) for one, other in zip(first, later, strict=True)):
-        return f"{what}: where results still differ, it is by noise that is in all steps, and not by warming up"
+        return f"{what}: what still differs is noise that all steps have, and no warming up"
     return f"{what}: clocks, caches and the allocator's blocks may need more steps to settle"
