@@ -1,4 +1,4 @@
-"""What a person at the terminal gives and sees: a command, lines, and the library's log as lines."""
+"""The terminal: the command that a person gives, the lines that they see, and the library's log as lines."""
 
 import contextlib
 import logging
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 COMMAND = "CS336_COMMAND"
-"""Has, in the environment of whatever makes rows, the command that was given."""
+"""Environment variable that holds the command that was given, for whatever makes rows."""
 _WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir", "--timeout_s")
 """Options of a command, with a value, that do not say what is measured."""
 READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 
 
 def launched_rank() -> int | None:
-    """This process's number among those that torchrun, or our own launch, has started; None for one by itself.
+    """This process's rank among those that torchrun, or our own launch, has started; None for a process by itself.
 
     A stray RANK is not enough: schedulers and shells leave such variables behind.
     """
@@ -31,7 +31,7 @@ def launched_rank() -> int | None:
 def count_in_environment(name: str, default: int, below: str | None = None) -> int:
     """A number that whoever starts several processes leaves in their environment.
 
-    Raises ValueError naming the variable where it is no number from 0 on, or not below that of another variable.
+    Raises ValueError naming the variable if it is not a whole number from 0 on, or not below that of another variable.
     """
     value = os.environ.get(name, str(default))
     most = math.inf if below is None else count_in_environment(below, 1)
@@ -43,7 +43,7 @@ def count_in_environment(name: str, default: int, below: str | None = None) -> i
 
 @contextlib.contextmanager
 def by_command(words: Sequence[str]) -> Iterator[None]:
-    """Rows that are made inside bear this command, without what says where they go and what of it is done already."""
+    """Rows that are made inside name this command, without options that say where they go or what is done already."""
     left, kept = list(words), []
     while left:
         word = left.pop(0)
@@ -62,21 +62,21 @@ def by_command(words: Sequence[str]) -> Iterator[None]:
 
 
 def program(name: str = "cs336") -> str:
-    """How the command `cs336` was called, or how another one beside it is, for lines that can be pasted."""
+    """How the command `cs336` was called, or how to call another one beside it, for lines that can be pasted."""
     called = Path(sys.argv[0])
     return str(called.with_name(name)) if called.name == "cs336" else name
 
 
 def say(line: str) -> None:
     """Print a line. A reader that has gone (`| head`, a closed terminal) is no reason to lose a run."""
-    import rich  # not at the top: --help is to be quick
+    import rich  # not at the top, so that --help is quick
 
     with contextlib.suppress(*READER_GONE):
         rich.get_console().print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal that ends this process, as an interrupt; SystemExit would be lost in `say`."""
+    """A signal that ends this process, raised as an interrupt, because SystemExit would be lost in `say`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -84,21 +84,21 @@ class _Ended(KeyboardInterrupt):
 
 
 def _end(number: int, _: object) -> None:
-    for each in (signal.SIGTERM, signal.SIGHUP):  # the next one is not to disturb what is put in order now
+    for each in (signal.SIGTERM, signal.SIGHUP):  # a second signal must not disturb the clean-up
         signal.signal(each, signal.SIG_IGN)
     raise _Ended(number)
 
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM and a hang-up end what is done here as an interrupt does, so that its processes and folders go with it.
+    """SIGTERM and a hang-up end the block as an interrupt does, so that its processes and folders go with it.
 
-    By default they end this process at once. Afterwards it exits, with the code that a shell would have seen.
+    By default they end this process at once. Here it exits afterwards, with the code that a shell would have seen.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():  # only there may handlers be set
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 before[number] = signal.signal(number, _end)
     try:
         yield
@@ -110,14 +110,14 @@ def ended_in_order() -> Iterator[None]:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Log lines through rich's console, so that they do not tear the live progress line."""
+    """Prints log lines through rich's console, so that they do not tear the live progress line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
 
 
 def start_logging(quiet: bool = False) -> None:
-    """Show this project's log on the console; quiet, for all processes but the first: only errors."""
+    """Show this project's log on the console; with quiet, for all processes but the first, only its errors."""
     log = logging.getLogger("cs336_systems")
     if not log.handlers:
         log.addHandler(_ConsoleHandler())

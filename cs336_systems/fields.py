@@ -19,7 +19,7 @@ def require(condition: bool, name: str, value: object, accepted: str) -> None:
 
 
 def check_types(config: Any, group: str) -> None:
-    """Hold every field to its annotation, as the command line's parser does, for JSON's null and for Python."""
+    """Check every field against its annotation, as the command line's parser does, for JSON's null and for Python."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not any(_is_a(value, kind) for kind in _alternatives(hint)):
@@ -32,7 +32,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _is_a(value: object, kind: Any) -> bool:
     if isinstance(value, float) and math.isnan(value):
-        return kind in (int, float)  # left to the check of the range, which no NaN passes
+        return kind in (int, float)  # left to the range check, which no NaN passes
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
@@ -56,7 +56,7 @@ def describe_type(hint: Any) -> str:
 
 
 def require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:
-    """Raise ValueError where a field that is given is below the minimum, or too large for a 64-bit integer."""
+    """Raise ValueError if a field that is given is below the minimum, or too large for a 64-bit integer."""
     for name in names:
         value = getattr(config, name)
         # Above that bound an integer fits neither a tensor nor, soon after, a float.
@@ -67,7 +67,7 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
 
 
 def folder_to_write(path: str, name: str = "out") -> Path:
-    """The folder, made where it is missing. Raises ValueError naming the option where nothing can be written there."""
+    """The folder, made if missing. Raises ValueError naming the option if nothing can be written there."""
     if not path:
         raise ValueError(f"{name} is {path!r}: it must be a folder")
     try:
@@ -82,9 +82,9 @@ def folder_to_write(path: str, name: str = "out") -> Path:
 
 @contextlib.contextmanager
 def without_groups(renamed: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Let a ValueError about fields of a run's configuration name them without their group, as where there are none.
+    """Let a ValueError about fields of a run's configuration name them without their group, where there are none.
 
-    renamed: fields that have another name there, by that of the run.
+    renamed: fields that have another name there, by their name in the run.
     """
     try:
         yield

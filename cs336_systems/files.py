@@ -1,4 +1,4 @@
-"""Files that are whole: what cannot be written leaves the one before as it was."""
+"""Files that are written whole: a write that fails leaves the previous file as it was."""
 
 import contextlib
 import errno
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file, text as UTF-8, in the place of the one that is there; its path. Mode and links are kept.
+    """Write a file, text as UTF-8, in place of any that is there; return its path. Mode and links are kept.
 
-    What is no regular file, such as /dev/stdout, is written into. Raises OSError naming the file where that fails; then
-    it is as it was, or not there.
+    What is not a regular file, such as /dev/stdout, is written into. Raises OSError naming the file if that fails; then
+    the file is as it was, or not there.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -25,20 +25,20 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             _replace(target, data)
-    except RuntimeError as error:  # Python 3.12 and before, of links that lead to each other
+    except RuntimeError as error:  # Python 3.12 and before, for links that lead to each other
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
-    except OSError as error:  # which does not say by itself, or names the file beside
+    except OSError as error:  # it names no file, or the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A file beside, for who writes by itself, which takes the place of the file once it is written.
+    """A temporary file beside `path`, for code that writes by itself; it replaces `path` once it is written.
 
-    Raises OSError naming the file where that fails; then it is as it was, or not there.
+    Raises OSError naming the file if that fails; then the file is as it was, or not there.
     """
-    beside = path.with_name(f"writing-{path.name}")  # of the same kind: by its end it may be compressed
+    beside = path.with_name(f"writing-{path.name}")  # with the same suffix, because that may decide about compression
     try:
         yield beside
         os.replace(beside, path)
@@ -67,7 +67,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def _umask() -> int:
-    """The process's, which can only be read by setting it."""
+    """The process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Python's garbage collector: now and then it looks at every object there is, and a training step waits for it."""
+"""Python's garbage collector: now and then it scans every object there is, and a training step waits for it."""
 
 import contextlib
 import gc
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def objects_set_aside() -> Iterator[None]:
-    """Spare collections the objects that there are now: modules, and what compilers keep, some hundred thousand.
+    """Exempt the objects that exist now from collections: modules, and what compilers keep, some hundred thousand.
 
-    To look at them takes 0.1 to 0.3 s, in one of ten steps or so where steps make many objects. Enter it when a step
-    has been done, so that what is made once is there. What comes later is collected as ever.
+    Scanning them takes 0.1 to 0.3 s, in about one of ten steps where steps make many objects. Enter it after a step, so
+    that what is made only once exists already. Objects that come later are collected as usual.
     """
     gc.collect()
     gc.freeze()

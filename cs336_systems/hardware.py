@@ -16,7 +16,7 @@ from .peaks import peak_flops
 
 logger = logging.getLogger(__name__)
 
-# What lowers a GPU's clock, by the names of NVML's constants.
+# Reasons for a lowered GPU clock, by the names of NVML's constants.
 _SLOWED_BY = {
     "SwPowerCap": "power cap",
     "SwThermalSlowdown": "heat",
@@ -36,10 +36,10 @@ def device_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def allows_tf32() -> bool:
-    """Whether a GPU's float32 matrix products may be TF32's, by whichever of PyTorch's two settings was used."""
+    """Whether a GPU's float32 matrix products may use TF32, by whichever of PyTorch's two settings was used."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # set by the newer one, the older one cannot be read
+    except RuntimeError:  # once the newer one is set, the older one cannot be read
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -61,7 +61,7 @@ def select_device(name: str) -> torch.device:
 
 
 def use_device(name: str) -> torch.device:
-    """`select_device`, made the current device too: streams and graphs are made on the current one."""
+    """`select_device`, and make it the current device, because streams and graphs are made on the current one."""
     device = select_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -70,27 +70,27 @@ def use_device(name: str) -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its number, where it is a GPU: without one it is the current one, and each thread has its own."""
+    """The device with its index, if it is a GPU: without one it is the current one, and each thread has its own."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def use_device_in_thread(device: torch.device) -> None:
-    """Make the device that the process uses this new thread's too, which begins on GPU 0.
+    """Make the device that the process uses current in this new thread too, which begins on GPU 0.
 
-    Else what the thread asks of CUDA, be it whether an event has passed, makes a context on GPU 0: half a GB of its
-    memory for every rank of the machine.
+    Otherwise whatever the thread asks of CUDA, even whether an event has passed, makes a context on GPU 0: half a GB of
+    its memory for every rank of the machine.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Its values in main memory, when the device has computed them; other threads may use the device meanwhile.
+    """A tensor's values in main memory, once the device has computed them. Other threads may use it meanwhile.
 
-    Not so during `tolist` or a copy to memory that is not pinned, which hold CUDA's lock until what is queued before
-    them is done: whatever another thread then launches, or lets go of, waits as long.
+    They cannot during `tolist` or a copy to memory that is not pinned. Those hold CUDA's lock until what is queued
+    before them is done, and whatever another thread then launches, or frees, waits as long.
     """
     if not tensor.is_cuda:
         return tensor
@@ -102,7 +102,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All memory of a GPU, or of the machine for the CPU; None where the system does not tell."""
+    """Total memory of a GPU, or of the machine for the CPU; None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -112,7 +112,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:
-    """Bytes that tensors on a GPU have asked for, now or at most since the last `reset_peak_memory_stats`.
+    """Bytes that tensors on a GPU have requested, now or at most since the last `reset_peak_memory_stats`.
 
     `torch.cuda.memory_allocated` counts what they were given: blocks that can be up to 1 MiB larger.
     """
@@ -120,7 +120,7 @@ def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:
 
 
 def check_precision(device: torch.device, precision: str) -> None:
-    """Raise ValueError where the device does not compute in `train.precision` itself."""
+    """Raise ValueError if the device does not compute in `train.precision` natively."""
     if device.type == "cuda" and precision == "bf16":
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -159,8 +159,8 @@ def environment() -> dict[str, Any]:
 def gpu_state(device: torch.device) -> dict[str, Any]:
     """Clocks in MHz, temperature in degrees Celsius, power in W, and what slows a GPU down now; empty if unknown.
 
-    What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is none. Other processes
-    that use the GPU are counted, where the system tells, since they take its time.
+    What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is not one. Other processes
+    that use the GPU are counted, if the system tells, because they take its time.
     """
     if device.type != "cuda":
         return {}
@@ -191,7 +191,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
 
 
 def _other_processes(pynvml: Any, handle: Any) -> dict[str, int]:
-    """How many processes compute on a GPU besides this one, which does too and may be known there by another number."""
+    """How many processes compute on a GPU besides this one, which does too, perhaps listed under another number."""
     try:
         return {"other_processes": max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)}
     except Exception as error:  # whatever it is, the rest of the state is known
@@ -220,7 +220,7 @@ def _driver_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that runs; CS336_COMMIT says it where the code is a copy without its history."""
+    """The commit that runs; CS336_COMMIT names it if the code is a copy without its history."""
     if given := os.environ.get("CS336_COMMIT"):
         return given
     commit = _output("git", "rev-parse", "--short=12", "HEAD")

@@ -11,14 +11,14 @@ from .strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a strategy may be told; each takes what it has a use for."""
+    """Options of the strategies; each strategy takes those that it has a use for."""
 
     bucket_size_mb: float | None = None
-    """Bytes of gradients that travel together, in 2^20 (default: the strategy's)."""
+    """Bytes of gradients that are sent together, in 2^20 (default: the strategy's)."""
     grad_dtype: torch.dtype | None = None
-    """Type in which gradients travel (default: their own)."""
+    """Dtype in which gradients are sent (default: their own)."""
     compute_dtype: torch.dtype | None = None
-    """Type in which sharded weights travel and compute (default: their own)."""
+    """Dtype in which sharded weights are sent and compute (default: their own)."""
 
 
 def _naive(module: nn.Module, options: Options) -> Strategy:
@@ -71,7 +71,7 @@ def _fsdp(module: nn.Module, options: Options) -> Strategy:
     return FSDP(module, options.compute_dtype, options.grad_dtype)
 
 
-# A new strategy enters here; its module is loaded when it is used.
+# Register a new strategy here; its module is imported when it is used.
 STRATEGIES: dict[str, Callable[[nn.Module, Options], Strategy]] = {
     "none": lambda module, options: Strategy(module),
     "naive": _naive,

@@ -1,6 +1,6 @@
-"""Overlapped data parallelism in buckets: gradients that are ready one after another travel together.
+"""Overlapped data parallelism in buckets: gradients that become ready one after another are sent together.
 
-A transfer has a cost of its own besides that of its bytes, and small gradients are many (Li et al. 2020, section
+Every transfer has a fixed cost besides that of its bytes, and a model has many small gradients (Li et al. 2020, section
 3.2.3).
 """
 
@@ -13,7 +13,7 @@ from .ddp import DDP
 
 
 class Bucket:
-    """One flat tensor whose views are the gradients of some parameters of one type."""
+    """One flat tensor whose views are the gradients of some parameters of one dtype."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -22,9 +22,10 @@ class Bucket:
         self.views = [v.view(p.shape) for v, p in zip(self.flat.split(sizes), parameters, strict=True)]
 
     def collect(self) -> Tensor:
-        """Make every gradient a view of the flat tensor, which is returned.
+        """Make every gradient a view of the flat tensor, and return that tensor.
 
-        Those that autograd added to are already. One that it made anew, because there was none, is copied.
+        Gradients that autograd added to in place are views already. A gradient that autograd made anew, because there
+        was none, is copied in.
         """
         apart = [
             (view, p, p.grad)
@@ -45,23 +46,24 @@ class Bucket:
 
 
 class DDPBucketed(DDP):
-    """`DDP` whose gradients live in flat buckets of at most bucket_size_mb (in 2^20 bytes), sent when they are full.
+    """`DDP` with gradients in flat buckets of at most bucket_size_mb (in 2^20 bytes), each sent when it is full.
 
-    Autograd adds to the buckets in place, so nothing is copied, as long as gradients are cleared by this module's
-    `zero_grad`; an optimizer's own, which drops them, costs a copy of each. After the first step the buckets are cut
-    again, in the order in which gradients come. A gradient that was put in the place of another by hand counts as none
-    unless a backward pass came to its parameter. One that nobody has used has no gradient, not zeros.
+    Autograd adds to the buckets in place, so nothing is copied as long as gradients are cleared by this module's
+    `zero_grad`. An optimizer's own `zero_grad` drops the gradients, which costs a copy of each. After the first step
+    the buckets are cut again, in the order in which gradients come. A gradient that was replaced by hand counts as
+    missing unless a backward pass reached its parameter. A parameter that no rank has used has no gradient, rather than
+    zeros.
 
-    Raises ValueError where bucket_size_mb is not above 0.
+    Raises ValueError if bucket_size_mb is not above 0.
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
-        self._kept: set[nn.Parameter] = set()  # with gradients of finished steps, which have not been cleared
+        self._kept: set[nn.Parameter] = set()  # parameters whose gradients are of finished steps and not yet cleared
         super().__init__(module, grad_dtype, bucket_size_mb)
 
     def _arrange(self) -> None:
         super()._arrange()
-        self._buckets: list[Bucket] = []  # made when the gradients of the step before are no longer needed
+        self._buckets: list[Bucket] = []  # made once the gradients of the step before are no longer needed
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._buckets:
@@ -69,7 +71,7 @@ class DDPBucketed(DDP):
         return super().forward(*inputs, **kwargs)
 
     def _make_buckets(self) -> None:
-        with torch.inference_mode(False):  # of a tensor born in it no gradient could be a view
+        with torch.inference_mode(False):  # a gradient cannot be a view of an inference tensor
             self._buckets = [Bucket(group) for group in self._groups]
         for bucket in self._buckets:
             bucket.collect()
@@ -84,7 +86,7 @@ class DDPBucketed(DDP):
             bucket.clear()
 
     def _is_missing(self, p: nn.Parameter) -> bool:
-        return p not in self._touched and (p.grad is None or p not in self._kept)  # it may be the zeros of its view
+        return p not in self._touched and (p.grad is None or p not in self._kept)  # p.grad may be its view, still zero
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()

@@ -1,7 +1,7 @@
-"""Processes that train together: start and stop, who is who, and tensors on their way between them.
+"""Processes that train together: start and stop, who is who, and collectives between them.
 
-A collective is started, then waited for; in between, the process computes. Each bears a name, so that one that fails or
-never ends is reported as what it was: rank, operation, step. With one process nothing is sent and the same code runs.
+A collective is started, then waited for; in between, the process computes. Each has a name, so that one that fails or
+never ends is reported by rank, operation and step. With one process nothing is sent and the same code runs.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from .meeting import meeting_place
 _alone = False
 _watchdog: Watchdog | None = None
 _spare_events: list[torch.cuda.Event] = []
-"""To be recorded again. None is let go of by the watchdog, which would wait for CUDA's lock."""
+"""Events to record again. The watchdog frees none, because that would wait for CUDA's lock."""
 
 
 def world_size() -> int:
     """Number of processes; 1 without a process group."""
-    group = dist.group.WORLD  # asked itself: every transfer needs this
+    group = dist.group.WORLD  # asked directly, because every transfer needs this
     return group.size() if group is not None and not _alone else 1
 
 
 def rank() -> int:
-    """This process among them, from 0."""
+    """Rank of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() and not _alone else 0
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """While active, this process does as one without others: to measure what they add."""
+    """While active, this process acts as if there were no others, to measure what they add."""
     global _alone
     _alone = True
     try:
@@ -54,12 +54,12 @@ def alone() -> Iterator[None]:
 
 
 def environment_rank() -> int:
-    """This process's number among those that were started together, also before they have met."""
+    """This process's rank among those that were started together, also before the process group exists."""
     return launched_rank() or 0
 
 
 def local_rank() -> int:
-    """This process among those of its machine, which is also the number of its GPU."""
+    """This process's rank among those of its machine, which is also the index of its GPU."""
     return count_in_environment("LOCAL_RANK", 0)
 
 
@@ -84,17 +84,18 @@ def process_group(
 ) -> Iterator[None]:
     """The process group of this run: NCCL for tensors on a GPU, gloo for those on a CPU.
 
-    Where the others are is in the environment, as torchrun sets it, or in `where`: what `init_process_group` takes
-    (init_method, rank, world_size). A collective that is not done within step_timeout_s ends the process (on a GPU) or
-    raises CollectiveError. Raises it too where the others do not come within init_timeout_s. NCCL takes at most
-    nccl_max_ctas thread blocks of a GPU; ValueError where the environment has another limit, or no number as a port.
+    Where the other ranks are comes from the environment, as torchrun sets it, or from `where`: what
+    `init_process_group` takes (init_method, rank, world_size). A collective that is not done within step_timeout_s ends
+    the process (on a GPU) or raises CollectiveError. CollectiveError is also raised if the other ranks do not come
+    within init_timeout_s. NCCL takes at most nccl_max_ctas thread blocks of a GPU. Raises ValueError if the environment
+    has another limit, or a port that is not a number.
     """
     global _watchdog
-    if nccl_max_ctas is not None:  # NCCL reads it when it first connects, once a process
+    if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects
         given = os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))
         if given != str(nccl_max_ctas):
             raise ValueError(f"nccl_max_ctas is {nccl_max_ctas}: NCCL_MAX_CTAS is {given!r} in the environment")
-    # gloo beside NCCL carries Python objects, which would otherwise wait for the GPU.
+    # gloo, beside NCCL, carries Python objects, which would otherwise wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not where:
         count_in_environment("MASTER_PORT", 0)
@@ -107,7 +108,8 @@ def process_group(
         if dist.is_initialized():
             dist.destroy_process_group()
         raise CollectiveError(f"the ranks did not all meet within {init_timeout_s:g} s: {first_line(error)}") from error
-    # NCCL's own watchdog knows no step, so ours is to be first; gloo raises where it is waited for, so it is to be.
+    # Our watchdog must fire before NCCL's own, which does not know the step. gloo's timeout must fire before ours,
+    # because gloo raises in whoever waits.
     allowance = 60 if device.type == "cuda" else 0
     timeout = timedelta(seconds=step_timeout_s + allowance)
     dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
@@ -116,7 +118,7 @@ def process_group(
         yield
     except BaseException:
         _stop_watching()
-        # Not destroyed: that would wait for what the other ranks have perhaps not sent.
+        # Not destroyed: that would wait for transfers that the other ranks may not have sent.
         if hasattr(dist.distributed_c10d, "_abort_process_group"):
             dist.distributed_c10d._abort_process_group()
         raise
@@ -138,7 +140,7 @@ def _stop_watching() -> None:
 
 
 class Transfer:
-    """A collective under way, made by one of the `start_` functions.
+    """A collective under way, returned by one of the `start_` functions.
 
     `wait` returns when its tensors may be used; on a GPU it only makes the current stream wait.
     """
@@ -147,7 +149,7 @@ class Transfer:
         self.what, self.works, self.started = what, works, time.monotonic()
         self._apply = apply
         self._passed: torch.cuda.Event | None = None
-        # What is recorded as a CUDA graph does not run now, and nobody may ask whether it is done.
+        # A transfer that is recorded in a CUDA graph does not run now, and nobody may ask whether it is done.
         recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         self._watched = bool(works) and _watchdog is not None and not recorded
         if self._watched and _watchdog is not None:
@@ -159,24 +161,25 @@ class Transfer:
                 work.wait()
         if self._apply is not None:
             self._apply()
-        # The watchdog keeps this for up to two seconds, many steps; works and `apply` hold tensors. An event for each,
-        # though they end in order: what hangs is to be told by its name.
+        # The watchdog keeps this object for up to two seconds, which is many steps, and works and `apply` hold tensors,
+        # so drop them. Each transfer records its own event, although they end in order, so that one that hangs is
+        # reported by its name.
         if self._watched and self.works and torch.cuda.is_initialized():
             self._passed = _event_now()
         self.works, self._apply = (), None
 
     def done(self) -> bool:
-        """Whether it is, for the watchdog, which asks no more once it is."""
+        """Whether the transfer is done, for the watchdog, which stops asking once it is."""
         if not all(work.is_completed() for work in self.works):
             return False
         if self._passed is None:
-            self._watched = False  # `wait` needs no event
+            self._watched = False  # so `wait` records no event
             return True
         return _has_passed(self._passed)
 
 
 class _Queued:
-    """What the GPU has been given to do, as the watchdog sees it."""
+    """Work that was queued on the GPU, as the watchdog sees it."""
 
     def __init__(self, what: str) -> None:
         self.what, self.started = what, time.monotonic()
@@ -184,7 +187,7 @@ class _Queued:
         self.given_up = False
 
     def done(self) -> bool:
-        """As that of a transfer."""
+        """As `Transfer.done`."""
         return self.given_up or (self.passed is not None and _has_passed(self.passed))
 
 
@@ -203,9 +206,10 @@ def _has_passed(event: torch.cuda.Event) -> bool:
 
 @contextlib.contextmanager
 def watched(what: str) -> Iterator[None]:
-    """Have the watchdog wait, as for one transfer, for what is queued inside on the current stream of a GPU.
+    """Have the watchdog time, like one transfer, what is queued inside on the current stream of a GPU.
 
-    For transfers that it cannot see one by one, those in a CUDA graph. The time limit begins before they are queued.
+    For transfers that it cannot see one by one, such as those in a CUDA graph. The time limit begins before they are
+    queued.
     """
     if _watchdog is None or world_size() == 1:
         yield
@@ -214,30 +218,30 @@ def watched(what: str) -> Iterator[None]:
     _watchdog.watch(queued)
     try:
         yield
-        queued.passed = _event_now()  # not before it is recorded: until then it counts as passed
+        queued.passed = _event_now()  # set only once recorded: before that, an event counts as passed
     except BaseException:
-        queued.given_up = True  # what has failed is told by whoever catches it
+        queued.given_up = True  # whoever catches the error reports it
         raise
 
 
 def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | None = None) -> Transfer:
-    """Average tensors over all ranks, in place, as few transfers: one a dtype.
+    """Average tensors over all ranks, in place, in as few transfers as possible: one per dtype.
 
-    With a wire_dtype they are cast to it for the way. Raises ValueError for a sparse tensor.
+    With a wire_dtype they are cast to it to be sent. Raises ValueError for a sparse tensor.
     """
     tensors = [t for t in tensors if t.numel()]
     if world_size() == 1 or not tensors:
         return Transfer(what)
     if others := [t.layout for t in tensors if t.layout is not torch.strided]:
         raise ValueError(f"{what}: a tensor is {others[0]}: only dense ones can be averaged")
-    sent = [t.to(wire_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself where nothing changes
+    sent = [t.to(wire_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself if nothing changes
     op = _averaging(sent)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in sent:
         by_dtype.setdefault(t.dtype, []).append(t)
     works = []
     for group in by_dtype.values():
-        one = len(group) == 1  # which gloo can average on a GPU too
+        one = len(group) == 1  # gloo can all-reduce a single tensor on a GPU too
         options = c10d.AllreduceOptions() if one else c10d.AllreduceCoalescedOptions()
         works.append(_together("allreduce" if one else "allreduce_coalesced", [group], options, what, op))
 
@@ -250,7 +254,7 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
 
 
 def _averaging(sent: Sequence[Tensor]) -> Any:
-    """The operation that averages. gloo can only add: for it tensors are divided now, since a sum may overflow."""
+    """The operation that averages. gloo can only add: for it, tensors are divided now, because a sum may overflow."""
     if _by_nccl(sent[0]):
         return dist.ReduceOp.AVG
     torch._foreach_div_(list(sent), world_size())
@@ -258,7 +262,7 @@ def _averaging(sent: Sequence[Tensor]) -> Any:
 
 
 def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
-    """Fill each output (world_size * rows, ...) with the inputs (rows, ...) of all ranks, in the order of ranks.
+    """Fill each output (world_size * rows, ...) with the inputs (rows, ...) of all ranks, in rank order.
 
     All tensors have one dtype and are contiguous.
     """
@@ -271,7 +275,7 @@ def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str)
 def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
     """Average inputs (world_size * rows, ...) over all ranks and leave each rank its rows in output (rows, ...).
 
-    All tensors have one dtype and are contiguous. The inputs are not to be used afterwards.
+    All tensors have one dtype and are contiguous. The inputs must not be used afterwards.
     """
     if world_size() == 1:
         torch._foreach_copy_(list(outputs), list(inputs))
@@ -281,10 +285,10 @@ def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what
 
 
 def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transfer:
-    """Copy each tensor from the rank given with it to all others, on NCCL all at once, so that all ranks send.
+    """Copy each tensor from the rank given with it to all others; on NCCL all at once, so that all ranks send.
 
-    A tensor may lie in memory in another way on each rank. Of one that is expanded each element travels once, if it is
-    on all. `_coalescing_manager` and `dist.broadcast` would do the same in more of the host's time.
+    A tensor's memory layout may differ between ranks. If it is expanded on all ranks, each element is sent once.
+    `_coalescing_manager` and `dist.broadcast` would do the same in more host time.
     """
     calls = [(tensor, source) for tensor, source in sources if tensor.numel()]
     if world_size() == 1 or not calls:
@@ -299,7 +303,7 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transf
         for tensor, source in calls:
             options = c10d.BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = source, 0, True  # off the current stream
-            if not tensor.is_contiguous():  # of which NCCL and gloo would take the memory, gaps included
+            if not tensor.is_contiguous():  # NCCL and gloo would send its memory, gaps included
                 tensor = _each_element_once(tensor)
                 copies.append((tensor, tensor.contiguous()))
                 tensor = copies[-1][1]
@@ -309,7 +313,7 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], what: str) -> Transf
             for tensor, dense in copies:
                 tensor.copy_(dense)
 
-        # The one work of them all, which can be asked whether it is done.
+        # Coalesced broadcasts have one work together, which can be asked whether it is done.
         return Transfer(what, [group._end_coalescing(device)] if together else works, apply if copies else None)
 
 
@@ -322,14 +326,14 @@ _SENT_AS_THEY_ARE = (torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
-    """The same memory, as bytes where not every backend knows the type."""
+    """The same memory, viewed as bytes if not every backend knows the dtype."""
     if tensor.dtype in _SENT_AS_THEY_ARE:
         return tensor
     return tensor.flatten().view(torch.uint8)
 
 
 def _by_nccl(tensor: Tensor) -> bool:
-    """Whether NCCL carries it; gloo can carry tensors of a GPU too."""
+    """Whether NCCL carries this tensor; gloo can carry GPU tensors too."""
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config()
 
 
@@ -339,7 +343,7 @@ if not hasattr(dist.ProcessGroup, _ALL_GATHER):  # before PyTorch 2.13
 
 
 def _together(method: str, tensors: Sequence[Sequence[Tensor]], options: Any, what: str, op: Any = None) -> Any:
-    """Start one collective for lists of tensors. `_coalescing_manager` does the same in three times the host's time."""
+    """Start one collective for lists of tensors. `_coalescing_manager` does the same in three times the host time."""
     options.asyncOp = True
     if op is not None:
         options.reduceOp = op
@@ -348,7 +352,7 @@ def _together(method: str, tensors: Sequence[Sequence[Tensor]], options: Any, wh
 
 
 def mean(tensors: Iterable[Tensor], what: str) -> None:
-    """`start_mean`, waited for."""
+    """`start_mean`, and wait for it."""
     start_mean(tensors, what).wait()
 
 
@@ -358,7 +362,7 @@ def broadcast(tensors: Iterable[Tensor], what: str) -> None:
 
 
 def gather_objects(value: Any, what: str) -> list[Any]:
-    """The values of all ranks, in their order. Only for small ones of this program's own: they travel pickled."""
+    """The values of all ranks, in rank order. Only for small ones of this program's own: they are pickled."""
     values: list[Any] = [value] * world_size()
     if world_size() > 1:
         with named(what):
@@ -367,12 +371,12 @@ def gather_objects(value: Any, what: str) -> list[Any]:
 
 
 def barrier(what: str) -> None:
-    """Return when all ranks have come here."""
+    """Return when all ranks have reached this call."""
     gather_objects(None, what)
 
 
 def check_same(facts: dict[str, Any], what: str) -> None:
-    """Raise ValueError, on all ranks, naming each fact in which a rank differs from rank 0, in their order too."""
+    """Raise ValueError, on all ranks, naming each fact in which a rank differs from rank 0; their order counts too."""
     missing = "nothing"
     everyone = gather_objects(facts, f"comparison of {what}")
     for other, theirs in enumerate(everyone):
@@ -393,8 +397,8 @@ def check_same(facts: dict[str, Any], what: str) -> None:
 def mean_weight(count: int) -> float:
     """What to multiply this rank's mean over `count` items by, so that the mean over ranks is that over all items.
 
-    That is world_size * count / (count of all ranks). Gradients are averaged over ranks as they are, so where ranks
-    have different numbers of tokens each scales its loss by this.
+    That is world_size * count / (count of all ranks). Averaging over ranks weights all gradients alike, so where ranks
+    have different numbers of tokens, each scales its loss by this.
     """
     total = sum(gather_objects(count, "count of tokens"))
     return world_size() * count / total if total else 1.0

@@ -1,8 +1,9 @@
 """Data parallelism: every rank has the whole model and its own part of the batch, and gradients are averaged.
 
-From the plainest to the one that hides its communication: `NaiveDDP` sends each gradient by itself after the backward
-pass, `FlatDDP` all of them at once, `DDP` each one, or several, during the backward pass, as soon as they are there.
-`bucketed.py` has the one that keeps several in one tensor. All leave the same gradients (Li et al. 2020, PyTorch
+The strategies differ in when they communicate, from the plainest to those that overlap it with the backward pass.
+`NaiveDDP` sends the gradients one by one after the backward pass, `FlatDDP` sends all of them at once after it. `DDP`
+sends each one, or several together, during the backward pass, as soon as they are ready; `DDPBucketed` in `bucketed.py`
+does so too, and keeps several gradients in one tensor. All leave the same gradients (Li et al. 2020, PyTorch
 Distributed, section 3).
 """
 
@@ -17,7 +18,7 @@ from .strategy import Strategy, UsedParameters, weak_hook
 
 
 class NaiveDDP(Strategy):
-    """After the backward pass, one all-reduce a parameter, one after the other."""
+    """After the backward pass, one all-reduce per parameter, one after the other."""
 
     def finish_gradient_synchronization(self) -> None:
         names = {p: name for name, p in self.module.named_parameters()}
@@ -31,7 +32,7 @@ class NaiveDDP(Strategy):
 
 
 class FlatDDP(Strategy):
-    """After the backward pass, one all-reduce of all gradients flattened together, one a dtype."""
+    """After the backward pass, one all-reduce per dtype, of all its gradients flattened together."""
 
     def finish_gradient_synchronization(self) -> None:
         used = UsedParameters(self.trainable())
@@ -48,9 +49,9 @@ class FlatDDP(Strategy):
 
 
 def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
-    """Consecutive parameters of one type and device, at most most_bytes together; a larger one is alone.
+    """Group consecutive parameters of one dtype and device into buckets of at most most_bytes.
 
-    Buckets come in the order in which they are complete.
+    A parameter larger than that has a bucket to itself. Buckets are in the order in which they become complete.
     """
     place = {p: i for i, p in enumerate(parameters)}
     buckets: list[list[nn.Parameter]] = []
@@ -65,20 +66,21 @@ def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[
 
 
 class DDP(Strategy):
-    """During the backward pass, each gradient starts on its way as soon as it is there, and computing goes on.
+    """Sends each gradient as soon as the backward pass has computed it, while the backward pass goes on.
 
-    All ranks must start the same transfers in the same order, and not all need use the same parameters. So the order is
-    fixed: a gradient that is there before its turn waits for those before it, and zeros are sent at the end for those
-    that have not come. The order is that of the registered parameters backwards, and after the first step that in which
-    the gradients came on rank 0.
+    All ranks must start the same transfers in the same order, although they need not all use the same parameters. So
+    the order is fixed: a gradient that is ready before its turn waits for those before it, and for parameters without a
+    gradient zeros are sent at the end. In the first step the order is the reverse of that in which parameters are
+    registered; after that it is the order in which gradients came on rank 0.
 
-    With a bucket_size_mb (in 2^20 bytes) consecutive gradients of at most so much start together, as one collective of
-    many tensors, each from where it is: fewer calls than of each by itself, and nothing is copied into a bucket.
+    With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size start together, as one collective
+    over many tensors, each sent from where it is. This takes fewer calls than sending each by itself, and copies
+    nothing into a bucket.
 
-    Thaw parameters before wrapping: those that are frozen then have no hook. A backward pass whose gradients are
-    dropped must have come to the same parameters on all ranks.
+    Thaw parameters before wrapping, because those that are frozen at that time get no hook. A backward pass whose
+    gradients are dropped must have reached the same parameters on all ranks.
 
-    Raises ValueError where bucket_size_mb is not above 0.
+    Raises ValueError if bucket_size_mb is not above 0.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class DDP(Strategy):
 
     @property
     def groups(self) -> list[list[str]]:
-        """The names of the parameters whose gradients travel together, group by group as they are sent."""
+        """Names of the parameters whose gradients are sent together, group by group in the order of sending."""
         return [[self._names[p] for p in group] for group in self._groups]
 
     def _arrange(self) -> None:
@@ -108,13 +110,13 @@ class DDP(Strategy):
         self._reset()
 
     def _reset(self) -> None:
-        self._touched: set[nn.Parameter] = set()  # by any backward pass of this step
-        self._came: dict[nn.Parameter, None] = {}  # in the last one, in this order
+        self._touched: set[nn.Parameter] = set()  # parameters that any backward pass of this step reached
+        self._came: dict[nn.Parameter, None] = {}  # those that the last one reached, in order
         self._still_to_come = [len(group) for group in self._groups]
         self._transfers: list[comm.Transfer] = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._came and all(p.grad is None for p in self._came):  # dropped by an optimizer's zero_grad
+        if self._came and all(p.grad is None for p in self._came):  # gradients dropped by an optimizer's zero_grad
             self._forget()
         return super().forward(*inputs, **kwargs)
 
@@ -122,13 +124,14 @@ class DDP(Strategy):
         self._touched.add(p)
         if not self._synchronizing and not self._came:
             return
-        if p in self._came or not self._synchronizing:  # what has come may be on its way, and cannot be added to
+        if p in self._came or not self._synchronizing:  # a gradient that may be in flight cannot be added to
             raise RuntimeError(
                 f"a second backward pass reached {self._names[p]} before finish_gradient_synchronization: all backward "
                 "passes of a step but the last belong inside no_sync()"
             )
         self._came[p] = None
         self._still_to_come[self._group_of[p]] -= 1
+        # Groups start in their fixed order: the number of transfers is the index of the next group.
         while len(self._transfers) < len(self._groups) and self._still_to_come[len(self._transfers)] == 0:
             self._start_next()
 
@@ -139,11 +142,11 @@ class DDP(Strategy):
         self._transfers.append(comm.start_mean(self._gradients(group), what, self.grad_dtype))
 
     def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
-        """What is sent for a group whose gradients are all there."""
+        """The tensors to send for a group whose gradients are all ready."""
         return [p.grad for p in group if p.grad is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and forget a backward pass that has not been finished."""
+        """Clear the gradients, and discard a backward pass that has not been finished."""
         self._forget()
         super().zero_grad(set_to_none)
 

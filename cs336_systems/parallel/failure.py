@@ -1,6 +1,6 @@
-"""What goes wrong between ranks, and how it is told: which rank, which operation, which step.
+"""What goes wrong between ranks, and how it is reported: which rank, which operation, which step.
 
-Where a transfer fails, whoever waits for it raises; where it never ends, a thread ends the process.
+If a transfer fails, whoever waits for it raises. If one never ends, a thread ends the process.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from ..hardware import use_device_in_thread
 from .meeting import agents_store
 
 OWN_LAUNCH = "CS336_LAUNCHED"
-"""Set in the environment of processes that we have started ourselves, and whose failures we tell."""
+"""Set in the environment of processes that we have started ourselves, and whose failures we report."""
 
 
 NOT_DONE = "was not done after"
-"""By these words the launcher knows a message of the watchdog."""
+"""The launcher recognizes a message of the watchdog by these words."""
 
 
 TIMED_OUT = "Timed out"
-"""In the message of gloo of a transfer in which another rank is late."""
+"""In gloo's message about a transfer for which another rank is late."""
 
 
 TELL_ALL = ("ValueError", "FileNotFoundError", "NonFiniteError", "CheckpointError", "CollectiveError")
-"""Errors, by their names, that say by themselves what was where; of others rank and step are told."""
+"""Names of errors that say by themselves what went wrong where; to others, rank and step are added."""
 
 
 class CollectiveError(RuntimeError):
@@ -47,7 +47,7 @@ _step: int | None = None
 
 
 def set_step(step: int | None) -> None:
-    """Say which step of training this is, for messages."""
+    """Set the training step that messages name."""
     global _step
     _step = step
 
@@ -61,7 +61,7 @@ def _rank() -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without further lines, the source line of a backend and its advice; its type for nothing."""
+    """An error's message without further lines and without a backend's source line and advice; its type if empty."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\] ?", "", line).partition(". This is typically")[0]
 
@@ -90,18 +90,19 @@ class named:
 
 
 class Watchdog:
-    """Threads that end this process where a transfer is not done in time: it may hang where nothing can be raised.
+    """Threads that end this process if a transfer is not done in time, because it may hang where nothing can be raised.
 
-    On a GPU the main thread waits inside the driver, for kernels that wait for another rank. Who asks whether they are
-    done may have to wait there too, so one thread asks and another one looks at the clock. Where a call that hangs
-    keeps all of Python from running, a timer that needs none of it ends the process and prints where each thread is.
-    Neither lets go of an event (`comm._spare_events`): that takes CUDA's lock, which the main thread may have.
+    On a GPU the main thread waits inside the driver, for kernels that wait for another rank. A thread that asks whether
+    transfers are done may have to wait there too, so one thread asks and another one looks at the clock. If a call that
+    hangs keeps all of Python from running, a timer that needs no Python ends the process and prints where each thread
+    is. Neither thread frees an event (`comm._spare_events`), because that takes CUDA's lock, which the main thread may
+    hold.
     """
 
     STUCK_S = 600.0
     """How much longer than the limit Python may stand still after a transfer: as long as a call on a slow disk."""
     _PATIENCE = 3
-    """Turns of the thread with the clock in which the one that asks has not had one: then it hangs."""
+    """Turns of the clock thread without one of the asking thread, after which the asking thread counts as hung."""
 
     def __init__(self, timeout_s: float, device: torch.device) -> None:
         self._timeout_s, self._device, self._stopped = timeout_s, device, threading.Event()
@@ -120,9 +121,9 @@ class Watchdog:
     def _ask(self) -> None:
         use_device_in_thread(self._device)
         while not self._stopped.wait(self._pause_s):
-            # Not of what is younger: while it is asked, its tensors would outlive the wait for it.
+            # Not about younger ones: asking would keep their tensors alive beyond the wait for them.
             before = time.monotonic() - self._pause_s
-            with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it says so
+            with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it reports it
                 while (oldest := self._oldest()) is not None and oldest.started < before and oldest.done():
                     self._under_way.popleft()
             self._turns += 1
@@ -140,7 +141,7 @@ class Watchdog:
             if oldest is None or time.monotonic() - oldest.started <= self._timeout_s:
                 late = None
             elif oldest is not late:
-                # Where all stood still, a suspended machine say, it may be done: the other thread is to ask first.
+                # If everything stood still, as on a suspended machine, it may be done: let the other thread ask first.
                 late, turns, waited = oldest, self._turns, 0
             elif self._turns > turns + 1 or (waited := waited + 1) > self._PATIENCE:
                 self._end(oldest.what)
@@ -165,16 +166,16 @@ def fail(message: str) -> None:
 
 
 def leave_failure(error: BaseException) -> None:
-    """Leave an error to the launcher, in the file it has named and the form it reads.
+    """Leave an error for the launcher, in the file that it has named and the form that it reads.
 
-    Where that is torchrun, say it too: of ranks that all find the same wrong, one of them (`_say_once`). torchrun ends
-    with a summary that has the message of every rank.
+    If the launcher is torchrun, print the error too; if all ranks find the same one, only one of them does
+    (`_say_once`). torchrun ends with a summary that has the message of every rank.
     """
     message = " ".join(str(error).split()) or type(error).__name__
     if _step is not None and type(error).__name__ not in TELL_ALL:
         message = f"{_place('training')} failed: {message}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # Without py_callstack, in the place of which the summary shows the message.
+        # No py_callstack, so that the summary shows the message in its place.
         report = {"message": message, "kind": type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump({"message": report}, file)
@@ -185,14 +186,14 @@ def leave_failure(error: BaseException) -> None:
 def _say_once(message: str, patience_s: float = 5) -> None:
     """Print a message with this rank's number, unless another rank of this start has printed the same.
 
-    The ranks settle in the agents' store who is first, so it works before they have met, and for those that fail one
-    by one as for those that fail together. Whatever is in doubt is printed: where the store does not answer, and where
-    the rank that was first has not come to print within patience_s, for its agent may have ended it.
+    The ranks settle in the agents' store who is first, so it works before the process group exists, and for ranks that
+    fail one by one as well as together. In doubt the message is printed: if the store does not answer, or if the rank
+    that was first does not print within patience_s, because its agent may have ended it.
     """
     name = hashlib.sha256(message.encode()).hexdigest()
     said = f"said after {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} restarts: {name}"
     store = None
-    with contextlib.suppress(Exception):  # of whatever kind: it must not take the place of what is to be said
+    with contextlib.suppress(Exception):  # whatever it is, it must not hide the message
         store = agents_store(patience_s)
         if store is not None and store.add(f"{said}, by so many", 1) > 1:
             store.wait([said], timedelta(seconds=patience_s))

@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism: every rank keeps a piece of each weight and has a whole one only while it computes.
+"""Fully sharded data parallelism: every rank keeps a shard of each weight, and a whole one only while it computes.
 
 ZeRO stage 3 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") in the
-form of PyTorch FSDP (Zhao et al. 2023). When something is sent is in `fsdp_walk.py`, what in `fsdp_units.py`.
+form of PyTorch FSDP (Zhao et al. 2023). `fsdp_walk.py` says when something is sent, `fsdp_units.py` what is sent.
 
 Streams. An NCCL transfer starts after what is queued on the current stream so far, and `wait` makes the current stream
 wait for it. All memory of transfers is allocated and freed on the current stream, and freed only after that wait, so
-the caching allocator hands it on in order; nothing needs `record_stream`, which would keep it for longer.
+the caching allocator reuses it in order. Nothing needs `record_stream`, which would keep the memory for longer.
 """
 
 import math
@@ -29,33 +29,35 @@ from .strategy import Strategy, check_wire_dtype, weak_hook
 class FSDP(Strategy):
     """Weights of Linear and Embedding sharded by rows over all ranks; all else is replicated, its gradients averaged.
 
-    A weight (rows, ...) is divided as torch.chunk and DTensor's Shard(0) do: ceil(rows / world_size) rows a rank, the
-    last ranks have fewer or none. After wrapping, the module's parameter of that name is this rank's shard, the same
-    object as before, in the type it had (the master weights, and what optimizers see); so is its gradient.
+    A weight (rows, ...) is divided as torch.chunk and DTensor's Shard(0) do: ceil(rows / world_size) rows per rank, and
+    fewer or none on the last ranks. After wrapping, the module's parameter of that name is this rank's shard. It is the
+    same object as before and has the dtype it had (the shards are the master weights, and what optimizers see). Its
+    gradient is a shard of that dtype too.
 
-    What is gathered together is a unit: the weights of one element of an nn.ModuleList (a Transformer block), and
-    elsewhere of one module. While a unit computes, forward or backward, the next one is on its way; so at most two are
-    whole. A unit's gradients leave as soon as they are there, and are waited for when the next unit's leave, or when
-    backward ends.
+    A unit is what is gathered together: the weights of one element of an nn.ModuleList (a Transformer block), and
+    elsewhere the weights of one module. While a unit computes, forward or backward, the next one is prefetched, so at
+    most two are whole. A unit's gradients are sent as soon as they are ready, and are waited for when the next unit's
+    are sent, or when backward ends.
 
-    compute_dtype: shards are cast to it before they travel; weights and their gradients have it in computation. Under
-    autocast give the same type, or autocast keeps its own copies of all weights until backward is over.
-    grad_dtype: the type in which gradients travel (default: the one they have).
+    compute_dtype: shards are cast to it before they are sent; weights and their gradients have it in computation. Under
+    autocast give the same dtype; otherwise autocast keeps its own copies of all weights until backward is over.
+    grad_dtype: the dtype in which gradients are sent (default: the one they have).
 
-    Accumulation: gradients are averaged after each backward, also inside `no_sync`, and summed as shards, since the sum
-    of means is the mean of sums; whole gradients would take as much memory as sharding saves.
+    Accumulation: gradients are averaged after each backward, also inside `no_sync`, and summed as shards, because the
+    sum of means is the mean of sums. Whole gradients would take as much memory as sharding saves.
 
-    Ranks may use different weights, but must make the same calls of forward and backward; in the first forward, which
-    teaches the order of units, only where they are registered in that order. Weights are whole only inside the calls of
-    their unit's module and its backward: in that first forward using one elsewhere is a RuntimeError. A block may be
-    compiled or checkpointed inside (its `forward` replaced, before or after wrapping) or checkpointed from outside,
-    with use_reentrant=False. Freeze parameters before wrapping.
+    Ranks may use different weights, but must make the same calls of forward and backward. In the first forward, which
+    teaches the order of units, they may use different weights only if the units are registered in that order. Weights
+    are whole only inside the calls of their unit's module and its backward; in that first forward, using one elsewhere
+    raises RuntimeError. A block may be compiled or checkpointed inside (its `forward` replaced, before or after
+    wrapping), or checkpointed from outside with use_reentrant=False. Freeze parameters before wrapping.
 
-    What the loss takes from a unit has to leave it through its module's outputs, in tensors, tuples, lists or dicts,
-    and may not be changed in place there: from an attribute, or in another class, backward would come to weights that
-    have not been gathered. Hooks on a sharded parameter are not called with its gradients, which are those of parts.
+    What the loss takes from a unit must leave it through its module's outputs, in tensors, tuples, lists or dicts, and
+    must not be modified in place there. If it came from an attribute, or inside another class, backward would reach
+    weights that have not been gathered. Hooks on a sharded parameter are not called with its gradients, which are those
+    of shards.
 
-    Raises ValueError where the ranks' modules are not alike, and for sparse gradients and max_norm of nn.Embedding.
+    Raises ValueError if the ranks' modules differ, and for sparse gradients and max_norm of nn.Embedding.
     """
 
     def __init__(
@@ -74,20 +76,20 @@ class FSDP(Strategy):
         self._trainable = self.trainable()
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._plan(list(range(len(self._stages))))
-        self._unknown = {True, False}  # whether with gradients: forward passes whose order is not learned yet
-        self._called: list[tuple[int, bool]] = []  # in such a pass: stages, and whether backward comes to them
+        self._unknown = {True, False}  # kinds of forward (True: with gradients) whose order is not learned yet
+        self._called: list[tuple[int, bool]] = []  # in such a pass: stages called, and whether backward reaches them
         self._walk: Walk | None = None  # through the forward pass under way
         self._back: Walk | None = None  # through the backward pass under way
-        self._task = -1  # its number in autograd
+        self._task = -1  # autograd's id of that backward pass, -1 without one
         self._marked = False  # whether `_mark_used` was called in this step
         self._scattering: Unit | None = None
-        self._hidden = False  # whether modules have what may not be used, in the place of their parts
+        self._hidden = False  # whether modules hold `Apart` tensors in place of their shards
         self._whole = {id(weight.full): (unit, weight) for unit in self._units for weight in unit.trainable}
         hook = weak_hook(self._after_gradient)
         for unit in self._units:
             for weight in unit.trainable:
                 weight.full.register_post_accumulate_grad_hook(hook)
-        # Hooks and not a new `forward`, so that they run outside of what compiles or checkpoints the forward.
+        # Hooks rather than a new `forward`, so that they run outside of what compiles or checkpoints the forward.
         outside = torch.compiler.disable
         module.register_forward_pre_hook(outside(self._before_forward))
         for number, stage in enumerate(self._stages):
@@ -99,9 +101,9 @@ class FSDP(Strategy):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if _in_backward():  # checkpointing computes it again
+        if _in_backward():  # the recompute of checkpointing
             return
-        self._reset()  # what is whole is of an older pass: the weights may have changed, or its backward never came
+        self._reset()  # what is whole is of an older pass: weights may have changed, or its backward never came
         self._walk = Walk(self._places)
         self._called = []
         if self._unknown:
@@ -112,13 +114,13 @@ class FSDP(Strategy):
     def _before_stage(self, number: int, module: nn.Module, inputs: Any) -> None:
         stage = self._stages[number]
         if _in_backward() or self._walk is None or not self._walk.visit(number):
-            stage.start()  # out of turn: all ranks have to do the same
+            stage.start()  # out of turn: all ranks must do the same
             stage.wait()
         stage.register(WHOLE)
 
     def _after_stage(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if _in_backward():
-            return  # the gradients come next
+            return  # keep the weights: the gradients come next
         stage = self._stages[number]
         stage.register(APART if self._hidden else PART)
         backed = _watch(output, partial(self._before_stage_backward, number))
@@ -126,11 +128,11 @@ class FSDP(Strategy):
             self._called.append((number, backed))
         if self._walk is None or not self._walk.is_at(number):
             stage.free()
-        elif not (self._walk.at_end() and torch.is_grad_enabled()):  # the last is the first that backward needs
+        elif not (self._walk.at_end() and torch.is_grad_enabled()):  # backward needs the last stage first, so keep it
             self._walk.leave()
 
     def _show_parts(self, *_: Any) -> None:
-        """Let the modules have their parts again after the first forward pass, also where it has failed."""
+        """Give the modules their shards again after the first forward pass, also if it has failed."""
         if self._hidden and not _in_backward():
             self._hidden = False
             for unit in self._units:
@@ -151,6 +153,7 @@ class FSDP(Strategy):
     def _learn(self) -> None:
         """Agree with all ranks on the order of the first forward pass, and of the first one with gradients."""
         everyone = comm.gather_objects(self._called, "the order of the units")
+        # The longest pass gives the order; stages that it did not call are inserted among their neighbours.
         order = [number for number, _ in max(everyone, key=lambda called: len(called))]
         for number in set(range(len(self._stages))).difference(order):
             insert(order, number, [stage.name.rpartition(".")[0] for stage in self._stages])
@@ -160,7 +163,7 @@ class FSDP(Strategy):
         self._plan(order, {number for called in everyone for number, backed in called if backed})
 
     def _plan(self, order: list[int], backed: Container[int] = ()) -> None:
-        """Lay out the walks of forward, and of backward as far back as it goes or may go on some rank."""
+        """Plan the walk of forward, and that of backward as far back as it goes, or may go, on any rank."""
         stages = self._stages
         self._places = [Place(number, stages[number].units, []) for number in order]
         goes = [number in backed or stages[number].trains for number in order]
@@ -180,14 +183,14 @@ class FSDP(Strategy):
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        self._reset(keep=self._task == -1)  # all but what forward has kept, unless a backward was broken off
+        self._reset(keep=self._task == -1)  # all but what forward kept whole, unless a backward was aborted
         self._mark_used()
         self._task, self._back = task, Walk(self._back_places, self._scatter)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
     def _before_stage_backward(self, number: int) -> None:
-        """Backward comes to a stage. autograd goes in the reverse order of forward, so later stages are done."""
+        """Backward reaches a stage. autograd goes in the reverse order of forward, so later stages are done."""
         self._begin_backward()
         assert self._back is not None
         if not self._back.is_at(number) and not self._back.visit(number) and self._back.knows(number):
@@ -197,7 +200,7 @@ class FSDP(Strategy):
         if not isinstance(stage.module, EMBEDDINGS):
             stage.start()
             stage.wait()
-            stage.register(WHOLE)  # checkpointing computes the forward again, with the module's weights
+            stage.register(WHOLE)  # checkpointing recomputes the forward, with the module's weights
 
     def _after_gradient(self, full: Tensor) -> None:
         self._begin_backward()
@@ -208,7 +211,7 @@ class FSDP(Strategy):
             self._scatter(unit)
 
     def _scatter(self, unit: Unit) -> None:
-        self._wait_scatter()  # here and not before, so that one is under way while the next unit computes
+        self._wait_scatter()  # not earlier, so that it was under way while this unit computed
         unit.start_scatter()
         self._scattering = unit
 
@@ -218,7 +221,7 @@ class FSDP(Strategy):
             self._scattering = None
 
     def _end_backward(self) -> None:
-        """Go to the end of the walk, as other ranks may have done, and send what came after its turn."""
+        """Go to the end of the walk, as other ranks may have done, and send gradients that came after their turn."""
         if self._back is None:
             return
         self._back.to_end()
@@ -226,14 +229,14 @@ class FSDP(Strategy):
             for unit in place.due:
                 if unit.arrived or not unit.scattered:
                     self._scatter(unit)
-        self._wait_scatter()  # so that whoever drops the gradients, an optimizer's zero_grad too, drops all of them
+        self._wait_scatter()  # so that whoever drops the gradients, even an optimizer's zero_grad, drops all of them
         self._back, self._task = None, -1
         for unit in self._units:
             unit.free()
             unit.forget()
 
     def _reset(self, keep: bool = False) -> None:
-        """Forget a pass that was broken off; free what is whole."""
+        """Discard a pass that was aborted; free what is whole."""
         self._walk = None
         self._show_parts()
         if self._task != -1 and self._scattering is not None:
@@ -246,7 +249,7 @@ class FSDP(Strategy):
         self._back, self._task = None, -1
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
-        # What `to`, `half` and `cuda` go through. Units have memory of the type and on the device that they began with.
+        # `to`, `half` and `cuda` call this. Units keep memory of the dtype and on the device that they began with.
         for name, p in self.module.named_parameters():
             other = fn(p.detach()[:0] if p.ndim else p.detach())
             if (other.dtype, other.device) != (p.dtype, p.device):
@@ -255,7 +258,7 @@ class FSDP(Strategy):
         return super()._apply(fn, recurse)
 
     def gathered_bytes(self) -> int:
-        """Memory of the units that are whole at the moment, or on their way."""
+        """Bytes of the units that are whole at the moment or being gathered."""
         return sum(unit.whole.nbytes for unit in self._units if unit.whole.is_there())
 
     # -- the contract -------------------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ class FSDP(Strategy):
         missing = [i for i, p in enumerate(self._trainable) if not self._used(p)]
         used = torch.ones(len(self._trainable), device=self._trainable[0].device)
         if missing:
-            used[missing] = 0  # as in UsedParameters: a flag for each, read only by a rank that misses something
+            used[missing] = 0  # as in UsedParameters: one flag each, read only by a rank that misses something
         replicated = [p for p in self._trainable if id(p) not in self._sharded]
         for p in replicated:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -283,7 +286,7 @@ class FSDP(Strategy):
                     self._trainable[i].grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and forget who was used, and a backward pass that was broken off."""
+        """Clear the gradients, and forget which weights were used and a backward pass that was aborted."""
         if self._task != -1:
             self._reset()
         self._marked = False
@@ -294,14 +297,14 @@ class FSDP(Strategy):
         return parameter.grad is not None if weight is None else weight.used
 
     def _mark_used(self) -> None:
-        """Once a step, before its gradients: what has a gradient already keeps it, whoever uses it now."""
+        """Once per step, before its gradients: a weight that has a gradient already keeps it, whoever uses it now."""
         if not self._marked:
             self._marked = True
             for weight in self._sharded.values():
                 weight.used = weight.shard.grad is not None
 
     def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
-        """Scale the averaged gradients to a common 2-norm, over all shards, of at most max_norm; return it before."""
+        """Scale the averaged gradients to a common 2-norm, over all shards, of at most max_norm; return the old one."""
         gradients: dict[bool, list[Tensor]] = {True: [], False: []}
         for p in self._trainable:
             if p.grad is not None:
@@ -317,7 +320,7 @@ class FSDP(Strategy):
         return norm
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter whole, in the type of the master weights, by its name; replicated ones as they are.
+        """Every parameter whole, in the dtype of the master weights, by its name; replicated ones as they are.
 
         All ranks call it together.
         """
@@ -332,7 +335,7 @@ class FSDP(Strategy):
         return whole
 
     def shards(self) -> dict[str, tuple[torch.Size, int]]:
-        """By name, the sharded parameters: the whole shape, and the first row that this rank has."""
+        """The sharded parameters by name: the whole shape, and the first row that this rank has."""
         named = self.module.named_parameters(remove_duplicate=False)
         weights = {name: self._sharded[id(p)] for name, p in named if id(p) in self._sharded}
         return {name: (weight.shape, weight.first_row) for name, weight in weights.items()}
@@ -343,7 +346,7 @@ def _in_backward() -> bool:
 
 
 def _watch(output: Any, hook: Callable[[], None]) -> bool:
-    """Call `hook` when the gradient of a tensor in output is there, before backward goes on to where it comes from."""
+    """Call `hook` when the gradient of a tensor in output is ready, before backward goes on into what computed it."""
     tensors = [output] if isinstance(output, Tensor) else tree_leaves(output)
     tensors = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad] if torch.is_grad_enabled() else []
     for tensor in tensors:

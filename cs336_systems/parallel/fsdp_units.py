@@ -1,4 +1,4 @@
-"""What fully sharded training sends: weights that travel together, and back as gradients.
+"""What fully sharded training sends: weights that are gathered together, and their gradients on the way back.
 
 `fsdp.py` says when, and where the method comes from.
 """
@@ -20,13 +20,13 @@ SHARDED = (Linear, nn.Linear, *EMBEDDINGS)
 
 
 class Memory:
-    """Tensors on one memory, which is there at first, and then only from `take` to `give_back`; the tensors stay."""
+    """Tensors on one storage, which has memory at first, and then only from `take` to `give_back`; the tensors stay."""
 
-    ALIGNMENT = 512  # bytes, as PyTorch's allocator has it on GPUs
+    ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
         sizes = [-(-shape.numel() * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT for shape in shapes]
-        sizes[-1] = shapes[-1].numel() * dtype.itemsize  # nothing lies behind it
+        sizes[-1] = shapes[-1].numel() * dtype.itemsize  # the last needs no padding
         parts = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device=device).split(
             [size // dtype.itemsize for size in sizes]
         )
@@ -44,9 +44,9 @@ class Memory:
 
 
 class Parcel:
-    """What is sent for tensors like these: in shapes that may have room behind their rows, and in one type.
+    """What is sent for tensors like these: in one dtype, and in shapes that may be padded behind their rows.
 
-    They go as they are where all have shape and type, and else as copies, which one kernel makes.
+    Tensors are sent as they are if all have that shape and dtype, and otherwise as copies, which one kernel makes.
     """
 
     def __init__(self, like: Sequence[Tensor], shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
@@ -70,11 +70,11 @@ class Parcel:
 
 
 WHOLE, PART, APART = range(3)
-"""What modules may have in the place of a weight: all of it, this rank's part, or what must not be used, `Apart`."""
+"""What modules may have in place of a weight: all of it, this rank's shard, or an `Apart`, which must not be used."""
 
 
 class Apart(Tensor):
-    """In the place of a weight while it is not whole. Using it raises RuntimeError: a part would give wrong numbers."""
+    """Stands for a weight while it is not whole. Using it raises RuntimeError: a shard would give wrong numbers."""
 
     weight_name: str
     _HARMLESS: ClassVar = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__}  # type: ignore
@@ -93,15 +93,15 @@ class Apart(Tensor):
 
 
 class Weight:
-    """One weight: this rank's rows, and the whole, whose memory is there only while it is needed."""
+    """One weight: this rank's rows, and the whole weight, whose memory exists only while it is needed."""
 
     full: nn.Parameter
 
     def __init__(self, parameter: nn.Parameter, name: str, owners: list[tuple[dict[str, Any], str]]) -> None:
-        self.shard, self.owners = parameter, owners  # where modules have it: their dict of parameters, its name there
+        self.shard, self.owners = parameter, owners  # owners: the modules' dicts of parameters, and its name in each
         self.shape, self.used = parameter.shape, False
         rows, world_size = self.shape[0], comm.world_size()
-        self.piece = torch.Size((-(-rows // world_size), *self.shape[1:]))  # of each rank, padded where rows are fewer
+        self.piece = torch.Size((-(-rows // world_size), *self.shape[1:]))  # per rank, padded where it has fewer rows
         self.padded = torch.Size((world_size * self.piece[0], *self.shape[1:]))
         self.first_row = min(comm.rank() * self.piece[0], rows)
         parameter.grad = None
@@ -111,18 +111,18 @@ class Weight:
         self.apart.weight_name = name
 
     def lay(self, room: Tensor) -> None:
-        """Let the whole weight be on this tensor."""
-        # Two tensors on one memory: what is written into `room` does not count as a change of `full`, which autograd
-        # has saved for backward and expects to find as it was.
+        """Let the whole weight lie on this tensor's memory."""
+        # Two tensors on one memory: writing into `room` does not count as a change of `full`, which autograd has saved
+        # for backward and expects to find unchanged.
         self.full = nn.Parameter(room.data[: self.shape[0]], requires_grad=self.shard.requires_grad)
 
 
 class Unit:
-    """Weights that travel together, in one transfer straight to and from where they are used.
+    """Weights that are sent together, in one transfer straight to and from where they are used.
 
-    The gathered rows of all ranks are the weight, and rows of a gradient go to the rank they belong to as they lie in
-    it: nothing is copied in between but to change the type, or where the rows do not divide by the number of ranks.
-    What a step needs again and again is made here once, for the host is to be faster than the GPU.
+    The gathered rows of all ranks are the weight, and rows of a gradient are sent to their rank from where they lie in
+    it. Nothing is copied in between, except to change the dtype or where the rows do not divide by the number of ranks.
+    What every step needs is made here once, because the host must be faster than the GPU.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Unit:
         self._waiting = f"wait for gather of {name}"
         device = weights[0].shard.device
         self._shards: list[Tensor] = [w.shard for w in weights]
-        # On one memory: of each tensor of its own the GPU's allocator may keep up to 1 MB beyond its end.
+        # The shards share one memory, because behind each separate tensor the GPU's allocator may keep up to 1 MB.
         together = Memory([shard.shape for shard in self._shards], self._shards[0].dtype, device)
         for shard, place in zip(self._shards, together.tensors, strict=True):
             shard.data = place.copy_(shard.data)
@@ -143,7 +143,7 @@ class Unit:
         self._places = [(parameters, key, (w.full, w.shard, w.apart)) for w in weights for parameters, key in w.owners]
         self._registered = PART
         self._pieces = Parcel(self._shards, [w.piece for w in weights], dtype)
-        self._present = False  # whole, or under way
+        self._present = False  # whole, or being gathered
         self._gather: comm.Transfer | None = None
         self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
         self.trainable = [w for w in weights if w.full.requires_grad]
@@ -157,13 +157,13 @@ class Unit:
         self.forget()
 
     def forget(self) -> None:
-        """Be as before the first backward."""
+        """Return to the state before the first backward."""
         self.arrived, self.scattered = 0, False
         for weight in self.trainable:
             weight.full.grad = None
 
     def register(self, what: int) -> None:
-        """Let the modules have the weights WHOLE, this rank's PART of them, or what is APART."""
+        """Give the modules the weights WHOLE, this rank's PART of them, or what is APART."""
         if what != self._registered:
             self._registered = what
             for parameters, name, three in self._places:
@@ -185,7 +185,7 @@ class Unit:
             self._pieces.give_back()
 
     def free(self) -> None:
-        """Give the memory of the whole weights back; the tensors stay, for autograd has saved them."""
+        """Free the memory of the whole weights. The tensors stay, because autograd has saved them."""
         if self._present:
             self.wait_gather()
             if self._registered == WHOLE:
@@ -194,7 +194,7 @@ class Unit:
             self._present = False
 
     def start_scatter(self) -> None:
-        """Take the gradients from the whole weights and send each rank its rows; zeros for weights without."""
+        """Take the gradients off the whole weights and send each rank its rows; zeros where there is no gradient."""
         gradients = []
         for weight in self.trainable:
             gradient = weight.full.grad
@@ -206,11 +206,11 @@ class Unit:
         self.arrived, self.scattered = 0, True
 
     def wait_scatter(self) -> None:
-        """Add what has come to the gradients of the shards."""
+        """Add the rows that were received to the gradients of the shards."""
         if self._scatter is None:
             return
         self._scatter[0].wait()
-        self._scatter = None  # and with it what was sent
+        self._scatter = None  # also drops what was sent
         self._gradients.give_back()
         new = [torch.empty_like(w.shard) for w in self.trainable]
         torch._foreach_copy_(new, self._mine)
@@ -223,7 +223,7 @@ class Unit:
                 shard.grad.add_(gradient)
 
     def drop_scatter(self) -> None:
-        """Forget gradients that are on their way."""
+        """Discard gradients that are being sent."""
         if self._scatter is not None:
             self._scatter[0].wait()
             self._scatter = None
@@ -231,7 +231,7 @@ class Unit:
             self._got.give_back()
 
     def gather_masters(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
-        """By each shard what `keep` makes of the weight whole, in the type of the shard."""
+        """Map each shard to what `keep` returns for its whole weight, in the dtype of the shard."""
         rooms = [w.shard.new_empty(w.padded) for w in self.weights]
         parcel = Parcel(self._shards, [w.piece for w in self.weights], self._shards[0].dtype)
         comm.start_gather(rooms, parcel.pack(self._shards), f"gather of all of {self.name}").wait()
@@ -241,7 +241,7 @@ class Unit:
 class Stage:
     """A module whose calls need the weights of units to be whole: a block, or a single Linear or Embedding.
 
-    It has one unit, or more where some of its weights are shared with other stages or have another type.
+    It has one unit, or more if some of its weights are shared with other stages or have another dtype.
     """
 
     def __init__(self, name: str, module: nn.Module, units: list[Unit]) -> None:
@@ -267,7 +267,7 @@ class Stage:
 
 def divide(module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None) -> list[Stage]:
     """Shard the weights of a module; return its stages in the order in which they are registered."""
-    sharded: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}  # and where modules have it
+    sharded: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}  # each with where modules have it
     for child in module.modules():
         weight = child._parameters.get("weight") if isinstance(child, SHARDED) else None
         if weight is not None and weight.numel():
@@ -283,7 +283,8 @@ def divide(module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: tor
         for p in stage.parameters():
             if p in sharded:
                 users[p].append(number)
-    # A unit is what the same stages use: for tied weights it is theirs together, and as a rule of one stage.
+    # Weights that the same stages use form a unit. As a rule that is one stage; for tied weights it is all stages that
+    # share them.
     groups: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for p in sharded:
         groups.setdefault((tuple(users[p]), p.dtype), []).append(p)
@@ -300,7 +301,7 @@ def divide(module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: tor
 
 
 def _find_stages(module: nn.Module, sharded: Container[nn.Parameter], in_list: bool = False) -> list[nn.Module]:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # which are never called themselves
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
         in_list = in_list or isinstance(module, nn.ModuleList)
     elif in_list or any(p in sharded for p in module._parameters.values() if p is not None):
         return [module]

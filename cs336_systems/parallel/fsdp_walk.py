@@ -1,4 +1,4 @@
-"""When fully sharded training sends: the walk through a model that all ranks make alike.
+"""When fully sharded training communicates: a walk through the model, the same on all ranks.
 
 `fsdp.py` says where the method comes from, `fsdp_units.py` what is sent.
 """
@@ -10,7 +10,7 @@ from .fsdp_units import Unit
 
 
 class Place(NamedTuple):
-    """A place in a walk: a stage by its number, what is gathered for it, whose gradients are complete after it."""
+    """A place in a walk: a stage, the units gathered for it, and those whose gradients are complete after it."""
 
     number: int
     gathered: list[Unit]
@@ -18,11 +18,11 @@ class Place(NamedTuple):
 
 
 class Walk:
-    """One pass through all places of a plan, one after another.
+    """One pass through all places of a plan, in order.
 
-    Coming to a place starts the gather of the next one; leaving it sends the gradients that are due, where they have
-    not left yet, and frees its units. A rank passes in the same way over places that it does not use. So all ranks
-    start the same transfers in the same order, which is all that collectives need.
+    Arriving at a place starts the all-gather of the next one. Leaving a place sends the gradients that are due there
+    and have not been sent yet, and frees its units. A rank passes in the same way over places that it does not use. So
+    all ranks start the same transfers in the same order, which is all that collectives need.
     """
 
     def __init__(self, places: list[Place], scatter: Callable[[Unit], None] | None = None) -> None:
@@ -58,7 +58,7 @@ class Walk:
             return
         here = self.places[self.at]
         for unit in here.due:
-            if self._scatter and not unit.scattered:  # not used here, or not all of it
+            if self._scatter and not unit.scattered:  # not used on this rank, or not all of it
                 self._scatter(unit)
         following = [] if self.at_end() else self.places[self.at + 1].gathered
         for unit in here.gathered:
@@ -71,7 +71,7 @@ class Walk:
                 self.leave()
             self.at += 1
             for unit in self.places[self.at].gathered:
-                unit.start_gather()  # of the first place; the others are under way
+                unit.start_gather()  # starts only those of the first place; the others are under way
                 if self.at == to:
                     unit.wait_gather()
             if not self.at_end():
@@ -80,7 +80,7 @@ class Walk:
 
 
 def insert(order: list[int], number: int, folders: list[str]) -> None:
-    """Put a stage that has not been called among its neighbours: those of the same list, or those registered beside."""
+    """Insert a stage that was not called among its neighbours: those of the same list, or those registered beside."""
     near = [other for other in order if folders[other] == folders[number]] if folders[number] else []
     near = near or order
     if before := [other for other in near if other < number]:

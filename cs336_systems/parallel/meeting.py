@@ -1,8 +1,8 @@
-"""Where the ranks of one start find each other, and not those of a start before.
+"""Where the ranks of one start find each other, and not the ranks of an earlier start.
 
 The agents of torchrun keep one key-value store through all restarts, and PyTorch's process groups leave their addresses
-in it under names that do not change. A rank that is first to come back reads where another one was, and the restart
-fails; the number of restarts is no name either, each agent counts its own (pytorch/pytorch issue 135712).
+in it under names that do not change. The first rank to come back reads an earlier start's address, and the restart
+fails. The number of restarts cannot tell them apart, because each agent counts its own (pytorch/pytorch issue 135712).
 """
 
 import os
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 
 def meeting_place(timeout_s: float) -> dict[str, Any]:
-    """What `init_process_group` takes of where the ranks are, where this process has an agent; nothing otherwise.
+    """Arguments of `init_process_group` that say where the ranks are, if this process has an agent; otherwise none.
 
-    Raises RuntimeError where not all ranks come within timeout_s.
+    Raises RuntimeError if not all ranks come within timeout_s.
     """
     if (store := agents_store(timeout_s)) is None:
         return {}
@@ -26,9 +26,9 @@ def meeting_place(timeout_s: float) -> dict[str, Any]:
 
 
 def agents_store(timeout_s: float) -> dist.Store | None:
-    """The key-value store that the agents keep for all processes, or None where no agent has started this one.
+    """The key-value store that the agents keep for all processes, or None if no agent has started this one.
 
-    Raises RuntimeError where it does not answer within timeout_s.
+    Raises RuntimeError if it does not answer within timeout_s.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -39,9 +39,9 @@ def agents_store(timeout_s: float) -> dist.Store | None:
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """A part of the store that no earlier start has written to, the same one on all ranks of this start.
 
-    Rank 0 draws its name. The others cannot know which name in the store is today's, so each asks under a name of its
-    own, which nobody but today's rank 0 answers, and rank 0 goes on until all have taken its answer: a question of an
-    earlier start it answers in vain.
+    Rank 0 draws its name. The others cannot know which name in the store belongs to this start. So each asks under a
+    name of its own, which only this start's rank 0 answers, and rank 0 goes on until all have taken its answer. If it
+    answers a question of an earlier start, nobody takes that answer.
     """
     own = uuid.uuid4().hex
     if rank != 0:

@@ -1,4 +1,4 @@
-"""What every strategy is: a module around a module, and the contract by which the training loop uses it."""
+"""The base of all strategies: a module around a module, and the contract that the training loop relies on."""
 
 import math
 import weakref
@@ -16,21 +16,21 @@ from . import comm
 
 
 class Strategy(nn.Module):
-    """One process, nothing to communicate: the strategy `none`, and what the others have in common.
+    """The strategy `none` (one process, nothing to communicate), and what the other strategies have in common.
 
-    At the start all ranks get rank 0's parameters and buffers. Gradients are averaged over ranks between
-    `backward` and the optimizer's step: where ranks have different numbers of tokens, each scales its mean loss by
-    `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards; one that some have used has one,
-    with zeros for the others.
+    At the start all ranks get rank 0's parameters and buffers. Gradients are averaged over ranks between `backward` and
+    the optimizer's step. If ranks have different numbers of tokens, each scales its mean loss by `comm.mean_weight`. A
+    parameter that no rank has used has no gradient afterwards. One that only some ranks have used has one, to which the
+    others contribute zeros.
 
-    Gradients are those that a backward pass leaves. One backward pass goes through one strategy: several models that
-    share it belong in one module. Parameters that are added later are not known to it.
+    Gradients are those that a backward pass leaves. One backward pass goes through one strategy, so several models that
+    share it belong in one module. A strategy does not know parameters that are added later.
 
-    Not to be copied or pickled: its hooks are on the parameters that it was given. What `full_state_dict` gives is, and
-    its `module`, unless that is sharded.
+    A strategy cannot be copied or pickled, because its hooks are on the parameters that it was given. What
+    `full_state_dict` returns can be, and so can its `module`, unless that is sharded.
 
-    Raises ValueError where the ranks' modules are not alike, for a module that a strategy is in or has sharded, and for
-    a grad_dtype that gradients cannot travel in.
+    Raises ValueError if the ranks' modules differ, for a module that contains a strategy or that one has sharded, and
+    for a grad_dtype in which gradients cannot be sent.
     """
 
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
@@ -57,7 +57,7 @@ class Strategy(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Which copy.deepcopy and torch.save ask too. A copy would have parameters without hooks.
+        # copy.deepcopy and torch.save call this too. A copy would have parameters without hooks.
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: its module can, before it is wrapped, "
                         "and so can what full_state_dict gives")  # fmt: skip
 
@@ -71,26 +71,26 @@ class Strategy(nn.Module):
             self._synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
-        """To be called between the last backward and the optimizer's step; returns when gradients are averaged.
+        """Return when gradients are averaged. To be called between the last backward and the optimizer's step.
 
-        On a GPU "returns" means that what is queued after it sees them.
+        On a GPU, "returns" means that work queued after it sees the averages.
         """
 
     def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
-        """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, a tensor."""
+        """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, as a tensor."""
         return clip_gradient(self.module.parameters(), max_norm)
 
     def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
-        """The state dict that one process alone would have. All ranks call it together, and not in a forward pass.
+        """The state dict that a single process would have. All ranks call it together, outside a forward pass.
 
-        Without to_rank all ranks get it, on their devices, what is whole already as it is. With it that rank gets
-        copies in main memory, which may hold what its GPU cannot, and the others get {}: of a sharded module they have
-        no more whole at a time than what travels together, a block.
+        Without to_rank all ranks get it, on their devices; tensors that are whole already are returned as they are.
+        With to_rank that rank gets copies in main memory, which may hold more than its GPU can, and the others get {}:
+        of a sharded module they hold no more whole at a time than what is sent together, a block.
 
-        Raises ValueError where there is no such rank.
+        Raises ValueError if there is no such rank.
         """
-        parts = self.module.state_dict(keep_vars=True)  # itself, not a view, so that a tied weight is one
-        # What a module has besides (`get_extra_state`) is whole on each rank.
+        parts = self.module.state_dict(keep_vars=True)  # themselves, not views, so that a tied weight is one tensor
+        # Other entries of a module (`get_extra_state`) are whole on each rank.
         tensors = [part for part in parts.values() if isinstance(part, Tensor)]
         whole = self._gather_whole(list(dict.fromkeys(tensors)), _keep_on(to_rank))
         if to_rank not in (None, comm.rank()):
@@ -98,15 +98,15 @@ class Strategy(nn.Module):
         return {name: whole[part] if isinstance(part, Tensor) else part for name, part in parts.items()}
 
     def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
-        """By each tensor of the state dict what `keep` makes of it whole; nothing else holds the whole one then."""
+        """Map each tensor of the state dict to what `keep` returns for it whole; nothing else holds the whole one."""
         return {part: keep(part.detach()) for part in parts}
 
     def shards(self) -> dict[str, tuple[torch.Size, int]]:
-        """By name, the parameters of which this rank has some rows only: the whole shape, and the first row it has."""
+        """The parameters of which this rank has only some rows, by name: the whole shape, and the first row it has."""
         return {}
 
     def gathered_bytes(self) -> int:
-        """Memory of weights that are whole at the moment besides this rank's own part of them."""
+        """Bytes of weights that are whole at the moment, besides this rank's own part of them."""
         return 0
 
     @property
@@ -120,7 +120,7 @@ class Strategy(nn.Module):
 
 
 def check_wire_dtype(name: str, dtype: Any) -> None:
-    """Raise ValueError for a type in which neither gradients nor weights can travel."""
+    """Raise ValueError for a dtype in which neither gradients nor weights can be sent."""
     known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
     if not any(dtype is one for one in known):
         raise ValueError(f"{name} is {dtype!r}: it must be one of {', '.join(map(str, known))}")
@@ -136,7 +136,7 @@ def _describe(t: Tensor) -> str:
 
 
 def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:
-    """What a whole tensor leaves here: itself, or a copy in main memory on the rank that it is for and else nothing."""
+    """What to keep of a whole tensor: itself or, given a rank, a copy in main memory there and nothing elsewhere."""
     if rank is None:
         return lambda tensor: tensor
     if not 0 <= rank < comm.world_size():
@@ -146,7 +146,7 @@ def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:
 
     def forget(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
-            # In step with the rank that copies: the time limit of the next transfer is not to begin before its turn.
+            # Stay in step with the rank that copies, or the next transfer's time limit begins before its turn.
             torch.cuda.current_stream(tensor.device).synchronize()
         return tensor.new_empty(0)
 
@@ -154,10 +154,10 @@ def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:
 
 
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The bound method as a hook that does not keep its object alive, and does nothing once that is gone.
+    """Make a hook of a bound method that does not keep its object alive, and does nothing once that is gone.
 
-    A parameter holds its hooks where Python's collector cannot see them, so a strategy that they hold would never be
-    freed: it holds the parameter in turn.
+    A parameter holds its hooks where Python's garbage collector cannot see them. So a strategy that they hold would
+    never be freed, because it holds the parameter in turn.
     """
     reference = weakref.WeakMethod(method)
 
@@ -169,7 +169,7 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_as_part(parameter: Tensor) -> None:
-    """Let `is_part` know that a parameter is this rank's part of one that is sharded."""
+    """Mark a parameter as this rank's part of a sharded one, for `is_part`."""
     parameter._is_part_of_a_sharded_one = True  # type: ignore[attr-defined]
 
 
@@ -179,10 +179,10 @@ def is_part(parameter: Tensor) -> bool:
 
 
 class UsedParameters:
-    """Which parameters some rank has used, agreed on while their gradients are averaged.
+    """Which parameters some rank has used; the ranks agree on it while the gradients are averaged.
 
-    A rank that has not used a parameter sends zeros in its place, so that all ranks send the same. Whether anybody has
-    used it travels as a flag, which only a rank that has not used it waits for.
+    A rank that has not used a parameter sends zeros in place of its gradient, so that all ranks send the same tensors.
+    Whether any rank has used it is sent as a flag, which only a rank that has not used it waits for.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -202,7 +202,7 @@ class UsedParameters:
         return self._flags
 
     def settle(self) -> None:
-        """After the flags' way: take back the gradients that nobody has."""
+        """After the flags are averaged: drop the gradients of parameters that no rank has used."""
         if self._missing:
             used = to_host(self._flags).tolist()
             for i in self._missing:

@@ -1,6 +1,6 @@
-"""PyTorch's own data parallelism behind the same contract, to measure against. As its users run it, with its limits.
+"""PyTorch's own data parallelism behind the same contract, to measure against: as its users run it, with its limits.
 
-`DistributedDataParallel` raises where a parameter is not used; `fully_shard` keeps parameters as DTensors.
+`DistributedDataParallel` raises if a parameter is not used; `fully_shard` keeps parameters as DTensors.
 """
 
 import math
@@ -22,7 +22,7 @@ _COMPRESS = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: de
 
 
 class TorchDDP(Strategy):
-    """`torch.nn.parallel.DistributedDataParallel`, gradients as views of its buckets."""
+    """`torch.nn.parallel.DistributedDataParallel`, with gradients as views of its buckets."""
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__(module, grad_dtype)
@@ -31,9 +31,9 @@ class TorchDDP(Strategy):
             if grad_dtype == torch.bfloat16 and not all(p.is_cuda for p in module.parameters()):
                 raise ValueError("parallel.grad_dtype is bf16: it must be same, fp32 or fp16 with parallel.strategy "
                                  "torch_ddp on a CPU, where PyTorch's DDP does not compress to bfloat16")  # fmt: skip
-            # Not a submodule of this one, which would name every parameter twice.
+            # Not a submodule of this one, because that would name every parameter twice.
             ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True)
-            if grad_dtype in _COMPRESS:  # float32 is what they are
+            if grad_dtype in _COMPRESS:  # float32 needs no hook: it is what they are
                 ddp.register_comm_hook(None, _COMPRESS[grad_dtype])
             object.__setattr__(self, "_ddp", ddp)
 
@@ -73,7 +73,7 @@ class TorchFSDP(Strategy):
 
     @property
     def sharded(self) -> bool:
-        """Its shards are DTensors, which say themselves what they are."""
+        """Its shards are DTensors, which describe themselves."""
         return dist.is_initialized()
 
     def _set_sync(self, wanted: bool) -> None:

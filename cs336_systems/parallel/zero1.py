@@ -1,7 +1,7 @@
-"""ZeRO stage 1: each rank keeps the optimizer's state of a part of the parameters, steps that, and sends it to all.
+"""ZeRO stage 1: each rank keeps the optimizer state of a part of the parameters, updates it, and sends it to all.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1. AdamW in
-float32 holds 8 bytes a parameter; on N ranks each holds 8 / N.
+float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,34 +15,37 @@ from torch.optim import Optimizer
 from . import comm
 from .strategy import is_part
 
-# By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank steps 4 GB in 7 ms (28 bytes a parameter at
-# 4 TB/s) and sends them in 13 ms (at 300 GB/s). Hidden is neither the first round's step, 1 ms at 512 MB, nor the host
-# where a round takes it longer than the transfer: 1 ms, if it is slow, beside 0.9 ms of 256 MB and 1.8 ms of 512 MB.
+# By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank updates 4 GB in 7 ms (28 bytes per
+# parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two things are not hidden: the first round's update, 1 ms
+# at 512 MB, and the host, where a round takes it longer than the transfer does: 1 ms, if it is slow, compared with 0.9
+# ms for 256 MB and 1.8 ms for 512 MB.
 TRANSFER_MB = 512
-_ALIGNMENT = 512  # bytes, what PyTorch's allocator gives on a GPU; kernels choose their loads by it
+_ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels choose their loads by it
 
 
 class ShardedOptimizer(Optimizer):
-    """`optimizer_cls(params, **kwargs)` with its state spread over ranks; to the last bit the same updates.
+    """`optimizer_cls(params, **kwargs)` with its state sharded over ranks; the updates are the same to the last bit.
 
-    Any optimizer will do that updates each parameter from its own gradient and state alone. Whole parameters are
-    assigned to ranks (`owner_of`), so that no two ranks' elements differ by more than those of the largest parameter.
-    Frozen ones are assigned at the first step after they are thawed; till then all ranks keep what is loaded for them.
+    Any optimizer works that updates each parameter from its own gradient and state alone. Whole parameters are assigned
+    to ranks (`owner_of`), so that the element counts of two ranks differ by at most the size of the largest parameter.
+    Frozen parameters are assigned at the first step after they are thawed; until then all ranks keep the state that is
+    loaded for them.
 
-    `step` goes in rounds: every rank steps a piece of its part, at most `transfer_mb` times 2^20 bytes or a single
-    parameter, and while it steps the next the pieces of all ranks travel together. All ranks have to have equal
-    parameters and gradients beforehand, and to call `step`, `add_param_group` and `consolidate_state_dict` together.
+    `step` goes in rounds. In each round, every rank updates a piece of its part: at most `transfer_mb` times 2^20
+    bytes, or a single parameter. While it updates the next piece, the pieces of all ranks are sent together. All ranks
+    must have equal parameters and gradients beforehand, and must call `step`, `add_param_group` and
+    `consolidate_state_dict` together.
 
-    With more ranks than one, parameters are moved when they are assigned: those of a piece into one flat tensor, which
-    is one transfer (and what torch.save of any of them saves). They stay the same objects; what knows their addresses,
-    as a CUDA graph does, or shares their memory, as a state dict does, is to be made afterwards. One that lies in a
-    larger storage on any rank stays there and is sent by itself.
+    With more than one rank, parameters are moved when they are assigned: those of a piece into one flat tensor, which
+    is one transfer (and what torch.save of any of them saves). They stay the same objects. Anything that knows their
+    addresses, as a CUDA graph does, or shares their memory, as a state dict does, must be made afterwards. A parameter
+    that lies in a larger storage on any rank stays there and is sent by itself.
 
-    `param_groups` hold all parameters, and what is written there counts: a scheduler sees an ordinary optimizer.
-    `state`, and so `state_dict`, have this rank's own part.
+    `param_groups` hold all parameters, and changes to them take effect, so a scheduler sees an ordinary optimizer.
+    `state`, and so `state_dict`, hold this rank's own part.
 
-    Raises ValueError where optimizer_cls is no optimizer, or the parameters are not the same on all ranks or cannot be
-    sent.
+    Raises ValueError if optimizer_cls is not an optimizer, or if the parameters are not the same on all ranks or cannot
+    be sent.
     """
 
     def __init__(
@@ -62,14 +65,14 @@ class ShardedOptimizer(Optimizer):
         self._assign()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Which copy.deepcopy and torch.save ask too. A copy would send parameters that its model does not have.
+        # copy.deepcopy and torch.save call this too. A copy would send parameters that its model does not have.
         raise TypeError("a ShardedOptimizer cannot be copied or pickled: its state_dict can, and what "
                         "consolidate_state_dict gives")  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are assigned to ranks as the first were. Those stay where they are."""
+        """Add parameters, and assign them to ranks like the first ones. Those stay where they are."""
         super().add_param_group(param_group)
-        if self._inner is not None:  # otherwise it is the constructor, which assigns the parameters of all groups
+        if self._inner is not None:  # otherwise called by the constructor, which assigns all groups itself
             try:
                 self._assign()
             except Exception:
@@ -77,14 +80,14 @@ class ShardedOptimizer(Optimizer):
                 raise
 
     def owner_of(self, parameter: Tensor) -> int | None:
-        """The rank with the parameter's state, None for a frozen one. Raises ValueError for one not known here."""
+        """The rank with the parameter's state, None for a frozen one. Raises ValueError for an unknown parameter."""
         if parameter not in self._owners and not any(parameter is p for p in self._unassigned):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is none of this optimizer's")
         return self._owners.get(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update all parameters. Evaluates the closure once and returns its loss; hands kwargs on."""
+        """Update all parameters. Evaluates the closure once and returns its loss; passes kwargs on."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,11 +99,11 @@ class ShardedOptimizer(Optimizer):
         self._inner.state = self.state
         transfers = []
         for i, each in enumerate(self._rounds):
-            groups = zip(self.param_groups, each.own, strict=False)  # of groups added later it has nothing
+            groups = zip(self.param_groups, each.own, strict=False)  # a round has nothing of groups added after it
             self._inner.param_groups = [{**group, "params": own} for group, own in groups if own]
             if self._inner.param_groups:
                 self._inner.step(**kwargs)
-            # Also what has no gradient here: all ranks have to start the same transfers.
+            # Parameters without a gradient here are sent too: all ranks must start the same transfers.
             transfers.append(comm.start_broadcasts(each.sources(), f"updated parameters, round {i + 1}"))
         for each, transfer in zip(self._rounds, transfers, strict=True):
             transfer.wait()
@@ -109,7 +112,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _find_strays(self) -> None:
-        """Find parameters that were moved since, and see that none lies where another one is or is to be put."""
+        """Find parameters that were moved since, and ensure that none lies where another one is or will be put."""
         strays = [p for each in self._rounds for p in each.find_strays()]
         if not strays:
             return
@@ -124,14 +127,14 @@ class ShardedOptimizer(Optimizer):
             p.data = values
 
     def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """What `optimizer_cls` in one process would have as its state dict, on the CPU of rank `to`; None elsewhere.
+        """The state dict that `optimizer_cls` in one process would have, on the CPU of rank `to`; None elsewhere.
 
-        All ranks call it together. Raises ValueError where there is no such rank.
+        All ranks call it together. Raises ValueError if there is no such rank.
         """
         if not 0 <= to < comm.world_size():
             raise ValueError(f"to is {to}: there are ranks 0 to {comm.world_size() - 1}")
         parameters = self._parameters()
-        # Of one that nobody owns yet all ranks have what was loaded, and the first tells it.
+        # For a parameter that has no owner yet, all ranks have what was loaded, and rank 0 reports it.
         told = [p in self.state and self._owners.get(p, 0) == comm.rank() for p in parameters]
         own = {i: self.state[p] for i, p in enumerate(parameters) if told[i]}
         outlines = {i: {k: _outline(v, parameters[i]) for k, v in state.items()} for i, state in own.items()}
@@ -151,10 +154,10 @@ class ShardedOptimizer(Optimizer):
         return {"state": full, "param_groups": groups} if to == comm.rank() else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's own part of a state dict, which may be a full one or have nothing but that part.
+        """Take this rank's own part of a state dict, which may be a full one or hold only that part.
 
         It may come from `consolidate_state_dict`, from `optimizer_cls` in one process, or from `state_dict` on this
-        rank. Raises ValueError where its groups are not those of this optimizer.
+        rank. Raises ValueError if its groups do not match those of this optimizer.
         """
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         rank = comm.rank()
@@ -162,22 +165,22 @@ class ShardedOptimizer(Optimizer):
         state = {name: state for name, state in state_dict["state"].items() if name in own}
         super().load_state_dict({**state_dict, "state": state})
         assert self._inner is not None
-        # Not only the assignment: here optimizers put right what older versions of them have saved.
+        # Not just an assignment: in __setstate__ optimizers repair what older versions of them have saved.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _assign(self) -> None:
-        """Give each parameter that is not frozen and has no owner to one, and add the rounds in which they travel."""
+        """Assign an owner to each parameter that is not frozen and has none, and add the rounds that send them."""
         parameters = list(dict.fromkeys(self._parameters()))
         _check(parameters)
         owners = dict(self._owners)
         loads = [0] * comm.world_size()
         for p, owner in owners.items():
             loads[owner] += p.numel()
-        # Whoever has least gets the next, so that nobody is ahead by more than what came last; the largest first, so
-        # that this is small.
+        # Greedy: the rank with the fewest elements gets the next parameter, so no rank is ahead by more than the last
+        # parameter it got. The largest go first, so that this is small.
         new = [p for p in parameters if p.requires_grad and p not in owners]
         for p in sorted(new, key=Tensor.numel, reverse=True):
             owners[p] = loads.index(min(loads))
@@ -193,7 +196,7 @@ class ShardedOptimizer(Optimizer):
         self._unassigned = [p for p in parameters if p not in owners]
 
     def _make_state(self, new: set[Tensor]) -> None:
-        """An optimizer over new parameters of this rank's: the one that steps, or what it would have begun with."""
+        """Make an optimizer over this rank's new parameters: the first steps, later ones give only initial state."""
         groups = [{**group, "params": [p for p in group["params"] if p in new]} for group in self.param_groups]
         made = self._optimizer_cls(groups, **self._kwargs)
         if self._inner is None:
@@ -201,12 +204,12 @@ class ShardedOptimizer(Optimizer):
             for group, with_defaults in zip(self.param_groups, made.param_groups, strict=True):
                 for key, value in with_defaults.items():
                     group.setdefault(key, value)
-        else:  # some make their state where they are constructed; it may have been loaded while they were frozen
+        else:  # some optimizers create state on construction; state loaded while frozen stays
             self.state.update({p: state for p, state in made.state.items() if p not in self.state})
 
 
 class _Round:
-    """What is stepped by each rank, then sent, in one round: a piece of each, in their order."""
+    """One round: a piece of each rank's part, in rank order, which its rank updates and then sends."""
 
     def __init__(self, pieces: Sequence[list[Tensor]], groups: list[dict[str, Any]], immovable: set[Tensor]) -> None:
         mine = set(pieces[comm.rank()])
@@ -229,24 +232,24 @@ class _Round:
         flat = parameters[0].detach().new_zeros(size)
         for p, start in zip(parameters, starts, strict=True):
             place = flat[start : start + p.numel()].view(p.shape)
-            p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece is there twice
+            p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece exists twice
             self.places.append((p, place))
             self._addresses.append(p.data_ptr())
         return flat
 
     def find_strays(self) -> list[Tensor]:
-        """Those that have left their place. Raises ValueError where one is not what the other ranks expect."""
+        """Parameters that have left their place. Raises ValueError if one is not what the other ranks expect."""
         for p, was in self._unmoved:
             _check_same_kind(was, _describe(p))
         self.strays = []
-        if [p.data_ptr() for p, _ in self.places] != self._addresses:  # hardly ever, and the host has little time here
+        if [p.data_ptr() for p, _ in self.places] != self._addresses:  # rarely true, and host time is short here
             self.strays = [(p, place) for p, place in self.places if p.data_ptr() != place.data_ptr()]
         for p, place in self.strays:
             _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (place, p)))
         return [p for p, _ in self.strays]
 
     def sources(self) -> list[tuple[Tensor, int]]:
-        """The tensors to send, each with its owner. They do not depend on `p.data = ...` or `module.to` since."""
+        """The tensors to send, each with its owner. They do not depend on any later `p.data = ...` or `module.to`."""
         for p, place in self.strays:
             place.copy_(p)
         return [(tensor.detach(), owner) for tensor, owner in self._sent]
@@ -258,7 +261,7 @@ def _check_same_kind(was: str, now: str) -> None:
 
 
 def _cut(part: list[Tensor], limit: float) -> list[list[Tensor]]:
-    """Consecutive pieces that take at most `limit` bytes, or of one tensor."""
+    """Cut a part into consecutive pieces of at most `limit` bytes, or of a single tensor."""
     pieces: list[list[Tensor]] = []
     filled = 0
     for p in part:
@@ -271,16 +274,16 @@ def _cut(part: list[Tensor], limit: float) -> list[list[Tensor]]:
 
 
 def _immovable(parameters: list[Tensor]) -> set[Tensor]:
-    """Those that, on any rank, are a view of what somebody else may hold; with one rank, all."""
+    """Parameters that are, on any rank, a view of memory that something else may hold; with one rank, all."""
     stay = [comm.world_size() == 1 or not p.numel() or p.untyped_storage().nbytes() != p.nbytes for p in parameters]
     everyone = comm.gather_objects(stay, "which parameters stay where they are")
     return {p for p, *flags in zip(parameters, *everyone, strict=True) if any(flags)}
 
 
 def _check(parameters: list[Tensor]) -> None:
-    """Raise ValueError where a parameter is another one on another rank, or cannot be sent."""
+    """Raise ValueError if a parameter differs between ranks or cannot be sent."""
     shared = _in_the_memory_of_others(parameters) if comm.world_size() > 1 else {}
-    # First what differs, so that all ranks raise together.
+    # Differences first, so that all ranks raise together.
     kinds = {
         f"parameter {i}": _describe(p) + (f" in the memory of parameter {shared[i]}" if i in shared else "")
         for i, p in enumerate(parameters)
@@ -299,7 +302,7 @@ def _check(parameters: list[Tensor]) -> None:
 
 
 def _in_the_memory_of_others(parameters: list[Tensor]) -> dict[int, int]:
-    """Those that share memory with one before them, by index, and with which."""
+    """Parameters that share memory with an earlier one: their index -> the index of that one."""
     places = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
     found: dict[int, int] = {}
     end, last = 0, 0
@@ -318,7 +321,7 @@ def _describe(p: Tensor) -> str:
 
 
 def _outline(value: Any, parameter: Tensor) -> Any:
-    """What of a state to send first: a small value itself, of a large one what it takes to receive it."""
+    """What to send first of a state value: a small value itself; of a large one, what a rank needs to receive it."""
     if not isinstance(value, Tensor):
         return value
     large = value.ndim > 0 and value.device == parameter.device

@@ -1,7 +1,7 @@
-"""Saving while training goes on: the state is copied at once, and written from the copy by a thread.
+"""Saving while training goes on: the state is copied at once, and a thread writes the copy.
 
-The copy is in the host's memory, pinned where the state is on a GPU, so that taking it costs the GPU one transfer and
-the training thread nothing but starting it. What is written, and in which order, is what `save_checkpoint` does.
+The copy is in the host's memory, pinned if the state is on a GPU. So taking it costs the GPU one transfer, and costs
+the training thread only the start of it. What is written, and in which order, is up to `save_checkpoint`.
 """
 
 import copy
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class AsyncSaver:
     """Saves one checkpoint at a time in a background thread. All ranks make, use and close one together.
 
-    What goes wrong in the background is raised by the next `save`, `wait` or `close`. A process that ends without
-    `close` leaves the checkpoint under way unfinished, and so not there.
+    What goes wrong in the background is raised by the next `save`, `wait` or `close`. If a process ends without
+    `close`, the checkpoint under way stays unfinished, and so is not there.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,10 @@ class AsyncSaver:
     def save(
         self, folder: Path, tensors: Mapping[str, Tensor | Rows], *, keep_last: int | None = None, **manifest: Any
     ) -> Path:
-        """Copy the tensors and return; the checkpoint of that path follows, and then older ones are pruned.
+        """Copy the tensors and return the checkpoint's path. It is written later, and then older ones are pruned.
 
-        `manifest` is what `save_checkpoint` takes. Waits for the save before this one and raises its CheckpointError.
-        On a GPU, what the current stream does to the tensors after this call is not saved.
+        `manifest` is what `save_checkpoint` takes. Waits for the previous save and raises its CheckpointError. On a
+        GPU, what the current stream does to the tensors after this call is not saved.
         """
         self.wait()
         own = _own_part(tensors)
@@ -57,13 +57,13 @@ class AsyncSaver:
             target=self._write,
             args=(folder, copies, keep_last, copy.deepcopy(manifest), copied, gpu),
             name="checkpoint",
-            daemon=True,  # where another rank is gone, the end of the process must not wait for it
+            daemon=True,  # if another rank is gone, the end of the process must not wait for it
         )
         self._thread.start()
         return folder / checkpoint_name(manifest["step"])
 
     def wait(self) -> None:
-        """Return when the save under way is on the disk. Raises CheckpointError where it has failed."""
+        """Return when the save under way is on the disk. Raises CheckpointError if it has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -72,7 +72,7 @@ class AsyncSaver:
             raise error
 
     def close(self) -> None:
-        """`wait`, and let go of the copies; memory that was pinned PyTorch keeps for what is pinned next."""
+        """`wait`, and release the copies; PyTorch keeps memory that was pinned for what is pinned next."""
         try:
             self.wait()
         finally:
@@ -91,7 +91,7 @@ class AsyncSaver:
         except Exception as failure:
             if error is None:
                 raise
-            logger.error("%s", failure)  # what ended the block is the one to be told
+            logger.error("%s", failure)  # only logged: the error that ended the block is raised
 
     def _copy(self, name: str, tensor: Tensor | Rows) -> Tensor | Rows:
         source = _local(tensor).detach()
@@ -122,9 +122,9 @@ class AsyncSaver:
 
 
 def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Rows]:
-    """What of the state this rank is to write: of tensors that several ranks have, each is dealt to one of them.
+    """The part of the state that this rank writes: a tensor that several ranks have is dealt to one of them.
 
-    Before they are copied: main memory would else hold the whole state once a rank.
+    This comes before the copy, because main memory would otherwise hold the whole state once per rank.
     """
     if comm.world_size() == 1:
         return tensors
@@ -142,7 +142,7 @@ def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Row
 
 
 def _gpu_of(tensors: Mapping[str, Tensor | Rows]) -> torch.device | None:
-    """The GPU on which tensors are, a rank's one, or None."""
+    """The GPU that the tensors are on, of which a rank has one, or None."""
     return next((_local(tensor).device for tensor in tensors.values() if _local(tensor).is_cuda), None)
 
 

@@ -1,4 +1,4 @@
-"""What a model becomes before it is trained: its weights' type, compiled, checkpointed, wrapped; and its optimizer."""
+"""What is done to a model before training: cast, compiled, checkpointed, wrapped; and its optimizer."""
 
 import functools
 from collections.abc import Callable
@@ -37,16 +37,16 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give all parameters a type, and nothing else.
+    """Cast all parameters to a dtype, and nothing else.
 
-    Not `model.to(dtype)`: the rotary tables are float32, since in bfloat16 a far position's angle would be anything.
+    Not `model.to(dtype)`: the rotary tables are float32, because in bfloat16 a far position's angle would be anything.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has its part of the state."""
+    """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has a part of the state."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -65,11 +65,12 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bo
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """torch.compile, with a backward pass that computes in the types of its tensors, as the uncompiled one does.
+    """torch.compile, with a backward pass that computes in the dtypes of its tensors, as the uncompiled one does.
 
-    PyTorch's default is to trace it under the autocast around the forward pass, also what had switched that off inside:
-    `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The setting is one of each
-    thread (of the process, in older versions), and compiling takes place in the one that calls first.
+    By default PyTorch traces the backward pass under the autocast that surrounds the forward pass, even for code that
+    had switched autocast off: `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804).
+    The setting belongs to each thread (in older versions, to the process), and compiling takes place in the thread that
+    calls first.
     """
     return functools.partial(_in_own_types, torch.compile(function))
 
@@ -81,10 +82,10 @@ def _in_own_types(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
 
 def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
-    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with them.
+    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with their number.
 
-    Only the blocks' own forward, so that what a strategy hangs on them from outside stays outside of the graphs.
-    memory_budget: as `TrainConfig.compile_memory_budget` has it.
+    Only the blocks' own forward, so that what a strategy attaches to them from outside stays outside of the graphs.
+    memory_budget: as in `TrainConfig.compile_memory_budget`.
     """
     for layer in model.layers:
         layer.forward = compiled(layer.forward)
@@ -94,21 +95,21 @@ def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
 
 
 def _within_budget(compiled: Callable[..., Any], memory_budget: float, *inputs: Any) -> Any:
-    """Call a compiled function, which is compiled, when it is, with this share of activations to keep."""
+    """Call a compiled function; if this call compiles it, that happens with this share of activations to keep."""
     with torch._functorch.config.patch(activation_memory_budget=memory_budget):
         return compiled(*inputs)
 
 
 def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
-    """Make blocks forget what they computed and compute it again in the backward pass (Chen et al. 2016).
+    """Make blocks drop their activations and recompute them in the backward pass (Chen et al. 2016).
 
     What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are
-    checkpointed from outside of their blocks: sharded weights of a whole group are gathered to compute it again.
+    checkpointed from outside of their blocks, so the recompute gathers the sharded weights of a whole group.
     """
     if config.checkpointed is None:
         return
     policy, number = config.checkpointed
-    # No random numbers in a block: their state need not be saved.
+    # Blocks draw no random numbers, so their state need not be saved.
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if policy != "groups":
         for layer in list(model.layers)[slice(number) if policy == "first" else slice(None, None, number)]:
@@ -125,7 +126,7 @@ def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
 
 
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
-    """The model in the strategy that the configuration asks for, on this many processes."""
+    """The model in the strategy that the configuration asks for, for this number of processes."""
     wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
     options = Options(
         bucket_size_mb=config.parallel.group_size_mb(),

@@ -1,13 +1,13 @@
 """Checkpoints that are whole or not there.
 
-A checkpoint is a folder `step_00000100`: tensors as safetensors files, of each rank its own, written through
-`torch.distributed.checkpoint` so that one process and many take the same path, and `manifest.json`, written last by
-rank 0, with the size and SHA-256 of every file. The folder is written under another name, flushed to the disk, and
-renamed into place: a crash at any moment leaves either no folder of that name or a whole one. Nothing is ever
-unpickled.
+A checkpoint is a folder `step_00000100`. It holds tensors as safetensors files, of each rank its own, and
+`manifest.json`. The tensors are written through `torch.distributed.checkpoint`, so that one process and many take the
+same path. The manifest is written last, by rank 0, with the size and SHA-256 of every file. The folder is written under
+another name, flushed to the disk, and renamed into place, so a crash at any moment leaves either no folder of that name
+or a whole one. Nothing is ever unpickled.
 
-`save_checkpoint`, `collect_state` and `restore_state` are called by all ranks together. The other functions here act on
-files and communicate nothing: where there are several ranks, `together.on_first_rank` calls them.
+All ranks call `save_checkpoint`, `collect_state` and `restore_state` together. The other functions here act on files
+and communicate nothing: with several ranks, `together.on_first_rank` calls them.
 """
 
 import contextlib
@@ -78,11 +78,11 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into `folder` and return its path once it is on the disk.
 
-    All ranks call it together, each with the tensors that it has (see `write_tensors`); the rest is rank 0's.
-    `group` is a `together.file_group`, where it is not the main thread that saves.
+    All ranks call it together, each with the tensors that it has (see `write_tensors`); the other arguments are rank
+    0's. `group` is a `together.file_group`, for saving from another thread than the main one.
 
-    Raises CheckpointError on all ranks, after removing what was written, where one of them fails (a full disk, say)
-    or is gone.
+    Raises CheckpointError on all ranks, after removing what was written, if one of them fails (a full disk, say) or is
+    gone.
     """
     group = group or main_group()
     final = folder / checkpoint_name(step)
@@ -129,14 +129,14 @@ def _describe(saving: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _check_all_there(saving: Path, files: dict[str, dict[str, Any]]) -> None:
-    """The ranks of several machines need one file system: a manifest must not list what nobody will find."""
+    """Ranks on several machines need one file system: a manifest must not list what nobody will find."""
     for name, expected in files.items():
         if not (saving / name).is_file() or (saving / name).stat().st_size != expected["bytes"]:
             raise ValueError(f"{name}, which another rank has written, is not where rank 0 writes: not the same disk?")
 
 
 def _remove(saving: Path, error: Exception, group: Any) -> None:
-    """Remove what was written, on return for all ranks, if they are all there."""
+    """Remove what was written; if all ranks are there, it is gone for all of them on return."""
 
     def remove() -> None:
         shutil.rmtree(saving, ignore_errors=True)
@@ -150,7 +150,7 @@ def _remove(saving: Path, error: Exception, group: Any) -> None:
 
 
 def _put_in_place(saving: Path, final: Path) -> None:
-    """Rename, after moving away what is there: a torn checkpoint, or the step of a try before this one."""
+    """Rename, after moving away what is there: a torn checkpoint, or the same step of an earlier try."""
     aside = final.with_name(f"{_DELETING}{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
@@ -185,9 +185,9 @@ def _delete_leftovers(folder: Path, *prefixes: str) -> None:
 
 
 def set_newer_aside(folder: Path, step: int) -> None:
-    """Rename checkpoints after `step` to `superseded-*`: torn ones, and those of a try that is not gone on with.
+    """Rename checkpoints after `step` to `superseded-*`: torn ones, and those of a try that is not continued.
 
-    They would otherwise be taken for this try's. Nothing deletes them but the next of the same name.
+    They would otherwise be taken for this try's. Nothing deletes them except the next of the same name.
     """
     for path in find_checkpoints(folder):
         if int(path.name[5:]) > step:
@@ -200,7 +200,7 @@ def set_newer_aside(folder: Path, step: int) -> None:
 def prune_checkpoints(folder: Path, keep_last: int | None) -> None:
     """Delete all but the newest keep_last checkpoints. A deletion that is cut short leaves no torn checkpoint.
 
-    What a save has written so far stays: it may be under way in another thread.
+    What a save has written so far stays, because the save may be under way in another thread.
     """
     if keep_last is not None:
         for path in find_checkpoints(folder)[keep_last:]:

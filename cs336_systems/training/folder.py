@@ -1,4 +1,4 @@
-"""The run folder: the names of what is in it, whose it is, and one process at a time."""
+"""The run folder: the names of what is in it, which run it belongs to, and one process at a time."""
 
 import contextlib
 import dataclasses
@@ -15,14 +15,14 @@ from .metrics import METRICS_FILE
 CHECKPOINTS = "checkpoints"
 CONFIG, TOKENIZER, RESULT = "config.json", "tokenizer.json", "result.json"
 SAMPLE, LOSS_CURVE = "sample.txt", "loss_curve.png"
-LOCK = ".run.lock"  # not .lock, which data has: a run that lies in the folder of its data would wait for itself
+LOCK = ".run.lock"  # not .lock, which data has: a run in the folder of its data would wait for itself
 
 
 def check_run_dir(run_dir: Path, own: set[Path]) -> None:
-    """Raise ValueError for a folder in which somebody else's files would be replaced; `own` are this run's data.
+    """Raise ValueError for a folder in which someone else's files would be replaced; `own` are this run's data.
 
-    A run writes its config.json before all the others, so a folder that holds one of its kind is that of a run, however
-    it ended. A model or a package has a config.json too, but no architecture of ours in it. Checkpoints without a
+    A run writes its config.json before all other files, so a folder with such a file belongs to a run, however that
+    ended. A model or a package has a config.json too, but without our architecture in it. Checkpoints without a
     config.json are a run that was copied in part.
     """
     checkpoints = run_dir / CHECKPOINTS
@@ -51,9 +51,10 @@ def _is_run_config(path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Keep a second process out of the run folder; the lock goes with the process, however it ends.
+    """Keep a second process out of the run folder. The lock ends with the process, however that ends.
 
-    Raises ValueError for a folder that is in use or cannot be written to. One that an error leaves empty is removed.
+    Raises ValueError for a folder that is in use or cannot be written to. A folder that an error leaves empty is
+    removed.
     """
     lock = run_dir / LOCK
     try:

@@ -1,8 +1,8 @@
 """A training step's forward and backward, recorded once as a CUDA graph and replayed.
 
-A step of a small model is hundreds of kernels of a few microseconds, and launching them one by one from Python takes
-the host longer than the GPU needs to run them. A replay is one launch. What is recorded is fixed: shapes, addresses and
-the kernels; so inputs are copied to where the recording reads them, and gradients stay where it writes them.
+A step of a small model is hundreds of kernels of a few microseconds each. It is host-bound: launching them one by one
+from Python takes the host longer than the GPU needs to run them. A replay is one launch. The recorded shapes, addresses
+and kernels are fixed, so inputs are copied to where the recording reads them, and gradients stay where it writes them.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from ..parallel import comm
 class RecordedStep:
     """`compute(inputs, targets)`, which leaves gradients in `.grad`, replayed from its third call on.
 
-    The first two calls run as they are, since compilation and the libraries' own set-up must not be recorded. Gradients
-    are overwritten by each replay, not added to, so nothing has to be zeroed and nothing may set them to None.
+    The first two calls run as they are, because compilation and the libraries' own set-up must not be recorded. Each
+    replay overwrites the gradients and does not add to them, so nothing needs to zero them, and nothing may set them to
+    None.
     """
 
     WARMUP_CALLS = 2
@@ -42,14 +43,14 @@ class RecordedStep:
         return self._output
 
     def close(self) -> None:
-        """Forget the recording. While there is one of transfers, NCCL does not end: the process would wait for ever."""
+        """Drop the recording. While there is one with transfers, NCCL does not end: the process would hang."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
 
     def _record(self, inputs: Tensor, targets: Tensor) -> None:
         self._inputs, self._targets = inputs.clone(), targets.clone()
-        torch.cuda.empty_cache()  # the recording has its own memory; give it what the first calls used
+        torch.cuda.empty_cache()  # the recording has its own memory: release what the first calls used for it
         graph = torch.cuda.CUDAGraph()
         # thread_local: the loader's thread goes on copying batches meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

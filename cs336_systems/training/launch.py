@@ -1,7 +1,7 @@
 """Training in several processes on this machine: started here through PyTorch's elastic launcher, and waited for.
 
-The processes are those that torchrun would start: each runs `worker.py`. What they come to, or why they failed, they
-leave in files for the one that started them.
+The processes are those that torchrun would start: each runs `worker.py`. They leave their result, or why they failed,
+in files for the process that started them.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _PROGRAM = ["-m", "cs336_systems.training.worker"]
 
 
 def launch(config: RunConfig) -> RunResult:
-    """Run `train(config)` in `parallel.devices` processes; return what the run came to.
+    """Run `train(config)` in `parallel.devices` processes; return the run's result.
 
     Raises what the first process to fail raised: the errors of `train`, RuntimeError for any other.
     """
@@ -63,7 +63,7 @@ def launch(config: RunConfig) -> RunResult:
 
 
 class _Interrupt(SignalException):
-    """SIGINT, handed on as SIGTERM: a process that is still starting ends by that at once, wherever it waits."""
+    """SIGINT, forwarded as SIGTERM, which ends a process that is still starting at once, wherever it waits."""
 
     def __init__(self) -> None:
         super().__init__("interrupted", signal.SIGTERM)
@@ -74,13 +74,13 @@ def _interrupt(*_: Any) -> None:
 
 
 def run_processes(program: list[str], count: int, folder: Path) -> None:
-    """Run `python PROGRAM... PARENT` in so many processes of this machine, as torchrun would, and wait for them.
+    """Run `python PROGRAM... PARENT` in so many processes on this machine, as torchrun would, and wait for them.
 
-    PARENT is this process's number, see `one_of_several`. `folder` is for their reports. Raises what the first of them
-    to fail raised, and SignalException where a signal came, once they have ended.
+    PARENT is this process's ID, see `one_of_several`. `folder` is for their reports. Once they have ended, raises what
+    the first of them to fail raised, and SignalException if a signal came.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    # SIGINT is ours; a PyTorch without this field takes it, and hands it on as it is.
+    # We handle SIGINT. A PyTorch without this field handles it itself, and forwards it as it is.
     options: dict[str, Any] = {"shutdown_timeout": _SAVING_S, "signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     launcher = LaunchConfig(
@@ -117,7 +117,7 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
 
 
 def check_devices(device: str, count: int) -> None:
-    """Raise ValueError where there are fewer GPUs than processes of this machine, or on a CPU far fewer cores.
+    """Raise ValueError if there are fewer GPUs than processes of this machine or, on a CPU, far fewer cores.
 
     device: as in train.device.
     """
@@ -140,7 +140,7 @@ def use_device_of_rank(device: str) -> torch.device:
 
 
 def check_launch(config: RunConfig) -> None:
-    """Raise ValueError where torchrun has started other processes than the configuration asks for."""
+    """Raise ValueError if torchrun has started another number of processes than the configuration asks for."""
     if config.parallel.devices not in (1, comm.local_world_size()):
         raise ValueError(
             f"parallel.devices is {config.parallel.devices}: {comm.local_world_size()} processes have been started on "
@@ -152,8 +152,8 @@ def check_launch(config: RunConfig) -> None:
 def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     """The exception of the process that failed first, with what is known of those that a signal ended.
 
-    That another rank is gone is no cause but what follows from one, so it comes after. The launcher ends those that are
-    left, by SIGTERM, and by SIGKILL where that does not do: they come last.
+    That another rank is gone is a consequence and not a cause, so such a report comes after others. The launcher ends
+    the remaining processes by SIGTERM, and by SIGKILL if that is not enough; they come last.
     """
     by_signal = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
     ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items()]
@@ -171,9 +171,9 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
 
 @contextlib.contextmanager
 def one_of_several(parent: str) -> Iterator[None]:
-    """Around what a process does that `run_processes` has started: a failure is left to that, and ends the process.
+    """Context of a process that `run_processes` has started: a failure is left for that, and ends the process.
 
-    When the process that started it is gone, however that ended, it is told to stop (Linux only).
+    When the process that started it is gone, however that ended, this one is told to stop (Linux only).
     """
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG
@@ -185,5 +185,5 @@ def one_of_several(parent: str) -> Iterator[None]:
         yield
     except BaseException as error:
         failure.leave_failure(error)
-        # Not sys.exit: what is left of a process group whose other ranks are gone may wait for them for ever.
+        # Not sys.exit: what is left of a process group whose other ranks are gone may wait for them forever.
         os._exit(1)

@@ -1,4 +1,4 @@
-"""A trained model back from its run folder or checkpoint, out to Hugging Face's format, and in from there."""
+"""Load a trained model from its run folder or checkpoint, export it to Hugging Face's format, and import from that."""
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,7 +24,7 @@ from .metrics import METRICS_FILE
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights with what is needed to use them."""
+    """Weights, with what is needed to use them."""
 
     checkpoint: Path
     manifest: Manifest
@@ -56,7 +56,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
 
 
 def _shape_of(checkpoint: Path, manifest: Manifest) -> ModelShape:
-    """The architecture in a manifest. Raises ValueError where it is none, or one that the files cannot be of."""
+    """The architecture in a manifest. Raises ValueError if there is none, or one that the files cannot be of."""
     file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
     if missing := [name for name, value in values.items() if value is None]:
@@ -74,8 +74,8 @@ def _shape_of(checkpoint: Path, manifest: Manifest) -> ModelShape:
 def load_model(path: str | Path) -> LoadedModel:
     """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
 
-    Raises ValueError where the manifest describes no model, and where the run's tokenizer is not the one that the
-    checkpoint was made with.
+    Raises ValueError if the manifest describes no model, or if the run's tokenizer is not the one that the checkpoint
+    was made with.
     """
     checkpoint, manifest = find_checkpoint(Path(path))
     shape = _shape_of(checkpoint, manifest)
@@ -109,9 +109,9 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
 
 
 def import_run(folder: str | Path, run_dir: str | Path) -> Path:
-    """Make a run folder, at step 0, out of a Hugging Face Llama of our kind; returns its checkpoint.
+    """Make a run folder, at step 0, from a Hugging Face Llama of our kind; return its checkpoint.
 
-    Raises ValueError where run_dir is not empty or the folder is something else.
+    Raises ValueError if run_dir is not empty or the folder is something else.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):

@@ -1,6 +1,6 @@
-"""The training loop: forward, backward, synchronise, step; and what has to be right around it.
+"""The training loop: forward, backward, synchronize, step; and what has to be right around it.
 
-It knows the model only as a function from tokens to logits and the strategy only by its contract, so that kernels and
+It knows the model only as a function from tokens to logits and the strategy only by its contract, so kernels and
 parallelism are chosen elsewhere.
 """
 
@@ -42,7 +42,7 @@ _SMALLEST_LOSS_SCALE = 2.0**-10
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient was not finite; the weights are those of the step before."""
+    """The loss or a gradient was not finite; the weights are still those of the step before."""
 
 
 class StopRequest:
@@ -70,14 +70,14 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
-        # Not by print or log: a signal can come in the middle of one, and they cannot be entered twice.
+        # Not by print or log: a signal can interrupt one of them, and they are not reentrant.
         if comm.rank() == 0:
             with contextlib.suppress(OSError):
                 os.write(1, f"{self.signal}: stopping after this step, which is then saved\n".encode())
 
 
 class BatchLoader:
-    """Batches of a run by their first sequence; the next one is prepared in the background."""
+    """Batches of a run by their first sequence; a background thread prepares the next one."""
 
     def __init__(self, tokens: Tokens, context_length: int, seed: int, device: torch.device) -> None:
         self._tokens, self._context_length, self._seed, self._device = tokens, context_length, seed, device
@@ -92,14 +92,14 @@ class BatchLoader:
     def _prepare(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         both = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
         if self._device.type == "cuda":
-            # From pinned, contiguous memory the copy waits in the GPU's queue, and this thread for nothing.
+            # From pinned, contiguous memory the copy waits in the GPU's queue, and this thread does not wait.
             both = both.pin_memory().to(self._device, non_blocking=True)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def get(self, first: int, count: int, stride: int | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (count, T) of sequences first .. first+count-1 on the device.
+        """Inputs and targets (count, T) of sequences first .. first+count-1, on the device.
 
-        Begins the batch after it, which starts `stride` sequences later (default: count).
+        Also starts to prepare the following batch, which begins `stride` sequences later (default: count).
         """
         if self._next is None or self._next[0] != (first, count):
             self._next = (first, count), self._pool.submit(self._prepare, first, count)
@@ -113,9 +113,9 @@ class BatchLoader:
 
 
 def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: int) -> npt.NDArray[np.int64]:
-    """Where the sequences of a validation start: up to `wanted`, one after another from the beginning, (batches, B).
+    """Where the sequences of a validation start: up to `wanted`, back to back from the beginning, (batches, B).
 
-    Whole micro-batches only, where there is one, so that a compiled model sees one shape.
+    Only whole micro-batches, if there is one, so that a compiled model sees one shape.
     """
     count = min(wanted, (num_tokens - 1) // length)
     micro_batch = min(count, micro_batch)
@@ -132,10 +132,11 @@ class Position:
 
 
 class Trainer:
-    """One model in training: `train_step` moves it by one optimizer step, `evaluate` measures it.
+    """One model in training: `train_step` advances it by one optimizer step, `evaluate` measures it.
 
-    With several processes each has a Trainer of the same configuration, and all call its methods together. A batch is
-    shared by them; its sequences are the same as with one. All losses are means over the tokens of all, in nats.
+    With several processes, each has a Trainer of the same configuration, and all call its methods together. They share
+    each batch, whose sequences are the same as with one process. All losses are means over the tokens of all processes,
+    in nats.
     """
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
@@ -157,7 +158,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
-        """Whether any rank has asked, by `train_step`'s argument, to stop."""
+        """Whether any rank has asked to stop, through `train_step`'s argument."""
         self._recorded = RecordedStep(self._gradients, self.optimizer.zero_grad) if config.train.cuda_graph else None
         self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
         self._peak = device_peak_flops(device, config.train.precision)
@@ -169,13 +170,13 @@ class Trainer:
         return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
 
     def _sum_of_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of the model, from logits or from the head itself, which then never has all of them."""
+        """The model's summed loss, from its logits or from the head itself, which then never holds all logits."""
         if self.config.train.loss_chunk_tokens is None:
             return self._loss(self.strategy(inputs), targets, reduction="sum")
         return self.strategy(inputs, targets=targets)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of step 1, 2, ... max_steps; the last step has min_lr, if the warm-up is over by then."""
+        """The learning rate of step 1, 2, ... max_steps; the last step has min_lr, if the warm-up is over by then."""
         c = self.config.optimizer
         assert c.min_lr is not None
         assert c.warmup_steps is not None
@@ -184,7 +185,7 @@ class Trainer:
     def train_step(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """One optimizer step. Returns its metrics; raises NonFiniteError before the update would be made.
 
-        `stop` is asked late in the step whether to stop after it; where any rank's says so, `stopping` is true on all.
+        `stop` is asked late in the step whether to stop after it; if it says so on any rank, `stopping` is true on all.
         """
         train, position = self.config.train, self.position
         step = position.step + 1
@@ -200,7 +201,7 @@ class Trainer:
         loss_and_norm = (self._recorded or self._gradients)(inputs, targets)
         if comm.world_size() > 1:
             loss_and_norm = self._over_ranks(loss_and_norm, stop)
-        # The one place a step waits for the device: whether to update has to be known before the update.
+        # The one place where a step waits for the device: whether to update must be known before the update.
         loss_value, norm_value, *others_stop = to_host(loss_and_norm).tolist()
         self.stopping = any(others_stop) if others_stop else stop()
         now = time.perf_counter()
@@ -233,7 +234,7 @@ class Trainer:
         return torch.stack((loss, norm.to(loss)))
 
     def _over_ranks(self, loss_and_norm: Tensor, stop: Callable[[], bool]) -> Tensor:
-        """Loss, norm and the wish to stop, (3,); the norm is the same on all ranks, and the batch is shared evenly."""
+        """Means of loss, norm and wish to stop, (3,); the norm is equal on all ranks, and they share batches evenly."""
         loss, norm = loss_and_norm
         facts = torch.stack((loss, norm, torch.full_like(loss, stop())))
         comm.mean([facts], "all-reduce of the loss")
@@ -265,7 +266,7 @@ class Trainer:
         return finite
 
     def _tell_scaler_of_overflow(self) -> None:
-        """On every rank, though where weights are sharded not all have met what is not finite."""
+        """Do so on every rank: with sharded weights, not every rank has met the values that are not finite."""
         if self.scaler.is_enabled():
             for found in self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
                 found.fill_(1.0)
@@ -291,7 +292,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i in range(0, len(starts), world_size):
             mine = i + comm.rank()
-            # A strategy may need all ranks in every forward pass, so one without a batch repeats the last.
+            # A strategy may need all ranks in every forward pass, so a rank without a batch repeats the last one.
             both = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
             with self._autocast():
                 loss = self._sum_of_losses(both[:, :-1].contiguous(), both[:, 1:].contiguous())
@@ -302,22 +303,22 @@ class Trainer:
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that this process takes through the model at once."""
+        """Number of sequences that this process takes through the model at once."""
         train = self.config.train
         return train.batch_size // train.gradient_accumulation_steps // comm.world_size()
 
     def validation_starts(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Where the sequences of a validation start in so many tokens, (batches, B): those that one process takes."""
+        """Where the sequences of a validation start in so many tokens, (batches, B): those of a single process."""
         micro_batch = self.micro_batch * comm.world_size()
         starts = validation_starts(num_tokens, self.context_length, self.config.train.validation_sequences, micro_batch)
         return starts if starts.size % self.micro_batch else starts.reshape(-1, self.micro_batch)
 
     def reset_clock(self) -> None:
-        """Time the next step from here: what was done since the last one is no part of it."""
+        """Time the next step from here, so that what was done since the last one does not count."""
         self._clock = time.perf_counter()
 
     def close(self) -> None:
-        """Forget what was recorded, and stop the background thread. There are no steps afterwards."""
+        """Drop the recorded step, and stop the background thread. There are no steps afterwards."""
         if self._recorded is not None:
             self._recorded.close()
         self.loader.close()

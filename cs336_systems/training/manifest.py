@@ -1,6 +1,6 @@
 """What a checkpoint is of, which checkpoints there are, and whether one is whole.
 
-All of this reads files and communicates nothing: where there are several ranks, `together.on_first_rank` calls it.
+All of this reads files and communicates nothing: with several ranks, `together.on_first_rank` calls it.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is of, and the mark that it is whole."""
+    """What a checkpoint is of; also the mark that it is whole."""
 
     step: int
     sequences: int
     """Sequences of the run consumed so far: the position in the data."""
     identity: dict[str, Any]
-    """What a run must share to go on from here: architecture, tokenizer, data and seed."""
+    """What a run must share to continue from here: architecture, tokenizer, data and seed."""
     trainer: dict[str, Any]
     """The loop's own small state: loss scale, skipped steps."""
     config: dict[str, Any]
@@ -74,7 +74,7 @@ class Manifest:
             _require_type(isinstance(file.get("sha256"), str), f"files {name} sha256", file.get("sha256"), "text")
             counts[f"files {name} bytes"] = file.get("bytes")
         _require_type(bool(self.files), "files", self.files, "the checkpoint's files, at least one")
-        if self.trainer:  # nothing in what was imported, from which no loop goes on
+        if self.trainer:  # empty in an imported checkpoint, from which no loop resumes
             scaler = self.trainer.get("scaler")
             counts["trainer skipped_steps"] = self.trainer.get("skipped_steps")
             numbers = isinstance(scaler, dict) and all(type(value) in (int, float) for value in scaler.values())

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl always, a progress line for a person, TensorBoard and Weights & Biases when asked."""
+"""What a run reports: metrics.jsonl always, a progress line for a person, TensorBoard and Weights & Biases if asked."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, row: Row) -> None:
-        # NaN and Infinity are no JSON: a loss that is no number is null.
+        # NaN and Infinity are not JSON, so a loss that is not a number is null.
         plain = {k: finite_or_none(v) if isinstance(v, float) else v for k, v in row.items()}
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
 
@@ -97,7 +97,7 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """The value, or None where it is infinite or no number."""
+    """The value, or None if it is infinite or not a number."""
     return value if math.isfinite(value) else None
 
 
@@ -112,7 +112,7 @@ def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a metrics.jsonl. A last line that was cut short by a crash is left out."""
+    """The rows of a metrics.jsonl. A last line that a crash cut short is left out."""
     lines = Path(path).read_text().splitlines()
     rows = []
     for i, line in enumerate(lines):
@@ -136,7 +136,7 @@ def summarise(times_ms: Sequence[float]) -> dict[str, float]:
 
 
 class Progress:
-    """One line that says how the run goes: live on a terminal, now and then a plain line elsewhere."""
+    """One line about how the run goes: live on a terminal, elsewhere a plain line now and then."""
 
     PLAIN_INTERVAL_S = 10.0
 
@@ -173,7 +173,7 @@ class Progress:
             say(line)
 
     def format(self, row: Row, now: float) -> str:
-        """The progress line of a step's row at a time. An MFU that is not known is said in the live line only."""
+        """The progress line for a step's row at a time. Only the live line mentions an MFU that is not known."""
         steps_done = row["step"] - self._first_step
         left = (now - self._start) / max(steps_done, 1) * (self._max_steps - row["step"])
         mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else "  mfu n/a" if self._live else ""

@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> RunResult:
-    """Run everything that the configuration describes and return what it came to.
+    """Run everything that the configuration describes and return the result.
 
-    With `parallel.devices` above 1 in as many processes of its own, which this one starts and waits for. In a process
-    that torchrun has started, as one of all ranks, each of which calls this.
+    With `parallel.devices` above 1, this process starts that many of its own and waits for them. A process that
+    torchrun has started is one of all ranks, each of which calls this.
 
-    Raises ValueError or FileNotFoundError for what the user can mend, NonFiniteError for a loss that is no number,
-    CheckpointError where a checkpoint cannot be written, and CollectiveError where another rank is gone or hangs.
+    Raises ValueError or FileNotFoundError for what the user can fix, NonFiniteError for a loss that is not a number,
+    CheckpointError if a checkpoint cannot be written, and CollectiveError if another rank is gone or hangs.
     """
     if not comm.launched():
         if config.parallel.devices > 1:
@@ -95,7 +95,7 @@ def _train(config: RunConfig, device: torch.device) -> RunResult:
 
 
 def default_run_dir(config: RunConfig) -> str:
-    """Where a run goes that names no folder."""
+    """The folder of a run that names none."""
     return f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -120,9 +120,10 @@ def _check(config: RunConfig, device: torch.device) -> None:
 
 
 def _prepare(config: RunConfig) -> PreparedData:
-    """The data: made, or found to be there, by rank 0 and then by the others, whose disks may be other ones.
+    """The data: made, or found, by rank 0 and then by the others, whose disks may be different ones.
 
-    A download, or a tokenizer trained on a large text, may take long: they wait for each other for days if need be.
+    A download, or training a tokenizer on a large text, may take long, so ranks wait for each other for days if need
+    be.
     """
     group = file_group(wait_h=24 * 7)
     made: list[PreparedData] = []
@@ -139,7 +140,7 @@ def _on_this_first_rank(function: Callable[[], T]) -> T | None:
 
 
 def _take_run_dir(config: RunConfig, run_dir: Path, stack: contextlib.ExitStack) -> None:
-    """Hold the run folder until the stack is left."""
+    """Lock the run folder until the stack is left."""
     check_run_dir(run_dir, own={Path(str(config.data.tokenizer))})
     stack.enter_context(locked(run_dir))
 
@@ -156,7 +157,7 @@ def _begin(
     first_weights: LoadedModel | None,
     identity: dict[str, Any],
 ) -> None:
-    """Make the run folder this run's: the last moment at which it can still be refused is over."""
+    """Make the run folder this run's, after the last check that can still refuse it."""
     if first_weights is not None:
         _check_first_weights(first_weights, identity)
     set_newer_aside(run_dir / CHECKPOINTS, resumed[1].step if resumed is not None else -1)
@@ -166,9 +167,9 @@ def _begin(
 
 
 def _build(config: RunConfig, data: PreparedData, device: torch.device, weights: LoadedModel | None) -> Trainer:
-    """The Trainer of a freshly drawn model, or of these weights, which all ranks get from rank 0."""
+    """The Trainer of a freshly initialized model, or of one with these weights, which all ranks get from rank 0."""
     torch.manual_seed(config.train.seed)
-    with device:  # drawing the weights where they stay: 2.7 billion of them take a minute on a CPU
+    with device:  # initialize the weights where they stay: 2.7 billion of them take a minute on a CPU
         attention = get_attention(config.model.attention)
         model = TransformerLM(**dataclasses.asdict(config.model.shape), attention=attention)
     if weights is not None:
@@ -178,7 +179,7 @@ def _build(config: RunConfig, data: PreparedData, device: torch.device, weights:
 
 
 def _check_memory(config: RunConfig, device: torch.device) -> None:
-    """Refuse what cannot fit before it is built: a billion layers would not fail, but take for ever."""
+    """Refuse what cannot fit before it is built: a billion layers would not fail, but take forever."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
     sharded = config.parallel.strategy_for(world_size) in ("fsdp", "torch_fsdp")
@@ -204,7 +205,7 @@ def _check_memory(config: RunConfig, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic algorithms, if wanted, for the time of a run."""
+    """Use PyTorch's deterministic algorithms, if wanted, for the time of a run."""
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it; read at its first use
@@ -236,7 +237,7 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
 
 
 def _finished_result(config: RunConfig, run_dir: Path, resumed: tuple[Path, Manifest]) -> RunResult | None:
-    """What the run came to, where it is being resumed after its last step."""
+    """The result of the run, if it is being resumed after its last step."""
     path, step = run_dir / RESULT, resumed[1].step
     if step < config.train.max_steps or not path.is_file():
         return None
@@ -267,7 +268,7 @@ def _check_first_weights(weights: LoadedModel, identity: dict[str, Any]) -> None
 
 
 def _check_prompt(tokenizer: Tokenizer, sample: SampleConfig, context_length: int) -> None:
-    """Tell before training of a sample that cannot be drawn after it."""
+    """Refuse, before training, a sample that cannot be drawn after it."""
     length = len(tokenizer.encode(sample.prompt)) or 1
     if length + (sample.max_new_tokens or 0) > context_length:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Text -> tokenizer -> token files: the stages before training, each skipped when its inputs have not changed.
+"""Text -> tokenizer -> token files: the stages before training, each skipped if its inputs have not changed.
 
-Beside every output lies a stamp with the hashes of what it was made from and of what came out, so that a stage whose
-output was damaged is done again, too.
+Beside every output lies a stamp with the hashes of its inputs and of the output itself, so a stage whose output was
+damaged is done again, too.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def prepare_data(config: RunConfig) -> PreparedData:
         logger.info("data: as it is (--skip_data)")
         return _load(config, tokenizer_path, train_path, valid_path)
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
-    with _one_at_a_time(train_path.parent):  # loading included: what is mapped stays, whatever another run makes later
+    with _one_at_a_time(train_path.parent):  # also to load: what is mapped stays, whatever another run makes later
         make(config, tokenizer_path, train_path, valid_path)
         return _load(config, tokenizer_path, train_path, valid_path)
 
@@ -145,9 +145,9 @@ def _stage(
     *companions: Path,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make `output` unless it is there as its stamp describes it, made from the same inputs.
+    """Make `output`, unless it is there as its stamp describes it and was made from the same inputs.
 
-    A file without a stamp was not made here: it is used as it is, and never written over. Where it has to be made,
+    A file without a stamp was not made here: it is used as it is, and never overwritten. If the output has to be made,
     `check` may refuse before anything is touched.
     """
     stamp = output.with_name(f"{output.name}.stamp.json")
@@ -162,7 +162,7 @@ def _stage(
     check()
     logger.info("%s: making %s", name, output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(stamp, {"inputs": None, "sha256": None})  # being made: if that is cut short, it is made again
+    write_json(stamp, {"inputs": None, "sha256": None})  # marks it unfinished: if this is cut short, it is made again
     make()
     write_json(stamp, {"inputs": inputs, "sha256": _hashes(output, *companions)})
 
@@ -180,7 +180,7 @@ def _read_stamp(path: Path) -> dict[str, Any]:
 
 
 def _require_space(field: str, value: int, sizes: list[tuple[Path, int]]) -> None:
-    """Raise a ValueError that names the field where files of these sizes do not fit on the disks of their folders."""
+    """Raise a ValueError that names the field if files of these sizes do not fit on the disks of their folders."""
     needed: dict[int, int] = {}
     for path, size in sizes:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,8 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
     train_text, valid_text = find_texts(config)
     vocab_size = config.model.shape.vocab_size
     inputs = {"text": train_text.fingerprint, "vocab_size": vocab_size, "algorithm": "byte-level BPE, GPT-2 words"}
-    # Training holds every different word of its text with the places of its pairs: memory grows with the text.
+    # Training the tokenizer holds every distinct word of its text with the places of its pairs: memory grows with the
+    # text.
     sample_bytes, text_bytes = config.data.tokenizer_sample_bytes, train_text.size
     if text_bytes > sample_bytes:
         inputs["sample_bytes"] = sample_bytes
@@ -260,7 +261,7 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
 
 
 def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
-    """The texts to train and to validate on, made or fetched where they have to be."""
+    """The texts to train and to validate on, generated or fetched if they have to be."""
     data = config.data
     folder = Path(str(data.data_dir))
     if data.source == "tinystories":
@@ -294,7 +295,7 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
 
 
 def _whole_text(path: Path) -> TextSpan:
-    next(read_utf8(path))  # tells at once of a file that is missing, empty or no text
+    next(read_utf8(path))  # fails at once for a file that is missing, empty or not text
     return TextSpan(path, sha256_of_file(path))
 
 
@@ -312,8 +313,11 @@ def _write_stories(path: Path, seed: int, chars: int) -> None:
 
 
 def find_split(path: Path, valid_fraction: float) -> int:
-    """The byte where the last valid_fraction of a text begins: after an `<|endoftext|>` line, or else after a line,
-    or else at a character, whichever is found first in that order within the megabyte from there on."""
+    """The byte where the last valid_fraction of a text begins.
+
+    It is after an `<|endoftext|>` line, or else after a line, or else at a character: the first of these, in that
+    order, that is found within the megabyte from there on.
+    """
     size = path.stat().st_size
     wanted = max(1, int(size * (1 - valid_fraction)))
     with path.open("rb") as file:
@@ -330,15 +334,15 @@ def find_split(path: Path, valid_fraction: float) -> int:
 def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> TextSpan:
     """Download one file of TinyStories at the pinned revision, unless it is there.
 
-    What has come before a download broke off, whatever ended it, is kept as NAME.partial, and the next call asks for
-    the rest. Raises ConnectionError where the file cannot be fetched, and ValueError where the content has another
-    hash than it should; what was fetched is then removed.
+    What came before a download broke off, whatever ended it, is kept as NAME.partial, and the next call asks for the
+    rest. Raises ConnectionError if the file cannot be fetched, and ValueError if the content has another hash than it
+    should; what was fetched is then removed.
     """
     path, expected = folder / name, TINYSTORIES_SHA256[name]
     if not path.is_file():
         # A lock of its own: the one of the token files need not be in this folder, and may be held by this process.
         with _one_at_a_time(folder, ".fetch.lock"):
-            if not path.is_file():  # as it may be by now, from the process that had the lock
+            if not path.is_file():  # as it may be by now, made by the process that had the lock
                 _fetch(path, expected, endpoint)
                 return TextSpan(path, expected)
     found = sha256_of_file(path)
@@ -374,9 +378,9 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
 
 
 def _download(url: str, partial: Path, expected: str) -> None:
-    """Fetch a URL into a file that may hold the beginning of it. A server that answers with the whole starts it anew.
+    """Fetch a URL into a file that may hold the beginning of it. If the server answers with the whole, it starts anew.
 
-    `hf_hub_download` would do, but for its partial files, which no other process finds again.
+    `hf_hub_download` would do, except that no other process finds its partial files again.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
@@ -392,7 +396,7 @@ def _download(url: str, partial: Path, expected: str) -> None:
         except HfHubHTTPError as error:
             if there == 0 or error.response.status_code != 416:
                 raise
-            # Range Not Satisfiable: nothing follows, because it is whole or because it is something else.
+            # Range Not Satisfiable: nothing follows, because the file is whole or because it is something else.
             if sha256_of_file(partial) != expected:
                 logger.warning("text: %s is not the beginning of the file, which is fetched anew", partial)
                 file.seek(0)

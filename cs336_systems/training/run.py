@@ -1,4 +1,4 @@
-"""One pass through the steps of a run, with its validations, checkpoints and reports, and what it came to."""
+"""One pass through the steps of a run, with its validations, checkpoints and reports, and its result."""
 
 import contextlib
 import logging
@@ -47,14 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run came to. Losses and entropies in nats a token; written as result.json."""
+    """The result of a run, written as result.json. Losses and entropies are in nats per token."""
 
     run_dir: str
     checkpoint: str
     loss_curve: str
     step: int
     interrupted: str | None
-    """Name of the signal that stopped the run before its last step, or None; None too where its time was up."""
+    """Name of the signal that stopped the run before its last step, or None; also None if its time was up."""
     train_loss: float | None
     valid_loss: float | None
     unigram_entropy: float
@@ -63,7 +63,7 @@ class RunResult:
     """What a smoothed table of the training text's pair counts scores on the validation text."""
     sample: str | None
     first_step: int = 1
-    """Of this process, above 1 after a resume: times, rates and memory below are of the steps from it on."""
+    """First step of this process, above 1 after a resume: times, rates and memory below cover the steps from it on."""
     skipped_steps: int
     startup_s: float | None
     """From building the model to the end of the first step, compilation included."""
@@ -77,7 +77,7 @@ class RunResult:
 
 
 class Run:
-    """One pass through the steps of a run. Of several ranks all make one; rank 0 alone writes and tells."""
+    """One pass through the steps of a run. With several ranks, each makes one; only rank 0 writes and reports."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Run:
         return interrupted
 
     def _is_to_stop(self, stop: StopRequest) -> bool:
-        # Several ranks agree in a step, one alone can stop wherever it is asked to.
+        # Several ranks agree during a step; a single one can stop wherever it is asked to.
         return self.trainer.stopping or (comm.world_size() == 1 and stop.wanted())
 
     def _time_is_up(self) -> bool:
@@ -163,7 +163,7 @@ class Run:
         )
 
     def _where(self) -> str:
-        """On what the run is, for a person."""
+        """What the run runs on, for a person."""
         one = self.env["gpu"] if self.trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads"
         if comm.world_size() == 1:
             return one
@@ -217,7 +217,7 @@ class Run:
         trainer.reset_clock()
 
     def report(self, interrupted: str | None) -> RunResult:
-        """What the run came to; on rank 0 with a plot and a sample."""
+        """The result of the run; on rank 0 with a plot and a sample."""
         train, shape = self.config.train, self.config.model.shape
         sample = None
         if interrupted is None and self.data.tokenizer is not None:
@@ -225,7 +225,7 @@ class Run:
             if sample is not None:
                 (self.run_dir / SAMPLE).write_text(sample)
         starts = self.trainer.validation_starts(len(self.data.valid))
-        measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss is of
+        measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss covers
         loss_curve = self.run_dir / LOSS_CURVE
 
         def draw() -> tuple[float, float, float]:
@@ -263,7 +263,7 @@ class Run:
         )
 
     def _sample(self, tokenizer: Tokenizer) -> str | None:
-        """What the trained model makes of the prompt, on rank 0; None on the others, which help to put it together."""
+        """What the trained model makes of the prompt, on rank 0; None on the others, which help to gather the model."""
         trainer, sampling = self.trainer, self.config.sample
         state = trainer.strategy.full_state_dict(to_rank=0) if trainer.strategy.sharded else None
         if comm.rank() != 0:
@@ -277,8 +277,8 @@ class Run:
         return sample_text(self._whole_model(state, torch.device("cpu"), "auto"), tokenizer, sampling)
 
     def _whole_model(self, state: dict[str, Tensor], device: torch.device, attention: str) -> TransformerLM:
-        """A model of one process with these weights."""
-        with torch.device("meta"):  # there are weights: none are to be drawn, and none to take room beside them
+        """A single-process model with these weights."""
+        with torch.device("meta"):  # the weights exist: initialize none, and use no memory for others beside them
             model = TransformerLM(**asdict(self.config.model.shape), attention=get_attention(attention))
         model.load_state_dict(state, assign=True)
         for name, buffer in self.trainer.model.named_buffers():  # tables, which are no part of a state dict
@@ -290,7 +290,7 @@ class Run:
 def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig) -> str:
     """The prompt and what the model makes of it; an empty prompt starts a new document."""
     prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text_id]
-    with torch.compiler.set_stance("force_eager"):  # every length would be compiled by itself
+    with torch.compiler.set_stance("force_eager"):  # otherwise every length would be compiled by itself
         (new,) = generate(
             model,
             [prompt],

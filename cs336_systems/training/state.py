@@ -1,6 +1,7 @@
 """The state of a run as named tensors, however it is spread over ranks, and back.
 
-Names and shapes are those of one process alone, so what one division over ranks has saved another can go on from.
+Names and shapes are those of a single process, so a run can resume with another division over ranks than it was saved
+with.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from .tensor_files import Rows, read_tensors, tensor_shapes
 from .together import on_every_rank
 
 Shards = Mapping[str, tuple[torch.Size, int]]
-"""By parameter name: the shape of the whole parameter, and the first row that this rank has of it."""
+"""By parameter name: the shape of the whole parameter, and the first row of it that this rank has."""
 
 
 def collect_state(
@@ -24,7 +25,7 @@ def collect_state(
     """This rank's tensors of a run by name: `model.*`, `optimizer.PARAMETER.STATE` and the generators' states `rng.*`.
 
     Parameters in `shards`, and optimizer state of their local shape, are Rows of whole tensors. An optimizer that keeps
-    the state of some parameters only gives that. The generators are rank 0's.
+    the state of only some parameters gives only that. The generators are rank 0's.
     """
     shards = shards or {}
     tensors = {f"model.{name}": _global(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
@@ -57,10 +58,10 @@ def restore_state(
     device: torch.device,
     shards: Shards | None = None,
 ) -> None:
-    """Put what `collect_state` collected back: parameters in place, optimizer state, generators.
+    """Restore what `collect_state` collected: parameters in place, optimizer state, generators.
 
-    All ranks call it together, divided in whatever way: each reads its rows, and the state of those parameters whose
-    owner it is (`optimizer.owner_of(parameter)`, where there is one). What one rank cannot read, all raise.
+    All ranks call it together, divided in any way: each reads its rows, and the state of the parameters that it owns
+    (`optimizer.owner_of(parameter)`, if the optimizer has that). What one rank cannot read makes all raise.
     """
     tensors: dict[str, Tensor] = {}
     on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
@@ -83,7 +84,7 @@ def restore_state(
 
 
 def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards) -> dict[str, Tensor]:
-    """This rank's tensors out of a checkpoint: those of the model as they lie there, new ones of the rest."""
+    """This rank's tensors from a checkpoint: those of the model in place, new ones for the rest."""
     parameters = dict(model.named_parameters())
     owner_of = getattr(optimizer, "owner_of", None)
     wanted: dict[str, Tensor | Rows] = {}

@@ -1,7 +1,7 @@
 """Named tensors in safetensors files, written and read by one rank or several, through `torch.distributed.checkpoint`.
 
-A tensor is saved in one piece by one of the ranks that have it, or in the pieces that ranks hold of it. What pieces it
-was written in does not matter to who reads it: every rank reads the part that it asks for.
+A tensor is saved in one piece by one of the ranks that have it, or in the pieces that ranks hold of it. In which pieces
+it was written does not matter to a reader: every rank reads the part that it asks for.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _FILE_BYTES = 1 << 31  # the writer copies a whole file in memory, so files are 
 class Rows:
     """A rank's consecutive rows of a tensor whose other rows are elsewhere; possibly none of them.
 
-    To `torch.distributed.checkpoint` it is what a DTensor is, but it says itself where its rows begin (a DTensor's must
-    be divided as `torch.chunk` does) and lives on any device (a DTensor's on that of its mesh).
+    `torch.distributed.checkpoint` takes it like a DTensor. But it says itself where its rows begin (a DTensor's must be
+    divided as `torch.chunk` does) and lives on any device (a DTensor lives on that of its mesh).
     """
 
     def __init__(self, local: Tensor, shape: Sequence[int], first_row: int) -> None:
@@ -71,7 +71,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # The default makes real tensors of meta ones first, and takes nothing but tensors.
+        # The default first makes real tensors of meta ones, and accepts only tensors.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -80,17 +80,17 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.HuggingFaceStorageWriter):
-    """Writes what falls to this rank, in files of bounded size, and remembers their names."""
+    """Writes what is assigned to this rank, in files of bounded size, and remembers their names."""
 
     def __init__(self, folder: Path, from_gpu: bool) -> None:
         super().__init__(str(folder), save_distributed=True)
         self.files: list[str] = []
         if not from_gpu:
-            # Nothing to copy ahead: that would wait every 10 MB for what training has queued on the GPU since.
+            # Copy nothing ahead: that would wait, every 10 MB, for what training has queued on the GPU since.
             self.per_thread_copy_ahead = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
-        # Here, not at the start: only now is it known which of the tensors that all ranks have this one is to write.
+        # Not earlier: only now is it known which of the tensors that all ranks have are written by this one.
         storage = {**plan.storage_data, "fqn_to_index_mapping": _file_numbers(plan.items)}
         with naming_the_rank():
             written = super().write_data(dataclasses.replace(plan, storage_data=storage), planner)
@@ -113,11 +113,11 @@ def _file_numbers(items: Sequence[WriteItem]) -> dict[str, int]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any = None) -> list[str]:
-    """Write named tensors into a folder as flushed safetensors files of bounded size; give the names of this rank's.
+    """Write named tensors into a folder as flushed safetensors files of bounded size; return the names of this rank's.
 
-    With several ranks all call it together. A Tensor which several have under one name is the same on all and is
-    written by one of them, a DTensor or Rows by each its part. Where a rank fails, all raise what it says;
-    CollectiveError where one is gone.
+    With several ranks all call it together. A Tensor that several ranks have under one name is the same on all, and one
+    of them writes it. Of a DTensor or Rows, each rank writes its part. If a rank fails, all raise what it reports; if
+    one is gone, they raise CollectiveError.
     """
     parts = [tensor.local if isinstance(tensor, Rows) else tensor for tensor in tensors.values()]
     writer = _Writer(folder, from_gpu=any(part.is_cuda for part in parts))
@@ -132,7 +132,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor | Rows]) -> None:
-    """Fill the tensors of `into` in place from a checkpoint's tensors of the same names, of Rows only theirs.
+    """Fill the tensors of `into` in place from a checkpoint's tensors of the same names; Rows get only their rows.
 
     Each rank reads by itself what it asks for.
     """
@@ -143,7 +143,7 @@ def read_tensors(path: Path, into: Mapping[str, Tensor | Rows]) -> None:
 
 @contextlib.contextmanager
 def _plain_errors(alone: bool) -> Iterator[None]:
-    """torch.distributed.checkpoint without its warning of being alone, and with the errors it wraps as they were."""
+    """torch.distributed.checkpoint without its warning of being alone, and with the errors it wraps unwrapped."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -156,6 +156,6 @@ def _plain_errors(alone: bool) -> Iterator[None]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of a checkpoint's tensors, whole ones, however many pieces they are in."""
+    """Names, shapes and dtypes of a checkpoint's whole tensors, however many pieces they are in."""
     metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]

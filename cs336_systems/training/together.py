@@ -1,4 +1,4 @@
-"""What all ranks do together around files: one acts and the others have its answer, or all fail for the same reason.
+"""What all ranks do together around files: one acts and the others get its result, or all fail for the same reason.
 
 With one process the function is called and nothing is sent.
 """
@@ -20,10 +20,10 @@ T = TypeVar("T")
 def file_group(wait_h: float = 0.5) -> Any:
     """A new gloo group of all ranks, for work on files; None with one process. All ranks call it together.
 
-    One rank waits for the others for up to wait_h hours: they may be hashing or writing many gigabytes.
+    One rank waits for the others for up to wait_h hours, because they may be hashing or writing many gigabytes.
 
-    Its own, because its collectives wait for disks, longer than a step of training may take, and because a background
-    thread must not use a group that another thread uses.
+    It is a group of its own, because its collectives wait for disks, which may take longer than a step of training, and
+    because a background thread must not use a group that another thread uses.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(hours=wait_h)) if comm.world_size() > 1 else None
 
@@ -42,11 +42,11 @@ def main_group() -> Any:
 
 
 class RankError(Exception):
-    """What went wrong on which rank, in words: not every exception can be sent."""
+    """What went wrong on which rank, in words, because not every exception can be sent."""
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed: the operating system's own words where it is behind the error, however deep."""
+    """Why something failed: the operating system's own words if it is behind the error, however deep."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -69,17 +69,17 @@ def naming_the_rank() -> Iterator[None]:
 
 
 def on_every_rank(function: Callable[[], T], what: str, group: Any = None) -> list[T]:
-    """Call a function on all ranks; give all of them all results, in the order of ranks.
+    """Call a function on all ranks; return the results of all ranks to each of them, in rank order.
 
-    Where it raises on some rank, that rank's exception (the lowest one's) is raised on all: nobody is left waiting.
-    Raises CollectiveError where a rank is gone.
+    If it raises on some rank, that rank's exception (the lowest one's) is raised on all, so nobody is left waiting.
+    Raises CollectiveError if a rank is gone.
     """
     if comm.world_size() == 1:
         return [function()]
     result, failure = None, None
     try:
         result = function()
-        pickle.dumps(result)  # where it cannot be sent, this rank fails, not those that wait for it
+        pickle.dumps(result)  # if it cannot be sent, this rank fails, not those that wait for it
     except Exception as error:
         failure = error
     outcomes: list[Any] = [None] * comm.world_size()
@@ -98,16 +98,16 @@ def on_every_rank(function: Callable[[], T], what: str, group: Any = None) -> li
 
 
 def on_first_rank(function: Callable[[], T], what: str = "work of the first rank", group: Any = None) -> T:
-    """Call a function on rank 0 alone; give its result to all ranks, or raise its exception on all.
+    """Call a function on rank 0 alone; return its result on all ranks, or raise its exception on all.
 
-    The result travels pickled. All ranks call this together, and the function itself communicates nothing.
+    The result is sent pickled. All ranks call this together, and the function itself communicates nothing.
     """
     results = on_every_rank(lambda: function() if comm.rank() == 0 else None, what, group)
     return results[0]  # type: ignore[return-value]
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error itself, or one that says the same where it would not survive the way."""
+    """The error itself, or one that says the same if it would not survive pickling."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""What each process does that `launch` has started: it reads the configuration from a file and trains."""
+"""What each process that `launch` has started does: it reads the configuration from a file and trains."""
 
 import dataclasses
 import json
