@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFileInfo:
-    """The sidecar of a token file. `tokenizer_sha256` is empty where the tokens came from no tokenizer."""
+    """The sidecar of a token file. `tokenizer_sha256` is empty if the tokens did not come from a tokenizer."""
 
     count: int
     vocab_size: int
@@ -38,14 +38,14 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
 
 
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
-    """Write a JSON file that a reader sees either as it was or as it is now."""
+    """Write a JSON file atomically: a reader sees either the old content or the new."""
     beside = Path(f"{path}.tmp")
     beside.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(beside, path)
 
 
 def sidecar_path(path: str | os.PathLike[str]) -> Path:
-    """Where the JSON sidecar of a token file lies: train.npy -> train.json, train -> train.json."""
+    """The path of a token file's JSON sidecar: train.npy -> train.json, train -> train.json."""
     return Path(f"{str(path).removesuffix('.npy')}.json")
 
 
@@ -64,7 +64,7 @@ def write_tokens(
 ) -> TokenFileInfo:
     """Write a stream of lists of token IDs as a token file with its sidecar, without holding it in memory.
 
-    Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is no
+    Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not an
     integer from 0 to vocab_size - 1.
     """
     path, dtype = Path(path), token_dtype(vocab_size)
@@ -72,7 +72,7 @@ def write_tokens(
     count = 0
     try:
         with beside.open("wb") as file:
-            # NumPy leaves room in the header for the count to grow, so it can be written again at the end.
+            # NumPy leaves room in the header for the count to grow, so the header can be rewritten at the end.
             _write_header(file, 0, dtype)
             for chunk in chunks:
                 ids = _checked_ids(chunk, vocab_size, path).astype(dtype)
@@ -139,10 +139,10 @@ def read_info(path: str | os.PathLike[str]) -> TokenFileInfo:
 
 
 def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 1) -> npt.NDArray[np.unsignedinteger]:
-    """Memory-map a token file and check it whole: dtype, count, and that every ID is below vocab_size.
+    """Memory-map a token file and check all of it: dtype, count, and that every ID is below vocab_size.
 
-    Works without a sidecar too (an array from elsewhere). Raises FileNotFoundError or ValueError naming the file and,
-    for an ID that is too large, its offset.
+    Also works without a sidecar (for an array from elsewhere). Raises FileNotFoundError or ValueError naming the file
+    and, for an ID that is too large, its offset.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"token file {path} does not exist")
@@ -177,7 +177,7 @@ def get_batch(
     device: str | torch.device = "cpu",
     rng: np.random.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """batch_size sequences from random places: inputs and the targets one token on, both (B, T) int64 on `device`."""
+    """Draw batch_size sequences at random: inputs, and targets one token later, both (B, T) int64 on `device`."""
     rng = rng or np.random.default_rng()
     starts = rng.integers(0, count_starts(tokens, context_length), size=batch_size)
     both = gather_sequences(tokens, starts, context_length).to(device)
@@ -185,7 +185,7 @@ def get_batch(
 
 
 def count_starts(tokens: npt.NDArray[np.integer], context_length: int) -> int:
-    """In how many places a sequence with its targets can start. Raises ValueError where there is none."""
+    """The number of places at which a sequence with its targets can start. Raises ValueError if there are none."""
     count = len(tokens) - context_length
     if count < 1:
         raise ValueError(
@@ -196,7 +196,7 @@ def count_starts(tokens: npt.NDArray[np.integer], context_length: int) -> int:
 
 
 def gather_sequences(tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.integer], context_length: int) -> Tensor:
-    """The sequences at `starts` with the token after each, (B, T + 1) int64: inputs are [:, :-1], targets [:, 1:]."""
+    """The sequences at `starts`, each with one more token, (B, T + 1) int64: inputs are [:, :-1], targets [:, 1:]."""
     windows = np.stack([tokens[s : s + context_length + 1] for s in starts.tolist()]).astype(np.int64)
     return torch.from_numpy(windows)
 
@@ -204,13 +204,13 @@ def gather_sequences(tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.int
 def sequence_starts(seed: int, first: int, count: int, num_starts: int) -> npt.NDArray[np.int64]:
     """Where sequences first .. first+count-1 of a run start: a pure function of (seed, k), uniform below num_starts.
 
-    So the position in the data is one integer, no sampler state has to be saved, and any division of a batch over
+    So the position in the data is one integer, no sampler state has to be saved, and any split of a batch over
     processes gives the same sequences. The function is SplitMix64 (Steele, Lea & Flood 2014): its k-th output is a
-    mix of seed' + k * gamma, which needs no outputs before it.
+    mix of seed' + k * gamma and does not depend on earlier outputs.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is wanted
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         k = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
-        # The seed is mixed first, so that the sequences of seeds s and s+1 are not each other's neighbours.
+        # Mix the seed first, so that seeds s and s+1 do not give neighbouring sequences.
         state = _mix64(np.array([seed], dtype=np.int64).astype(np.uint64)) + k * np.uint64(0x9E3779B97F4A7C15)
         return (_mix64(state) % np.uint64(num_starts)).astype(np.int64)
 
@@ -222,11 +222,11 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def unigram_bigram_entropy(tokens: npt.NDArray[np.integer], max_tokens: int = 10_000_000) -> tuple[float, float]:
-    """Unigram and bigram entropy of a text in nats a token: H(x_t) and H(x_t | x_{t-1}).
+    """Unigram and bigram entropy of a text in nats per token: H(x_t) and H(x_t | x_{t-1}).
 
-    Both are plug-in estimates from the text's own counts (its first max_tokens). No unigram or bigram model can score
-    lower on this very text; on a short text with a large vocabulary the bigram one is far lower than any model could
-    know beforehand (`bigram_model_loss` is what one does know).
+    Both are plug-in estimates from the text's own counts (of its first max_tokens), so no unigram or bigram model can
+    score lower on this text. On a short text with a large vocabulary the bigram entropy is far below what any model
+    could know beforehand; `bigram_model_loss` is what a model does know beforehand.
     """
     ids = np.asarray(tokens[:max_tokens], dtype=np.int64)
 
@@ -244,10 +244,10 @@ def unigram_bigram_entropy(tokens: npt.NDArray[np.integer], max_tokens: int = 10
 def bigram_model_loss(
     train: npt.NDArray[np.integer], valid: npt.NDArray[np.integer], vocab_size: int, max_tokens: int = 10_000_000
 ) -> float:
-    """What a table of pair counts, made from the training text, scores on the validation text, in nats a token.
+    """Loss of a bigram model, a table of the training text's pair counts, on the validation text, in nats per token.
 
-    Witten-Bell smoothing (1991, method C): p(b | a) = (c(a b) + T(a) p(b)) / (c(a) + T(a)), where T(a) is how many
-    different tokens followed a, and p(b) = (c(b) + 1) / (N + V). Uses the first max_tokens of each text.
+    Witten-Bell smoothing (1991, method C): p(b | a) = (c(a b) + T(a) p(b)) / (c(a) + T(a)), where T(a) is the number of
+    different tokens that followed a, and p(b) = (c(b) + 1) / (N + V). Uses the first max_tokens of each text.
     """
     seen = np.asarray(train[:max_tokens], dtype=np.int64)
     pairs, pair_counts = np.unique(seen[:-1] * vocab_size + seen[1:], return_counts=True)

@@ -1,8 +1,8 @@
 """Sampling from a language model, with a key-value cache.
 
-Prompts of different lengths share a batch without padding: the shortest prompt is read in one pass, after that all
-rows advance together one position at a time, and a row that is still inside its prompt takes its own next token
-instead of a sampled one. So every row sees exactly what it would see alone.
+Prompts of different lengths share a batch without padding. The first pass reads as many tokens of every row as the
+shortest prompt has. After that all rows advance together, one position at a time; a row that is still inside its prompt
+takes the prompt's next token instead of a sampled one. So every row sees exactly what it would see alone.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from .model import TransformerLM
 def filter_logits(
     logits: Float[Tensor, "... vocab"], temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Float[Tensor, "... vocab"]:
-    """Logits divided by temperature, with all but the allowed tokens at -inf.
+    """Logits divided by temperature, with all but the allowed tokens set to -inf.
 
-    top_k keeps the k most likely tokens (and ties with the k-th); top_p keeps the smallest set of most likely tokens
-    whose probability reaches p (Holtzman et al. 2020). Both together: top_k first. At least one token stays.
+    top_k keeps the k most likely tokens (and ties with the k-th). top_p keeps the smallest set of most likely tokens
+    whose probability reaches p (Holtzman et al. 2020). With both, top_k is applied first. At least one token stays.
     """
     logits = logits.float() / temperature
     if top_k is not None:
@@ -78,9 +78,9 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt; returns the new tokens of each, without the prompt and without the stop token.
 
-    A row ends at its stop token, after max_new_tokens, or where the model's context is full (always, for
-    max_new_tokens=None). temperature 0 takes the likeliest token. The same seed gives the same tokens on the same
-    device, with the cache and without it. Raises ValueError for an empty or too long prompt and for impossible limits.
+    A row ends at its stop token or after max_new_tokens; with max_new_tokens=None, where the model's context is full.
+    temperature 0 takes the most likely token. The same seed gives the same tokens on the same device, with and without
+    the cache. Raises ValueError for an empty or too long prompt and for impossible limits.
     """
     _check_prompts(model, prompts, max_new_tokens)
     _check_sampling(temperature, top_k, top_p)
@@ -92,7 +92,7 @@ def generate(
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, device=device)
 
-    position = int(lengths.min())  # the first position that some row has to sample
+    position = int(lengths.min())  # the first position at which some row is sampled
     seen = 0
     cache = model.new_cache() if use_cache else None
     while position < int(ends.max()):
@@ -117,7 +117,8 @@ def _sample(
 ) -> Int[Tensor, " B"]:
     if temperature == 0:
         return logits.argmax(dim=-1)
-    # From the largest down, so that a small temperature cannot overflow, nor one below float32's range divide by zero.
+    # Subtracting the maximum keeps a small temperature from overflowing; the lower bound keeps a temperature below
+    # float32's range from dividing by zero.
     logits, temperature = logits - logits.amax(dim=-1, keepdim=True), max(temperature, torch.finfo(torch.float32).tiny)
     probability = filter_logits(logits, temperature, top_k, top_p).softmax(dim=-1)
     return probability.multinomial(1, generator=generator).squeeze(-1)

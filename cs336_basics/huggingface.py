@@ -1,9 +1,9 @@
-"""To and from Hugging Face's Llama: the same model under other names.
+"""Export to and import from Hugging Face's Llama: the same model under other names.
 
 `config.json`, `model.safetensors` and the tokenizer's files make a folder that `LlamaForCausalLM.from_pretrained`
-loads. Only the rotary embedding differs: ours turns the interleaved pairs (2i, 2i+1) of a head, Llama's the pairs
-(i, i + D/2), so the rows of the query and key projections are put in that order. Scores are sums over a head and do not
-change.
+loads. Only the rotary embedding differs: ours rotates the interleaved pairs (2i, 2i+1) of a head, Llama's the pairs
+(i, i + D/2). So the rows of the query and key projections are permuted into that order. Scores are sums over a head and
+do not change.
 """
 
 import json
@@ -63,12 +63,12 @@ def _names(num_layers: int) -> dict[str, str]:
 
 
 def _to_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from interleaved pairs to two halves."""
+    """Reorder the rows of each head from interleaved pairs to two halves."""
     return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _to_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from two halves to interleaved pairs: the inverse of `_to_halves`."""
+    """Reorder the rows of each head from two halves to interleaved pairs: the inverse of `_to_halves`."""
     return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
@@ -103,9 +103,9 @@ def export_hf(
 
 
 def check_export_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a folder with a model that `export_hf` has not written, which it would replace.
+    """Raise ValueError if the folder holds a model that `export_hf` has not written, because it would replace it.
 
-    It is known by its config.json: those of others have other fields.
+    An export of ours is recognised by the fields of its config.json: those of other models differ.
     """
     try:
         found = json.loads(Path(folder, "config.json").read_bytes())
@@ -140,7 +140,7 @@ def _llama_config(shape: ModelShape, end_of_text_id: int | None) -> dict:
 def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Tensor], Tokenizer | None]:
     """Read a folder with a Llama model of our kind: shape, state dict in float32 and the tokenizer, if any.
 
-    Raises FileNotFoundError or ValueError naming the file and the field for one that is something else: grouped
+    Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: grouped
     queries, tied embeddings, biases, scaled rotary frequencies, another norm epsilon, missing or misshapen weights.
     """
     folder = Path(folder)
@@ -162,7 +162,7 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
 
 
 def _read_config(path: Path) -> ModelShape:
-    """The shape in a config.json. Raises FileNotFoundError or ValueError naming it and the field of another kind."""
+    """The shape in a config.json. Raises FileNotFoundError or ValueError naming the file and the unsupported field."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a folder with config.json and model.safetensors is needed")
     try:
@@ -196,7 +196,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _what_is_fixed(config: dict[str, Any], shape: ModelShape) -> dict[str, tuple[Any, Any]]:
-    """What this model has no choice of: the only value, and that of config.json, or LlamaConfig's where it has none."""
+    """Settings that are fixed in this model: the accepted value, and the one in config.json, else LlamaConfig's."""
     rope, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     heads, head_dim = shape.num_heads, shape.d_model // shape.num_heads
     return {

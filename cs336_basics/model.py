@@ -1,9 +1,9 @@
 """The Transformer language model: pre-norm blocks, RMSNorm, rotary positions and SwiGLU, no biases, untied head.
 
-Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that keeps the contract of
-`scaled_dot_product_attention` below can take its place without the model knowing.
+Attention is an argument of the model: any function `attention(q, k, v, is_causal) -> o` that follows the contract of
+`scaled_dot_product_attention` below can replace it without changes to the model.
 
-Shapes: B batch, T positions in this call, S positions in the cache, H heads, D size of a head.
+Shapes: B batch, T positions in this call, S positions in the cache, H heads, D head size.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ def scaled_dot_product_attention(
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "... queries d"]:
-    """softmax(q k^T / sqrt(d)) v, computed as it is written (Vaswani et al. 2017, equation 1).
+    """softmax(q k^T / sqrt(d)) v, computed as the formula is written (Vaswani et al. 2017, equation 1).
 
     Causal means that query i sees key j when j <= i, counted from the first query and the first key (top-left aligned).
-    Scores and softmax are float32 whatever the inputs are; float64 stays float64. Holds all queries x keys scores.
+    Scores and softmax are float32 for every input dtype but float64, which stays. Holds all queries x keys scores.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with without_autocast(q.device.type):  # which would compute the products in its own type again
+    with without_autocast(q.device.type):  # autocast would compute the products in its own dtype
         scores = (q.to(dtype) / math.sqrt(q.shape[-1])) @ k.to(dtype).mT
         if is_causal:
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -40,8 +40,8 @@ def scaled_dot_product_attention(
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context in which operations compute in the types of their tensors, whatever autocast is on outside."""
-    # The meta device has no autocast. torch.amp.is_autocast_available would know, but breaks the graph of PyTorch 2.11.
+    """A context in which operations compute in the dtypes of their tensors, even if autocast is on outside."""
+    # The meta device has no autocast. torch.amp.is_autocast_available would tell, but breaks the graph in PyTorch 2.11.
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -52,7 +52,7 @@ def _truncated_normal(shape: tuple[int, ...], std: float) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = W x without bias. W is (d_out, d_in), drawn with std sqrt(2 / (d_in + d_out)) and cut at 3 std."""
+    """y = W x without bias. W is (d_out, d_in), a normal with std sqrt(2 / (d_in + d_out)) truncated at 3 std."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ class Linear(nn.Module):
 
 
 class LMHead(Linear):
-    """The last layer: a Linear to logits or, told the targets, to their cross-entropy.
+    """The last layer: a Linear that returns logits or, given the targets, their cross-entropy.
 
-    `loss` is `linear_cross_entropy`, and may be any faster function that does the same.
+    `loss` is `linear_cross_entropy`; any faster function that computes the same can replace it.
     """
 
     def __init__(self, d_model: int, vocab_size: int) -> None:
@@ -78,7 +78,7 @@ class LMHead(Linear):
 
 
 class Embedding(nn.Module):
-    """One learned row of size d_model per token ID, drawn with std 1 and cut at 3 std."""
+    """One learned row of size d_model per token ID, a normal with std 1 truncated at 3 std."""
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding on interleaved pairs (Su et al. 2021, RoFormer, equations 14 and 34).
 
-    The pair (x[2i], x[2i+1]) at position p turns by the angle p * theta^(-2i/dim). The angles are tabulated once for
-    `context_length` positions; the table is not part of the state dict.
+    The pair (x[2i], x[2i+1]) at position p is rotated by the angle p * theta^(-2i/dim). The cosines and sines are
+    computed once for `context_length` positions; these tables are not part of the state dict.
     """
 
     cos: Tensor
@@ -123,7 +123,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x: Float[Tensor, "... positions dim"], start: int = 0) -> Float[Tensor, "... positions dim"]:
-        """Turn x, whose first position is `start`. Computes in float32 and returns x's dtype."""
+        """Rotate x, whose first position is `start`. Computes in float32 and returns x's dtype."""
         end = start + x.shape[-2]
         if end > self.cos.shape[0]:
             raise ValueError(f"position {end - 1} is beyond the context_length of {self.cos.shape[0]}")
@@ -147,7 +147,7 @@ class SwiGLU(nn.Module):
 
 
 class LayerCache:
-    """The keys and values one attention layer has seen, in room allocated once for `context_length` positions."""
+    """The keys and values one attention layer has seen, in buffers allocated once for `context_length` positions."""
 
     def __init__(self, context_length: int) -> None:
         self._context_length = context_length
@@ -156,7 +156,7 @@ class LayerCache:
         self.length = 0
 
     def append(self, k: Float[Tensor, "B H T D"], v: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor]:
-        """Store k and v behind what is there; return all keys and all values so far, each (B, H, length, D)."""
+        """Append k and v to the cache; return all keys and all values so far, each (B, H, length, D)."""
         if self._keys is None or self._values is None:
             batch, heads, _, dim = k.shape
             self._keys, self._values = (t.new_empty(batch, heads, self._context_length, dim) for t in (k, v))
@@ -190,8 +190,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         start = 0 if cache is None else cache.length
         q, k = self.rope(q, start), self.rope(k, start)
         if cache is not None:
-            # Causal is top-left aligned, which is only right for a first chunk; a later one is a single position,
-            # which sees everything that is in the cache.
+            # The causal mask is top-left aligned, which is correct only for the first chunk. A later chunk must be a
+            # single position, which sees everything in the cache and needs no mask.
             if start and x.shape[1] > 1:
                 raise ValueError(f"{x.shape[1]} positions on a cache of {start}: after the first chunk, one at a time")
             k, v = cache.append(k, v)
@@ -215,10 +215,10 @@ class TransformerBlock(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Token IDs in, logits of the next token out; with the next tokens, their loss.
+    """Token IDs in, logits of the next token out; with the next tokens as targets, their loss.
 
-    `attention` follows the contract of `scaled_dot_product_attention` and may be any faster function that does.
-    Raises ValueError where d_model does not divide into num_heads heads of even size.
+    `attention` may be any faster function that follows the contract of `scaled_dot_product_attention`.
+    Raises ValueError if d_model does not divide into num_heads heads of even size.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class TransformerLM(nn.Module):
     ) -> Float[Tensor, "B T V"] | Float[Tensor, ""]:
         """Logits for each position; with targets, the sum of their cross-entropies in nats, from `lm_head.loss`.
 
-        With a cache, token_ids continue what the cache holds.
+        With a cache, token_ids continue the sequence that the cache holds.
         """
         x = self.ln_final(self.through_blocks(self.token_embeddings(token_ids), cache))
         return self.lm_head(x) if targets is None else self.lm_head(x, targets)
@@ -265,11 +265,11 @@ class TransformerLM(nn.Module):
         first: int = 0,
         last: int | None = None,
     ) -> Float[Tensor, "B T d_model"]:
-        """x after the blocks first .. last - 1 (default: all of them)."""
+        """Return x after the blocks first .. last - 1 (default: all of them)."""
         for i, layer in enumerate(list(self.layers)[first:last], first):
             x = layer(x, None if cache is None else cache[i])
         return x
 
     def new_cache(self) -> list[LayerCache]:
-        """An empty key-value cache, one entry a layer; the first call that uses it decides the batch size."""
+        """An empty key-value cache, one entry per layer; the first call that uses it fixes the batch size."""
         return [LayerCache(self.context_length) for _ in self.layers]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def softmax(x: Float[Tensor, "..."], dim: int = -1) -> Float[Tensor, "..."]:
-    """exp(x) normalised to sum 1 along `dim`. The largest entry is subtracted first, so that exp cannot overflow."""
+    """exp(x) normalised to sum to 1 along `dim`. The largest entry is subtracted first, so exp cannot overflow."""
     exponential = (x - x.amax(dim=dim, keepdim=True)).exp()
     return exponential / exponential.sum(dim=dim, keepdim=True)
 
@@ -18,7 +18,7 @@ def cross_entropy(
 ) -> Float[Tensor, "..."]:
     """-log softmax(logits)[target] in nats, over any leading dimensions, computed in float32 (float64 stays).
 
-    reduction: "mean" or "sum" over all targets, or "none" for one value a target.
+    reduction: "mean" or "sum" over all targets, or "none" for one value per target.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}: it must be 'mean', 'sum' or 'none'")
@@ -36,15 +36,15 @@ def linear_cross_entropy(
     targets: Int[Tensor, "..."],
     reduction: str = "mean",
 ) -> Float[Tensor, "..."]:
-    """The cross-entropy of the logits x W^T, as it is written: all of them are in memory.
+    """The cross-entropy of the logits x W^T, computed as written: all logits are in memory at once.
 
-    `cs336_systems.kernels.linear_cross_entropy.chunked_linear_cross_entropy` gives the same, some tokens at a time.
+    `cs336_systems.kernels.linear_cross_entropy.chunked_linear_cross_entropy` computes the same, some tokens at a time.
     """
     return cross_entropy(nn.functional.linear(x, weight), targets, reduction)
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Float[Tensor, ""]]:
-    """The 2-norm of each gradient, in float32 at least: 8 bits would not hold the sum of their squares."""
+    """The 2-norm of each gradient, in at least float32: a type with 8 bits would not hold the sum of the squares."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
@@ -53,16 +53,16 @@ def gradient_norms(gradients: list[Tensor]) -> list[Float[Tensor, ""]]:
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale all gradients in place so that their common 2-norm is at most max_norm (Pascanu et al. 2013).
+    """Scale all gradients in place so that their global 2-norm is at most max_norm (Pascanu et al. 2013).
 
-    Returns the norm before clipping, as a tensor on the gradients' device: reading it waits for the device, so that is
-    left to the caller. max_norm = inf only measures.
+    Returns the norm before clipping as a tensor on the gradients' device. Reading it waits for the device, so that is
+    left to the caller. max_norm = inf only measures the norm.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(gradient_norms(gradients)))
     if max_norm != float("inf"):
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_: no division by a norm of zero.
+        # 1e-6, as in torch.nn.utils.clip_grad_norm_, avoids a division by a norm of zero.
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

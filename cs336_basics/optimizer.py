@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule, written to be read; `torch.optim.AdamW` is the fast twin."""
+"""AdamW and its learning-rate schedule, written to be read; `torch.optim.AdamW` is the fast equivalent."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,8 +11,11 @@ from torch import Tensor
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2, with schedule multiplier 1).
 
-    Per parameter, at step t:  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
-    p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr weight_decay p.
+    For each parameter p with gradient g, at step t:
+
+        m = b1 m + (1 - b1) g
+        v = b2 v + (1 - b2) g^2
+        p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) - lr weight_decay p
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            # The same names and kinds as torch.optim.AdamW's, so that one checkpoint serves both.
+            # Same names and types as in torch.optim.AdamW, so one checkpoint works with both.
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
@@ -66,8 +69,11 @@ class AdamW(torch.optim.Optimizer):
 
 
 def get_cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
-    """Learning rate at `step` (from 0): linear to max_lr over warmup_steps, a half cosine down to min_lr at
-    total_steps, and min_lr after (Loshchilov & Hutter 2017, SGDR, equation 5, one cycle, with warm-up)."""
+    """Learning rate at `step` (from 0): linear warm-up, a half cosine down, then constant.
+
+    It rises linearly to max_lr over warmup_steps, falls along a half cosine to min_lr at total_steps, and stays at
+    min_lr after that (Loshchilov & Hutter 2017, SGDR, equation 5, one cycle, with warm-up).
+    """
     if step < warmup_steps:
         return max_lr * step / warmup_steps
     if step >= total_steps:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What decides the parameters of a `TransformerLM` and what they mean: its arguments, the attention left out.
+    """What determines the parameters of a `TransformerLM` and their meaning: its arguments, except the attention.
 
-    Two runs can share weights when these are equal.
+    Two runs can share weights if their shapes are equal.
     """
 
     vocab_size: int

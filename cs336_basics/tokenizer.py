@@ -1,6 +1,6 @@
 """A byte-level BPE tokenizer: trained and run by the `tokenizers` library, fed from files that may not fit in memory.
 
-The pre-tokenisation is GPT-2's, the only special token is `<|endoftext|>`, and every UTF-8 text decodes back exactly.
+Pre-tokenisation is GPT-2's, the only special token is `<|endoftext|>`, and every UTF-8 text decodes back exactly.
 """
 
 import codecs
@@ -21,14 +21,14 @@ _READ_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
 _LONGEST_WORD = 1 << 10
-_CUT = re.compile(r"(?<=\S)[ \n]")  # Python's \s holds all of Unicode's White_Space, so \S is safely visible text
+_CUT = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
 
 
 def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[str]:
     """Yield the text of bytes start to end of a file (end None: to its end), in pieces of about a megabyte.
 
-    Raises FileNotFoundError or ValueError with the path: not a file, not readable, empty, or not UTF-8 (with the byte
-    offset of the first byte that is wrong).
+    Raises FileNotFoundError or ValueError naming the path if it is missing, not a regular file, not readable, empty, or
+    not UTF-8 (with the offset of the first invalid byte).
     """
     path = Path(path)
     if not path.exists():
@@ -48,7 +48,7 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
         file.seek(start)
         position = start
         while position < end:
-            pending = len(decoder.getstate()[0])  # bytes of an unfinished character, kept from the read before
+            pending = len(decoder.getstate()[0])  # bytes of an incomplete character, left from the previous read
             block = file.read(min(_READ_BYTES, end - position))
             if not block:
                 raise ValueError(f"text file {path} became shorter while it was read")
@@ -65,9 +65,9 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
 def split_pieces(blocks: Iterable[str], piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
     """Cut a stream of text into pieces of about piece_chars that tokenize separately to the same IDs as together.
 
-    A cut is made only where visible text is followed by a space or a newline: GPT-2's pre-tokenizer always ends a word
-    there, none of its patterns looks further back, and its only look-ahead concerns the end of a run of white space.
-    Text without such a place stays whole, however long it is.
+    It cuts only where visible text is followed by a space or a newline. GPT-2's pre-tokenizer always ends a word there:
+    none of its patterns looks further back, and its only look-ahead concerns the end of a run of white space. Text
+    without such a place stays in one piece, however long it is.
     """
     held: list[str] = []
     held_chars = 0
@@ -87,7 +87,7 @@ def split_pieces(blocks: Iterable[str], piece_chars: int = _PIECE_CHARS) -> Iter
 
 
 def _break_up(part: str) -> Iterator[str]:
-    """The text itself, or pieces of it where it is a word too long to learn pairs from in any sensible time."""
+    """Yield the text itself, or pieces of it if it is a word too long to learn pairs from in reasonable time."""
     if len(part) <= 2 * _PIECE_CHARS:
         yield part
     else:
@@ -95,12 +95,12 @@ def _break_up(part: str) -> Iterator[str]:
 
 
 def sample_evenly(blocks: Iterable[str], sample_bytes: int, text_bytes: int) -> Iterator[str]:
-    """Yield every n-th piece of a stream of text_bytes, so many that they come to about sample_bytes.
+    """Yield every n-th piece of a stream of text_bytes, so that the pieces add up to about sample_bytes.
 
-    A piece is taken whenever what was taken before it is no larger a share of the sample than what went by is of the
-    text. So the sample never departs from an even spread by more than one piece, and the same text gives the same
-    sample. Pieces begin and end where `split_pieces` cuts, which is never inside a word (but for words longer than a
-    piece): side by side they tokenize as they do apart.
+    A piece is taken whenever the share of the sample already taken does not exceed the share of the text already seen.
+    So the sample never deviates from an even spread by more than one piece, and the same text gives the same sample.
+    Pieces begin and end where `split_pieces` cuts, which is never inside a word (except words longer than a piece), so
+    they tokenize the same side by side as apart.
     """
     seen = taken = 0
     for piece in split_pieces(blocks):
@@ -113,7 +113,7 @@ def sample_evenly(blocks: Iterable[str], sample_bytes: int, text_bytes: int) -> 
 
 
 class Tokenizer:
-    """Text to token IDs and back. `train` or `load` makes one; `save` writes the library's own tokenizer.json."""
+    """Text to token IDs and back. `train` or `load` creates one; `save` writes the library's own tokenizer.json."""
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = library_tokenizer
@@ -124,7 +124,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, blocks: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Train on a stream of text until the vocabulary has vocab_size tokens (fewer if the text has no more pairs).
+        """Train on a stream of text until the vocabulary has vocab_size tokens (fewer if the text runs out of pairs).
 
         Raises ValueError for a vocabulary too small for the 256 bytes and the special token.
         """
@@ -141,7 +141,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        # The trainer does not take special tokens out of the text, so that is done here.
+        # The trainer does not remove special tokens from the text, so they are removed here.
         documents = (
             word for piece in split_pieces(blocks) for part in piece.split(END_OF_TEXT) for word in _break_up(part)
         )
@@ -159,7 +159,7 @@ class Tokenizer:
             raise ValueError(f"tokenizer file {path} cannot be loaded: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json; a reader never sees half of it."""
+        """Write tokenizer.json atomically: a reader never sees a partial file."""
         beside = Path(f"{path}.tmp")
         beside.parent.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(beside))
@@ -167,7 +167,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token IDs, the special token included."""
+        """Number of token IDs, including the special token."""
         return self._tokenizer.get_vocab_size()
 
     @property
@@ -176,11 +176,11 @@ class Tokenizer:
         return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The token IDs of a text; `<|endoftext|>` in it becomes its own ID."""
+        """The token IDs of a text; each `<|endoftext|>` in it becomes the special token's ID."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_stream(self, blocks: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the IDs of a stream of text, in lists of one piece each; joined they are `encode` of the whole text.
+        """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
 
         Pieces go to the library in batches, which it spreads over the cores.
         """

@@ -11,7 +11,7 @@ from cs336_basics.shape import ModelShape
 def num_parameters(shape: ModelShape) -> int:
     """All parameters: 2 V d (embedding and untied head) + L (4 d^2 + 3 d d_ff + 2 d) + d.
 
-    Four attention projections, three feed-forward matrices and two norms a block, and the last norm.
+    Four attention projections, three feed-forward matrices and two norms per block, and the last norm.
     """
     d = shape.d_model
     block = 4 * d * d + 3 * d * shape.d_ff + 2 * d
@@ -19,7 +19,7 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Parameters that a token is multiplied with: all but the embedding, which is looked up, and the norms.
+    """Parameters that a token is multiplied with: all except the norms and the embedding, which is looked up.
 
     V d + L (4 d^2 + 3 d d_ff).
     """
@@ -30,8 +30,8 @@ def matmul_parameters(shape: ModelShape) -> int:
 def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     """Matrix-product operations of one forward pass over num_sequences sequences of `length` tokens.
 
-    2 N T for the weights (N from `matmul_parameters`, T tokens), and per layer 4 length^2 d / 2 a sequence for causal
-    attention: scores and values take 2 length^2 d each (Kaplan et al. 2020, table 1), of which the mask leaves half.
+    2 N T for the weights (N from `matmul_parameters`, T tokens), plus 4 length^2 d / 2 per layer and sequence for
+    causal attention: scores and values take 2 length^2 d each (Kaplan et al. 2020, table 1), and the mask leaves half.
     """
     weights = 2 * matmul_parameters(shape) * num_sequences * length
     attention = shape.num_layers * num_sequences * 2 * length * length * shape.d_model
@@ -41,15 +41,15 @@ def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
 def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     """Operations of one of naive attention's two products, Q K^T or P V, in all layers of a forward pass: 2 N^2 d each.
 
-    N is the length, d is d_model, heads together. Dense: naive attention computes what the mask then throws away.
+    N is the length and d is d_model, all heads together. Dense: naive attention computes what the mask then discards.
     """
     return shape.num_layers * num_sequences * 2 * length * length * shape.d_model
 
 
 def softmax_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
-    """Operations of the softmax of all scores in a forward pass: about 5 a score, N^2 scores a head.
+    """Operations of the softmax of all scores in a forward pass: about 5 per score, N^2 scores per head.
 
-    The running maximum, the subtraction of it, the exponential, the sum and the division count as one each. Dense.
+    The running maximum, its subtraction, the exponential, the sum and the division count as one each. Dense.
     """
     return 5 * shape.num_layers * num_sequences * shape.num_heads * length * length
 
@@ -57,8 +57,8 @@ def softmax_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
 def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     """Matrix-product operations of a forward and a backward pass: 3 times the forward's.
 
-    Each product has two gradients of the same cost. What a kernel or checkpointing recomputes is not counted, so that
-    the MFU made from this counts useful work only (Chowdhery et al. 2022, PaLM, appendix B).
+    Each product has two gradients of the same cost. What a kernel or checkpointing recomputes is not counted, so an MFU
+    based on this counts useful work only (Chowdhery et al. 2022, PaLM, appendix B).
     """
     return 3 * forward_flops(shape, num_sequences, length)
 
@@ -66,11 +66,11 @@ def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
 def least_training_bytes(
     shape: ModelShape, batch_size: int, micro_batch: int, weight_parts: int = 1, state_parts: int = 1
 ) -> int:
-    """Memory that no training step of a process does without: 8 N / w + 8 N / s + 4 T d / H + 8 B T + 2 b T V.
+    """Memory that every training step of a process needs: 8 N / w + 8 N / s + 4 T d / H + 8 B T + 2 b T V.
 
-    A float32 weight and its gradient a parameter, divided into w parts; AdamW's two moments, divided into s; the rotary
-    tables; token IDs of the process's batch of B; logits of its micro-batch of b, in the smallest type there is for
-    them. The other activations are not counted.
+    In this order: a float32 weight and its gradient per parameter, divided into w parts; AdamW's two moments, divided
+    into s parts; the rotary tables; token IDs of the process's batch of B; logits of its micro-batch of b, in the
+    smallest type there is for them. The other activations are not counted.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * (shape.d_model // shape.num_heads)
@@ -83,15 +83,16 @@ def naive_attention_bytes(
 ) -> dict[str, int]:
     """Memory that plain attention holds in float32, term by term, besides q, k, v, o and their gradients.
 
-    S = 4 B N_q N_k is a matrix of scores, B sequences times heads; M = N_q N_k a mask, 0 if not causal.
+    S = 4 B N_q N_k is a matrix of scores, B sequences times heads; M = N_q N_k is a mask, 0 if not causal.
 
-    - scores S; masked_scores S, if causal; softmax S; masks 2 M: of what is visible, and of what is not
+    - scores S; masked_scores S, if causal; softmax S; masks 2 M: one of the visible pairs, one of the hidden pairs
     - saved_for_backward: S + M + 4 B D (N_q + 2 N_k), for the softmax's output, a mask, q / sqrt(D), k and v
     - forward_peak: 2 S + 2 M + 4 B D N_q, two matrices of scores at a time
     - backward_peak: 3 S + M + 4 B D (N_q + N_k), for the softmax's output, its gradient, that of the scores, and dV.
       One S more on a GPU, where PyTorch's softmax_backward_cuda keeps the product of output and gradient
 
-    Quadratic in the length: what FlashAttention does not hold. Inputs of another type are copied to float32 besides.
+    This is quadratic in the length, and FlashAttention does not hold it. Inputs of another dtype are also copied to
+    float32.
     """
     scores, mask = 4 * batch * n_q * n_k, n_q * n_k if is_causal else 0
     queries, keys = 4 * batch * n_q * head_size, 4 * batch * n_k * head_size
@@ -106,7 +107,7 @@ def naive_attention_bytes(
     }
 
 
-_SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number that a matrix product gives, by autocast type
+_SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per number in a matrix product's output, by autocast type
 _HOLD_SCORES = ("naive", "scaled_dot_prod_attention")
 _FLASH = (
     "auto",
@@ -125,13 +126,13 @@ _HOLD_SCORES_BACKWARD = (*_HOLD_SCORES, "flash_triton_compiled")
 def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
     """The residual stream between two blocks: 4 T d, T = B N tokens. It is float32 under autocast too.
 
-    number_bytes: 2 where the weights that compute are of 16 bits, and it with them.
+    number_bytes: 2 if the model computes with 16-bit weights, which make the residual stream 16-bit too.
     """
     return number_bytes * batch_size * length * shape.d_model
 
 
 def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
-    """Copies of a block's matrices that autocast makes and backward needs: 2 (4 d^2 + 3 d d_ff); none in float32."""
+    """Copies of a block's matrices that autocast makes and backward needs: 2 (4 d^2 + 3 d d_ff); 0 in float32."""
     return 0 if precision == "fp32" else 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff)
 
 
@@ -145,23 +146,23 @@ def activation_bytes(
 ) -> dict[str, int]:
     """What an eager TransformerBlock saves for backward besides its input and weights, by the part that saves it.
 
-    T = B N tokens, c bytes a number (4 in float32, 2 under autocast). Norms save 1/rms and what it makes of x, float32;
-    of a float32 tensor, which they all give, autocast makes a copy for each product that reads it.
+    T = B N tokens, c bytes per number (4 in float32, 2 under autocast). Norms save 1/rms and x/rms in float32. Their
+    output is float32 too, and autocast copies a float32 tensor once for each product that reads it.
 
         ln1          4 T + 4 T d
         qkv_proj     4 T d, three times 2 T d under autocast
         attention    naive: q, k, v in float32, mask, softmax 12 T d + N^2 + 4 B H N^2
                      flash: q, k, v, o, logsumexp             4 c T d + 4 T H
         output_proj  c T d
-        ln2          8 T d + 4 T, with its own input, the residual stream between attention and ffn
+        ln2          8 T d + 4 T, including its own input, the residual stream between attention and ffn
         ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
 
-    Where the weights that compute are of 16 bits, so is the residual stream: norms make float32 of it, 4 T d more in
-    ln1 and nothing else in ln2, and what they give is one tensor for all products that read it, 2 T d.
+    If the model computes with 16-bit weights, the residual stream is 16-bit too. Norms convert it to float32, 4 T d
+    more in ln1 and no change in ln2, and their output is one tensor for all products that read it, 2 T d.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels
-    may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for a
-    kernel that is not known.
+    may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for an
+    unknown kernel.
     """
     tokens, c, d = batch_size * length, _SIZE[precision], shape.d_model
     if attention in _HOLD_SCORES:
@@ -185,7 +186,7 @@ def activation_bytes(
 def block_bytes(
     shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
 ) -> int:
-    """All that is in memory for a block to be differentiated: its input, activations and copies of its weights."""
+    """All memory that a block holds to be differentiated: its input, activations and copies of its weights."""
     saved = sum(activation_bytes(shape, batch_size, length, precision, attention).values())
     return residual_bytes(shape, batch_size, length) + saved + weight_copy_bytes(shape, precision)
 
@@ -193,7 +194,7 @@ def block_bytes(
 def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str = "fp32") -> int:
     """What the last norm, the head and the loss save: 8 T d + 4 T, c T d (and 2 V d under autocast), 4 T V + 4 T.
 
-    T tokens, c bytes a number. The loss reads the logits in float32, whatever they are computed in.
+    T tokens, c bytes per number. The loss reads the logits in float32, whatever dtype they are computed in.
     """
     tokens, c, d, vocab = batch_size * length, _SIZE[precision], shape.d_model, shape.vocab_size
     copy = 0 if precision == "fp32" else c * vocab * d
@@ -203,13 +204,17 @@ def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str =
 def gradient_bytes(
     shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
 ) -> int:
-    """What the backward pass of a block has in memory at its peak beyond all that the block has saved.
+    """What the backward pass of a block holds at its peak beyond all that the block has saved.
 
-    The gradient of the residual stream, 4 T d, and those of the feed-forward layer's two factors beside that of their
-    product, while one saved tensor is gone: 2 c T d_ff. Or, with all scores in memory and where it is more, the
-    gradients of softmax and scores, 8 B H N^2, when all that was saved after them is gone; where only the backward pass
-    holds them, softmax and the gradient of scores, as much. Gradients of weights are not counted: with fewer than
-    2 d / c tokens that of the last product, 4 d d_ff bytes, is more than those of a factor.
+    This is the gradient of the residual stream, 4 T d, and the larger of two others:
+
+    - the gradients of the feed-forward layer's two factors and of their product, when one saved tensor is already
+      freed: 2 c T d_ff
+    - with all scores in memory, the gradients of softmax and scores, 8 B H N^2, when all that was saved after them is
+      already freed; where only the backward pass holds scores, softmax and the gradient of scores, the same size
+
+    Gradients of weights are not counted: with fewer than 2 d / c tokens, that of the last product, 4 d d_ff bytes, is
+    larger than those of a factor.
     """
     tokens, c = batch_size * length, _SIZE[precision]
     saved = activation_bytes(shape, batch_size, length, precision, attention)
@@ -228,18 +233,18 @@ def checkpointed_activation_bytes(
     attention: str = "naive",
     checkpointed: tuple[str, int] | None = None,
 ) -> tuple[int, int]:
-    """Memory of a model's eager forward pass, when it is over, and at the peak of forward and backward, in bytes.
+    """Memory of an eager model at the end of its forward pass, and at the peak of forward and backward, in bytes.
 
-    checkpointed: as `TrainConfig.checkpointed` has it. Groups of K of L blocks keep L / K inputs (I bytes) and have one
-    group whole at a time (A bytes a block): about (L / K) I + K A, which is least at K = `best_group` (Chen et al.
-    2016, "Training Deep Nets with Sublinear Memory Cost"). In detail the peak is the largest of
+    checkpointed: as in `TrainConfig.checkpointed`. Groups of K of L blocks keep L / K inputs (I bytes each) and hold
+    one whole group at a time (A bytes per block): about (L / K) I + K A, which is least at K = `best_group` (Chen et
+    al. 2016, "Training Deep Nets with Sublinear Memory Cost"). In detail the peak is the largest of
 
-        forward       what is kept, of checkpointed blocks too the copies of weights, which autocast keeps so long, and
-                      the T V float32 numbers that logsumexp makes for itself
+        forward       what is kept, the weight copies of checkpointed blocks too, which autocast keeps until then, and
+                      the T V float32 numbers of logsumexp's temporary
         loss          what is kept, and three tensors of T V float32 numbers
-        each segment  what is kept up to it, what is computed again of it, and `gradient_bytes`
+        each segment  what is kept up to it, what is recomputed of it, and `gradient_bytes`
 
-    Weights and their gradients are not counted, nor what other operations have for themselves.
+    Weights and their gradients are not counted, nor are the temporaries of other operations.
     """
     how = (shape, batch_size, length, precision, attention)
     entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how)
@@ -257,7 +262,7 @@ def checkpointed_activation_bytes(
 
 
 def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tuple[int, bool]]:
-    """Blocks that are kept or checkpointed together: how many, and whether they are checkpointed."""
+    """The blocks that are kept or checkpointed together: how many, and whether they are checkpointed."""
     if checkpointed is None:
         return [(1, False)] * num_layers
     policy, number = checkpointed
@@ -269,6 +274,6 @@ def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tup
 def best_group(
     shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
 ) -> float:
-    """The size of groups at which (L / K) I + K A is least: K = sqrt(L I / A), from 1 to L."""
+    """The group size K at which (L / K) I + K A is least: K = sqrt(L I / A), from 1 to L."""
     ratio = residual_bytes(shape, batch_size, length) / block_bytes(shape, batch_size, length, precision, attention)
     return min(max(1.0, math.sqrt(shape.num_layers * ratio)), shape.num_layers)

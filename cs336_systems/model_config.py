@@ -33,9 +33,9 @@ class ModelConfig:
     size: str | None = None
     """Named size: small, medium, large, xl, 2.7B, 10B or 8B. Gives d_model, d_ff, num_layers and num_heads."""
     vocab_size: int | None = None
-    """Size of the vocabulary, also what the tokenizer is trained to (default: the size's, else 10,000)."""
+    """Size of the vocabulary, to which the tokenizer is also trained (default: the named size's, else 10,000)."""
     context_length: int | None = None
-    """Tokens a sequence (default: the size's, else 256)."""
+    """Tokens per sequence (default: the named size's, else 256)."""
     d_model: int | None = None
     """Width of the residual stream."""
     d_ff: int | None = None
@@ -47,7 +47,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     attention: str = "auto"
-    """Attention kernel by its registered name; auto is sdpa, PyTorch's choice among its own."""
+    """Attention kernel by its registered name; auto is sdpa, PyTorch's choice among its own kernels."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
@@ -81,6 +81,6 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The resolved architecture, nothing of it None."""
+        """The resolved architecture, in which nothing is None."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelShape)}
         return ModelShape(**values)

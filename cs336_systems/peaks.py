@@ -2,8 +2,8 @@
 
 import re
 
-# Dense matrix rates in TFLOP/s from the vendors' datasheets, without sparsity; fp32 is that of the plain cores.
-# The first name found in the device's own name counts, so longer names stand before shorter ones.
+# Dense matrix rates in TFLOP/s from the vendors' datasheets, without sparsity; fp32 is the rate of the plain cores.
+# The first name found in the device's own name wins, so longer names come before shorter ones.
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GB200", dict(bf16=2500, fp16=2500, tf32=1250, fp32=80)),
     ("B200", dict(bf16=2250, fp16=2250, tf32=1100, fp32=75)),
@@ -26,7 +26,7 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Datasheet peak of one GPU in FLOP/s for matrix products in a precision ("fp32", "tf32", "bf16" or "fp16").
 
-    None where the device or its rate in this precision is not known.
+    None if the device or its rate in this precision is unknown.
     """
     for name, rates in _PEAK_TFLOPS:
         # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.

@@ -1,7 +1,7 @@
-"""Launching a Triton kernel many times over at little cost on the host.
+"""Launches a Triton kernel many times with little overhead on the host.
 
-Triton's own launch looks at every argument, each time, to find the compiled kernel that fits: with thirty arguments
-longer than a short kernel runs. A `Launch` does it once.
+Triton's own launch inspects every argument, each time, to find the compiled kernel that fits. With thirty arguments
+that takes longer than a short kernel runs. A `Launch` does it once.
 """
 
 import contextlib
@@ -21,12 +21,13 @@ INTERPRET = bool(triton.knobs.runtime.interpret)
 
 
 class Launch:
-    """A kernel with its grid and its constants: all arguments but the tensors, which come first.
+    """A kernel with its grid and its constants: all arguments except the tensors, which come first.
 
-    `blocks` has, for each tensor, the block in which the copy engine is to move it, or None for a pointer. What a call
-    is given has to agree with the first call in shapes, strides, dtypes, device and 16-byte alignment; the caller keeps
-    one Launch for each. A kernel in Gluon also has the `layouts` of its blocks in shared memory, by their number of
-    axes, and the most registers of a thread. A block of one axis is cut from all of the tensor's elements in a row.
+    `blocks` has, for each tensor, the block in which the copy engine moves it, or None for a pointer. The tensors of
+    every call must agree with those of the first call in shapes, strides, dtypes, device and 16-byte alignment; the
+    caller keeps one Launch for each combination. A Gluon kernel also has the `layouts` of its blocks in shared memory,
+    by their number of axes, and the maximum number of registers per thread. A block of one axis is cut from the tensor
+    flattened to one dimension.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class Launch:
 
     @contextlib.contextmanager
     def compiling(self, *tensors: Tensor) -> Iterator[None]:
-        """Compile and load it for these tensors in a thread, while what is inside does so with another."""
+        """Compile and load the kernel for these tensors in a thread, while the `with` body compiles another kernel."""
         if INTERPRET:
             yield
             return
         device, arguments = torch.cuda.current_device(), self.arguments(*tensors)
 
         def compile_it() -> None:
-            torch.cuda.set_device(device)  # a thread begins on the first
-            _ = self._kernel.warmup(*arguments, grid=self._grid, **self.options).run  # which loads it
+            torch.cuda.set_device(device)  # a new thread starts on the first device
+            _ = self._kernel.warmup(*arguments, grid=self._grid, **self.options).run  # .run loads it
 
         with ThreadPoolExecutor(1) as pool:
             compiled = pool.submit(compile_it)
@@ -79,7 +80,7 @@ class Launch:
             compiled.result()
 
     def arguments(self, *tensors: Tensor) -> list[Any]:
-        """All that the kernel is given for these tensors."""
+        """All arguments of the kernel for these tensors."""
         if self._blocks is None:
             return [*tensors, *self._constants]
         pairs = zip(tensors, self._blocks)  # noqa: B905
@@ -91,17 +92,17 @@ _hashed: set[str] = set()
 
 
 def _hash_in_order(module: str) -> None:
-    """Have Triton hash all of a module's functions, each after those that it calls, which stand before it.
+    """Have Triton hash all of a module's functions, each after those that it calls, which are defined before it.
 
-    The hash is a kernel's name in Triton's cache. Until it was mended (3.6 has it, 3.9 does not) it depends on which of
-    the functions called were hashed before for another kernel. With two threads that is by chance, and a kernel that
-    lies in the cache would now and then be compiled again.
+    The hash is a kernel's name in Triton's cache. A bug (3.6 has it, 3.9 does not) makes it depend on which of the
+    called functions were already hashed for another kernel. With two threads that is up to chance, and a kernel that is
+    in the cache would now and then be compiled again.
     """
     if module in _hashed:
         return
     _hashed.add(module)
     functions = [each for each in vars(sys.modules[module]).values() if isinstance(each, triton.JITFunction)]
-    for each in functions:  # what is imported first, in the order of its own module
+    for each in functions:  # imported functions first, in the order of their own module
         _hash_in_order(each.__module__)
     for each in functions:
         _ = each.cache_key
@@ -112,7 +113,7 @@ def _descriptor(
 ) -> TensorDescriptor | GluonDescriptor:
     if len(block) == 1:
         x = x.view(-1)
-    # The stride of an axis of length 1 is never used but has to be valid.
+    # The stride of an axis of length 1 is never used but must be valid.
     strides = [step if size > 1 else 16 for step, size in zip(x.stride(), x.shape, strict=True)]
     if layouts is not None:
         return GluonDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block), layouts[len(block)])
@@ -120,7 +121,7 @@ def _descriptor(
 
 
 def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Whether the copy engine can move these tensors: their rows contiguous and 16-byte aligned, none repeated."""
+    """Whether the copy engine can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
     return all(map(_movable, tensors))
 
 

@@ -1,10 +1,10 @@
 """The head of a language model and its loss together, some tokens at a time: the logits of all are never in memory.
 
-At a vocabulary of 150,000 the logits of 32,768 tokens are 10 GB in bfloat16, and their softmax in float32 twice that.
-Their gradients need nothing but the logits themselves, so each chunk of tokens makes its gradients at once, in the
-forward pass, and its logits are forgotten; only gradients as large as x and W stay until backward. That saves computing
-the logits again, a quarter of the head's operations, which is what checkpointing the head would take. Hsu et al. 2024,
-"Liger Kernel: Efficient Triton Kernels for LLM Training", do so too. Here in plain PyTorch: products are most of it.
+With a vocabulary of 150,000 the logits of 32,768 tokens are 10 GB in bfloat16, and their softmax in float32 twice that.
+The gradients need nothing but the logits themselves. So each chunk of tokens computes its gradients immediately, in the
+forward pass, and frees its logits; only gradients as large as x and W stay until backward. Checkpointing the head would
+instead recompute the logits, a quarter of the head's operations. Hsu et al. 2024, "Liger Kernel: Efficient Triton
+Kernels for LLM Training", do the same. This is plain PyTorch, because products are most of the work.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ def chunked_linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """`cs336_basics.nn_utils.linear_cross_entropy` with the logits of at most `chunk_tokens` tokens in memory.
 
-    Products are computed in the type of x and weight, or of autocast; softmax, sums over tokens and the gradient of the
-    weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, perhaps compiled.
-    Every target counts: none is ignored. Backward may be called once, and not be differentiated again. Raises
-    ValueError for another reduction, less than one token, and tensors that do not fit each other.
+    Products are computed in the dtype of x and weight, or of autocast; softmax, sums over tokens and the gradient of
+    the weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, perhaps
+    compiled. Every target counts: none is ignored. Backward may be called only once and cannot be differentiated again.
+    Raises ValueError for another reduction, chunks of less than one token, and tensors that do not match.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}: it must be 'mean' or 'sum'")
@@ -65,16 +65,16 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
 
 
 def loss_and_gradient(logits: Float[Tensor, "T V"], targets: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of some tokens, float32 at least, and its gradient (T, V) in the type of the logits."""
+    """The summed cross-entropy of some tokens, in at least float32, and its gradient (T, V) in the logits' dtype."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logsumexp = wide.logsumexp(dim=-1, keepdim=True)
     loss = (logsumexp - wide.gather(-1, targets[:, None])).sum()
-    # Not written into the target's place, which compiled would be a pass of its own over all of them.
+    # A comparison instead of a scatter to the targets, which when compiled would be a separate pass over all logits.
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return loss, (wide - logsumexp).exp_().add_(is_target, alpha=-1).to(logits.dtype)
 
 
-_NO_TARGET = torch.iinfo(torch.int64).min  # instead of -100, which the loss with gradients does not ignore either
+_NO_TARGET = torch.iinfo(torch.int64).min  # replaces -100, which the loss with gradients does not ignore either
 
 
 class _Chunked(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _Chunked(torch.autograd.Function):
         dx = torch.empty_like(x) if needs_x else None
         dw = torch.zeros(weight.shape, dtype=wide, device=x.device) if needs_weight else None
         count = max(1, -(-len(x) // chunk_tokens))
-        size = max(1, -(-len(x) // count))  # chunks of one size, as far as they divide, are compiled once
+        size = max(1, -(-len(x) // count))  # chunks of equal size, as far as possible, are compiled once
         for first in range(0, len(x), size):
             here = slice(first, first + size)
             rows = x[here].to(dtype)
@@ -111,34 +111,34 @@ class _Chunked(torch.autograd.Function):
             del logits
             loss += summed
             if dx is not None:
-                dx[here] = _product(gradient, w, wide).mul_(scale)  # rounded to the type of x once
+                dx[here] = _product(gradient, w, wide).mul_(scale)  # rounded to x's dtype only once
             if dw is not None:
                 _add_product(dw, gradient.T, rows)
-        if dw is not None:  # held while all activations are in memory: in the type that it is asked for in
+        if dw is not None:  # held while all activations are in memory, so in the weight's own dtype
             dw = dw.mul_(scale).to(weight.dtype)
         ctx.gradients = dx, dw
         return loss * scale
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # autograd would take the gradients for constants and go on without a word
+        if torch.is_grad_enabled():  # autograd would silently treat the gradients as constants
             raise RuntimeError(
                 "chunked_linear_cross_entropy has no second derivatives: it was called with create_graph=True"
             )
         if ctx.gradients is None:
             raise RuntimeError("chunked_linear_cross_entropy: backward was called before, and gradients are kept once")
         found, ctx.gradients = ctx.gradients, None
-        scaled = (None if gradient is None else gradient.mul_(gradients[0]) for gradient in found)  # nobody else's
+        scaled = (None if gradient is None else gradient.mul_(gradients[0]) for gradient in found)  # nobody else has it
         return (*scaled, *[None] * 6)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b, in this wider type where a GPU can give it."""
+    """a b, in this wider dtype where a GPU can return it."""
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else a @ b
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in the type of total, though a and b may be of 16 bits."""
+    """total += a b, in the dtype of total, although a and b may be 16-bit."""
     if a.is_cuda and a.dtype != total.dtype:
         total += torch.mm(a, b, out_dtype=total.dtype)
     else:

@@ -1,17 +1,18 @@
 """A weighted sum of each row in Triton: the handout's first example, an introduction to how a kernel is written.
 
-y_i = sum_j w_j x_ij, and backward dx_ij = dy_i w_j and dw_j = sum_i dy_i x_ij.
+Forward: y_i = sum_j w_j x_ij. Backward: dx_ij = dy_i w_j and dw_j = sum_i dy_i x_ij.
 
 Legend
-    ROWS, D    rows of x (all leading dimensions in one) and their length
+    ROWS, D    number of rows of x (all leading dimensions flattened into one), and their length
     TILE_ROWS  rows that one program works on
-    TILE_D     columns it holds at a time; it walks over D in steps of this
-    x, y, w    pointers to (ROWS, D), (ROWS,) and (D,), contiguous; dx, dy, dw their gradients
+    TILE_D     columns that it holds at a time; it loops over D in steps of this size
+    x, y, w    pointers to contiguous (ROWS, D), (ROWS,) and (D,) tensors; dx, dy, dw are their gradients
     partial_dw (programs, D) float32: what each program's rows add to dw
 
-A kernel is a function that many programs run at once, each with its own `tl.program_id`. It works on tiles, blocks of
-numbers held in registers, and sees memory only as pointers: a tile of pointers is loaded or stored in one statement,
-with a mask where the tile hangs over the edge. What is `tl.constexpr` is compiled in.
+A kernel is a function that many programs run at once, each with its own `tl.program_id`. It works on tiles, which are
+blocks of numbers held in registers. It sees memory only as pointers: one statement loads or stores a whole tile of
+pointers, with a mask where the tile extends beyond the tensor. Arguments marked `tl.constexpr` are constants at compile
+time.
 """
 
 from typing import Any
@@ -32,13 +33,13 @@ _MAX_TILE_D = 512
 
 @triton.jit
 def _forward_kernel(x, w, y, ROWS, D: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_D: tl.constexpr):
-    # 64 bits: a row's place times D may be beyond what 32 bits count.
+    # 64-bit, because a row index times D may not fit in 32 bits.
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     total = tl.zeros([TILE_ROWS], tl.float32)
     for start in range(0, D, TILE_D):
         columns = start + tl.arange(0, TILE_D)
         inside = (rows[:, None] < ROWS) & (columns[None, :] < D)
-        # What lies outside is read as 0 and adds nothing.
+        # Elements outside the tensor are read as 0 and add nothing.
         x_tile = tl.load(x + rows[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         w_tile = tl.load(w + columns, mask=columns < D, other=0.0).to(tl.float32)
         total += tl.sum(x_tile * w_tile[None, :], axis=1)
@@ -57,8 +58,8 @@ def _backward_kernel(x, w, dy, dx, partial_dw, ROWS, D: tl.constexpr, TILE_ROWS:
         w_tile = tl.load(w + columns, mask=columns < D, other=0.0).to(tl.float32)
         dx_tile = dy_tile[:, None] * w_tile[None, :]
         tl.store(dx + places, dx_tile.to(dx.dtype.element_ty), mask=inside)
-        # Every program has a part of every dw_j. Each writes its own, and they are added afterwards: adding to one
-        # place in memory from many programs would need atomics, whose order, and so whose rounding, changes.
+        # Every program contributes to every dw_j. Each writes its own part, and the parts are added afterwards: adding
+        # to one address from many programs would need atomics, whose order, and so whose rounding, changes.
         x_tile = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
         dw_tile = tl.sum(dy_tile[:, None] * x_tile, axis=0)
         tl.store(partial_dw + program * D + columns, dw_tile, mask=columns < D)
@@ -73,16 +74,16 @@ class WeightedSum(torch.autograd.Function):
         x, weight = _as_in_memory(x), _as_in_memory(weight)
         ctx.save_for_backward(x, weight)
         y = x.new_empty(x.shape[:-1])
-        if y.numel():  # a grid of no programs cannot be launched
+        if y.numel():  # an empty grid cannot be launched
             with torch.cuda.device_of(x):
                 _forward_kernel[(_programs(y.numel()),)](x, weight, y, y.numel(), x.shape[-1], **_tiles(x))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled():  # autograd would take the gradients for constants and go on without a word
+        if torch.is_grad_enabled():  # autograd would silently treat the gradients as constants
             raise RuntimeError("weighted_sum has no second derivatives: it was called with create_graph=True")
-        x, weight, dy = map(_as_in_memory, (*ctx.saved_tensors, dy))  # hooks may have given other strides
+        x, weight, dy = map(_as_in_memory, (*ctx.saved_tensors, dy))  # hooks may change strides
         rows, d = dy.numel(), x.shape[-1]
         dx = torch.empty_like(x)
         partial_dw = x.new_empty((_programs(rows), d), dtype=torch.float32)
@@ -93,11 +94,11 @@ class WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Float[Tensor, "..."]:
-    """sum_j weight_j x_...j over the last dimension, added up in float32, of x's dtype; differentiable once in both.
+    """sum_j weight_j x_...j over the last dimension, accumulated in float32, returned in x's dtype.
 
-    On a CUDA device, or on a CPU in Triton's interpreter; float32, bfloat16 and float16. The same inputs give the same
-    bits. Not for torch.compile: it is there to be read. Raises ValueError naming the argument that it does not take.
-    Source: CS336 assignment 2, weighted sum.
+    Differentiable once in both arguments. Runs on a CUDA device, or on a CPU in Triton's interpreter, in float32,
+    bfloat16 and float16. The same inputs give the same bits. Not for torch.compile: it is there to be read. Raises
+    ValueError naming the argument that it does not accept. Source: CS336 assignment 2, weighted sum.
     """
     return WeightedSum.apply(x, weight)
 
@@ -124,7 +125,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 def _as_in_memory(x: Tensor) -> Tensor:
-    """x contiguous, and with the sign that its memory has: the imaginary part of a conjugate has the other one."""
+    """x contiguous, with a lazy negation applied: memory holds a conjugate's imaginary part with the other sign."""
     return x.contiguous().resolve_neg()
 
 

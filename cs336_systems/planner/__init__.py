@@ -1,1 +1,1 @@
-"""What a model, a training step and its communication need, by arithmetic before anything runs. Needs no PyTorch."""
+"""What a model, a training step and its communication need, calculated before anything runs. Needs no PyTorch."""

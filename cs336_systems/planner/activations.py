@@ -1,4 +1,4 @@
-"""What the forward pass leaves for the backward pass: of a block, of all of them, of the loss."""
+"""What the forward pass saves for the backward pass: for one block, for all blocks, for the loss."""
 
 import math
 
@@ -13,11 +13,11 @@ def residual_stream(batch_size: int, length: int, d_model: int, number_bytes: in
 
 
 def block_parts(job: Job) -> dict[str, int]:
-    """What one block saves for backward, its input included and its weights left out, by part.
+    """What one block saves for backward by part, including its input and excluding its weights.
 
-    Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks and is kept where it
-    is float32. Compiled: what the partitioner of torch.compile keeps, which computes again what is elementwise unless a
-    product reads it (counted with saved-tensor hooks; T = B N tokens, c bytes a number):
+    Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks and is kept if it is
+    float32. Compiled: what the partitioner of torch.compile keeps; it recomputes elementwise results unless a product
+    reads them (counted with saved-tensor hooks; T = B N tokens, c bytes per number):
 
         input, 1/rms twice             4 T d + 8 T
         both norms, output projection  3 c T d
@@ -25,15 +25,15 @@ def block_parts(job: Job) -> dict[str, int]:
                     naive: q, k, v, o by tokens, softmax, mask, max and sum  4 c T d + 4 B H N^2 + N^2 + 8 T H
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
 
-    Weights of 16 bits have an input of 2 T d. Below a memory budget of 1 the partitioner keeps at most that share of
-    all but the input; what goes first, and as a whole, is what needs no product: c T d of each norm, the ffn's product,
-    and o by tokens where o is kept.
+    With 16-bit weights the input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
+    everything but the input. First it drops, as a whole, what needs no product to recompute: c T d of each norm, the
+    ffn's product, and o by tokens where o is kept.
     """
     s, c, t = job.shape, job.number_bytes, job.tokens
     length, d = s.context_length, s.d_model
     if not job.compile:
         parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
-        # Of a narrow input the first norm keeps what it makes of it in float32, and nothing keeps the input itself.
+        # If the input is 16-bit, the first norm keeps its float32 copy, and nothing keeps the input itself.
         entry = 0 if job.computes_narrow else residual_bytes(s, job.batch_size, length, job.residual_number_bytes)
         return {"input": entry, **parts}
     inside = 5 * c * t * d + 4 * t * s.num_heads
@@ -52,11 +52,11 @@ def block_parts(job: Job) -> dict[str, int]:
 
 
 def kept_blocks(job: Job) -> tuple[int, int, int]:
-    """How many blocks keep all that they save, how many inputs stay for the others, how many are made again at once.
+    """How many blocks keep all they save, how many inputs are kept for the others, how many are recomputed at once.
 
-    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost": every: ceil(L / K) blocks keep their input and
-    are computed again one at a time; first: so the first K. groups: ceil(L / K) groups keep the input of their first,
-    K blocks at once.
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". every: ceil(L / K) blocks keep only their input
+    and are recomputed one at a time. first: the same for the first K blocks. groups: ceil(L / K) groups keep the input
+    of their first block and are recomputed K blocks at once.
     """
     policy, k = job.checkpointing
     layers = job.shape.num_layers
@@ -67,11 +67,11 @@ def kept_blocks(job: Job) -> tuple[int, int, int]:
 
 
 def saved_bytes(job: Job) -> tuple[int, int]:
-    """Activations of the blocks at the end of the forward pass, and what backward makes again beside them at most.
+    """Activations of the blocks at the end of the forward pass, and the most that backward recomputes beside them.
 
-    L S without checkpointing, (L - n) S + n I and S, or n I and K S, with S what a block saves and I its input. The
-    input of the first block that is made again is there already. Where the last block is kept and the first ones are
-    not (first), S is gone before any is made again.
+    L S without checkpointing, (L - n) S + n I and S, or n I and K S, where S is what a block saves and I its input. The
+    input of the first recomputed block is there already. Where the last block is kept and the first ones are not
+    (first), S is freed before any block is recomputed.
     """
     parts = block_parts(job)
     whole = sum(parts.values())
@@ -105,7 +105,7 @@ def activation_sections(job: Job) -> list[Section]:
 def checkpointing_sections(job: Job) -> list[Section]:
     """The peak of forward and backward by the size of the checkpointed group, and the best size.
 
-    `accounting.checkpointed_activation_bytes` counts, of an eager model without weights and their gradients.
+    Counted by `accounting.checkpointed_activation_bytes`, for an eager model without weights and their gradients.
     """
     s = job.shape
     how = (s, job.batch_size, s.context_length, job.precision, job.kernel)

@@ -1,4 +1,4 @@
-"""What cards reach: ceilings that were measured, or taken as a share of the datasheet."""
+"""What cards reach: ceilings that were measured, or assumed to be a share of the datasheet."""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ MEASURED_ALL_REDUCE = ((1e6, 0.05638e-3), (1e7, 0.05454e-3), (1e8, 0.3679e-3), (
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A GPU, as a roofline knows it (Williams et al. 2009), and what connects several."""
+    """A GPU as a roofline model describes it (Williams et al. 2009), and what connects several."""
 
     name: str
     memory_gib: float
-    """Memory that a process can have."""
+    """Memory that a process can use."""
     multiprocessors: int
     matmul: float
     """FLOP/s of large products in bfloat16 or float16."""
@@ -32,16 +32,16 @@ class Card:
     attention: tuple[tuple[int, float], ...]
     """FLOP/s of flash attention, forward and backward together, by length (what the causal mask leaves is counted)."""
     latency_s: float
-    """Seconds that an all-reduce between two takes beside those of its bytes."""
+    """Seconds that an all-reduce between two GPUs takes in addition to the time of its bytes."""
     link: float
-    """Bytes/s of a large all-reduce between two."""
+    """Bytes/s of a large all-reduce between two GPUs."""
 
     def peak(self, precision: str) -> float | None:
-        """The datasheet's FLOP/s, which MFU refers to."""
+        """The datasheet's FLOP/s, to which MFU refers."""
         return peak_flops(self.name, precision)
 
     def attention_rate(self, length: int) -> float:
-        """FLOP/s of flash attention at a length: between measured lengths by its logarithm, below in proportion."""
+        """FLOP/s of flash attention at a length: interpolated in log(length), and proportional below the first one."""
         (low, rate), *others = self.attention
         if length <= low:
             return rate * length / low
@@ -55,12 +55,12 @@ class Card:
 def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Overhead o (s) and bandwidth w (bytes/s) of time = o + bytes / w, by least squares of relative errors.
 
-    Relative, because times span orders of magnitude and the overhead shows in the small ones alone. Raises ValueError
+    Relative, because times span orders of magnitude and the overhead shows only in the small ones. Raises ValueError
     for fewer than two sizes and for times that do not grow with them; an o below 0 counts as 0.
     """
     if len(set(sizes)) < 2 or any(t <= 0 for t in seconds):
         raise ValueError(f"all-reduce times are given for {len(set(sizes))} sizes: they must be for two, and above 0")
-    # With weights 1 / t^2 the normal equations of t = o + x / w are these.
+    # The normal equations of t = o + x / w with weights 1 / t^2.
     weights = [1 / t**2 for t in seconds]
     total = math.fsum(weights)
     mean_x = math.fsum(w * x for w, x in zip(weights, sizes, strict=True)) / total
@@ -73,7 +73,7 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 
 
 def _card(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float) -> Card:
-    """A card of which only the datasheet is known; attention at half the rate of large products, from 4096 on."""
+    """A card known only by its datasheet; attention runs at half the rate of large products, from 4096 tokens on."""
     # A T4 has no bfloat16.
     matmul = _OF_MATMUL * (peak_flops(name, "bf16") or peak_flops(name, "fp16") or math.nan)
     rates = ((1024, 0.26 * matmul), (4096, 0.5 * matmul))
@@ -88,7 +88,7 @@ def _cards() -> dict[str, Card]:
     h200 = Card(name="H200", memory_gib=139, multiprocessors=132, matmul=790e12, matmul_fp32=50e12, bandwidth=4.3e12,
                 attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/kernels.jsonl
                 latency_s=latency_s, link=link)  # fmt: skip
-    # Links: NVLink's share of the datasheet as on the H200 (900 GB/s in both directions), PCIe 4 where there is none.
+    # Links: NVLink at the H200's share of the datasheet (900 GB/s in both directions), PCIe 4 where there is no NVLink.
     others = [
         _card("B200", 178, 148, 8.0e12, 2 * link),
         _card("H100", 79, 132, 3.35e12, link),
@@ -106,8 +106,8 @@ CARDS = _cards()
 def get_card(name: str, **ceilings: Any) -> Card:
     """A card by name, with some of its ceilings replaced. Raises ValueError naming what is wrong.
 
-    With another rate of products or another bandwidth it is another card, whose attention is as much faster as its
-    products are, and of which no datasheet is known.
+    With a different rate of products or bandwidth it is another card, without a datasheet. Its attention is faster by
+    the same factor as its products.
     """
     what = "what another has is said by --memory_gib or by ceilings, as --matmul_tflops"
     require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}; {what}")

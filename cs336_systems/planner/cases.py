@@ -1,4 +1,4 @@
-"""Which memory a row has measured, by its case, and what is predicted of it: from shapes alone, nothing is fitted."""
+"""Which memory a row has measured, by its case, and its prediction: from shapes alone, with nothing fitted."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from .memory import peak_bytes
 from .rows import Measured, is_forward, job_of, positive, workload_job
 
 NO_STEPS = ("residuals", "attention")
-"""Cases whose rows have memory to compare, and no time of a step."""
+"""Cases whose rows have memory to compare, but no step time."""
 
 
 def measured_memory(row: Measured) -> tuple[str, Pair | None]:
-    """Which memory it is, and its bytes, measured and predicted; None where a step's row has no peak.
+    """Which memory it is, and its measured and predicted bytes; None if a step's row has no peak.
 
-    Raises ValueError saying why for a row of which nothing is predicted.
+    Raises ValueError saying why for a row without a prediction.
     """
     if row.case == "residuals":
         return SAVED_BY_BLOCK, _saved_by_block(row)
@@ -29,7 +29,7 @@ def measured_memory(row: Measured) -> tuple[str, Pair | None]:
         return PEAK_OF_ACTIVATIONS, _peak_of_activations(row)
     job = workload_job(row.config) if is_forward(row) else job_of(row)
     peak = row.metrics.get("peak_memory_bytes")
-    if row.case == "profile-memory":  # whose own peak is of what tensors asked for; this, of what they were given
+    if row.case == "profile-memory":  # its own peak counts what tensors requested, this one what they got
         peak = row.metrics["allocator"]["peak_allocated_bytes"]
     if peak is None:
         return PEAK, None
@@ -38,9 +38,9 @@ def measured_memory(row: Measured) -> tuple[str, Pair | None]:
 
 
 def _saved_by_block(row: Measured) -> Pair:
-    """What one block saves for its backward pass, its input included and copies of weights left out.
+    """What one block saves for its backward pass, including its input and excluding copies of weights.
 
-    `activations.block_parts` says what; the row's bytes are those that hooks on saved tensors have seen.
+    Predicted by `activations.block_parts`; the row's bytes are those that saved-tensor hooks have seen.
     """
     shape = _block_shape(row.config)
     same = ("batch_size", "precision", "attention", "compile")
@@ -50,7 +50,7 @@ def _saved_by_block(row: Measured) -> Pair:
 
 
 def _block_shape(config: dict[str, Any]) -> ModelShape:
-    """Of a model of one such block and one token: blocks know neither the layers nor the vocabulary."""
+    """The shape of a model with one such block and a vocabulary of one: blocks know neither layers nor vocabulary."""
     names = ("context_length", "d_model", "d_ff", "num_heads")
     return ModelShape(**{name: config[name] for name in names}, vocab_size=1, num_layers=1, rope_theta=10000.0)
 
@@ -58,8 +58,8 @@ def _block_shape(config: dict[str, Any]) -> ModelShape:
 def _held_before_backward(row: Measured) -> Pair:
     """What is in memory between the forward and the backward pass of naive attention, eager or compiled.
 
-    S + M + 6 x 4 B N D bytes, a matrix of scores S = 4 B N^2, a mask M = N^2 if it is causal: what
-    `accounting.naive_attention_bytes` says is saved, of which k and v are the inputs, and q, o and the gradient of o.
+    S + M + 6 x 4 B N D bytes, with a matrix of scores S = 4 B N^2 and a mask M = N^2 if it is causal: what
+    `accounting.naive_attention_bytes` counts as saved, of which k and v are inputs, plus q, o and the gradient of o.
     """
     config = row.config
     kernel, dtype = config.get("kernel"), config.get("dtype")
@@ -72,9 +72,9 @@ def _held_before_backward(row: Measured) -> Pair:
 
 
 def _peak_of_activations(row: Measured) -> Pair:
-    """The peak of a forward and a backward pass beyond weights and gradients, which are there all the time.
+    """The peak of a forward and a backward pass beyond weights and gradients, which are always in memory.
 
-    `accounting.checkpointed_activation_bytes` counts it of eager blocks, as `cs336 plan checkpointing` has it.
+    `accounting.checkpointed_activation_bytes` counts it for eager blocks, as `cs336 plan checkpointing` does.
     """
     job = workload_job(row.config)
     if job.compile:

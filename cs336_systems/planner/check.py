@@ -1,4 +1,4 @@
-"""Predictions beside what was measured: memory and time of rows, how far off they are, and which aims they meet."""
+"""Predictions beside measurements: memory and time of rows, how far off they are, and which aims they meet."""
 
 import math
 from collections import Counter
@@ -37,15 +37,15 @@ def compare(row: Measured) -> Comparison:
 
 
 def _name(row: Measured) -> str:
-    """The case, what tells its rows apart, and the variant, no word twice: some variants name their kernel."""
+    """The case, what distinguishes its rows, and the variant. No word is repeated: some variants name their kernel."""
     config = row.config
     fields = [str(config.get(field, "")) for field in ("size", "context_length", "attention", "bytes")]
     case, last = row.case, ""
-    if case == "all-reduce":  # which has rows of other collectives, too, and all of them name theirs
+    if case == "all-reduce":  # it has rows of other collectives too, and each names its own
         case = str(config.get("collective", case))
     elif case == "attention":
         fields = ["x".join(str(config[field]) for field in ("length", "head_size") if field in config)]
-    elif case == "profile-memory":  # whose variant is the mode
+    elif case == "profile-memory":  # its variant is the mode
         last = str(config.get("precision", ""))
     return " ".join(dict.fromkeys(" ".join((case, *fields, row.variant, last)).split()))
 
@@ -57,13 +57,13 @@ def _compare(name: str, row: Measured) -> Comparison:
     if row.case == "all-reduce":
         return _compare_collective(name, row, card)
     job = None if row.case in NO_STEPS or is_forward(row) else job_of(row)
-    if is_of_cpu(row):  # whose peak is that of the whole process, and which has no card's rates
+    if is_of_cpu(row):  # its peak is that of the whole process, and it has no card's rates
         raise ValueError("of a CPU nothing is predicted")
     memory_of, memory = measured_memory(row)
     if job is None:
         note = "no prediction for its time" if "step_ms" in row.metrics else ""
         if memory_of == HELD_BEFORE_BACKWARD and memory is not None and memory[0] - memory[1] == 2 * WORKSPACE:
-            note = "of what is measured 64 MiB are cuBLAS's workspaces"  # which the first row of a process may have
+            note = "of what is measured 64 MiB are cuBLAS's workspaces"  # the first row of a process may have them
         return Comparison(name=name, is_step=False, memory_of=memory_of, memory=memory, note=note)
     step = row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))
@@ -77,7 +77,7 @@ def _compare(name: str, row: Measured) -> Comparison:
 
 
 def _is_large_alone(job: Job, card: Card) -> bool:
-    """Whether the blocks have as many weights as those of size large, on one H200: the vocabulary does not count."""
+    """Whether the blocks have as many weights as those of size large, on one H200; the vocabulary does not count."""
     large = ModelConfig(size="large").shape
     sizes = [matmul_parameters(replace(shape, vocab_size=0)) for shape in (job.shape, large)]
     return job.world_size == 1 and card == CARDS["H200"] and sizes[0] >= sizes[1]
@@ -100,7 +100,7 @@ def _compare_collective(name: str, row: Measured, card: Card | None) -> Comparis
 
 
 def summary(errors: Sequence[float | None]) -> str:
-    """The mean and the largest of errors without their sign."""
+    """The mean and the maximum of the absolute errors."""
     known = [abs(e) for e in errors if e is not None and math.isfinite(e)]
     if not known:
         return "nothing to compare"
@@ -108,7 +108,7 @@ def summary(errors: Sequence[float | None]) -> str:
 
 
 def check_text(found: Sequence[Comparison]) -> str:
-    """All rows by file, measured, predicted and the error, and below them how large the errors are."""
+    """All rows by file with measurement, prediction and error, and below them a summary of the errors."""
     compared = [each for each in found if each.memory or each.seconds]
     lines = [_HEADER, *(_line(each) for each in compared)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
@@ -147,7 +147,7 @@ def _line(each: Comparison) -> tuple[str, ...]:
             return "-", "-", "-"
         return f"{values[0] / unit:.{digits}f}", f"{values[1] / unit:.{digits}f}", f"{values[1] / values[0] - 1:+.1%}"
 
-    short = 2 if each.memory_of == PEAK else 4  # what a block or attention keeps may be a few MiB
+    short = 2 if each.memory_of == PEAK else 4  # a block or attention may keep only a few MiB
     star = "*" if each.is_step and not each.recorded and each.seconds is not None else ""
     mark = ", ".join(filter(None, (each.note or star, "" if each.memory_of == PEAK else each.memory_of)))
     times = pair(each.seconds, 1e-3, 1 if each.is_step else 3)
@@ -155,7 +155,7 @@ def _line(each: Comparison) -> tuple[str, ...]:
 
 
 def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The same as plain JSON types; `aims`: by aim whether the row meets it, null where the aim does not apply."""
+    """The same as plain JSON types; `aims` says for each aim whether the row meets it, null if it does not apply."""
 
     def pair(values: tuple[float, float] | None) -> dict[str, float] | None:
         return (

@@ -1,4 +1,4 @@
-"""What communication takes: collectives by the alpha-beta model, a strategy's transfers, the best size of a bucket."""
+"""What communication costs: collectives by the alpha-beta model, a strategy's transfers, the best bucket size."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ MIB = 2**20
 
 
 def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta: float) -> float:
-    """A ring collective over w ranks, of a tensor that is nbytes whole; alpha s a step, beta bytes/s a link.
+    """Seconds of a ring collective over w ranks: nbytes in the whole tensor, alpha s per step, beta bytes/s per link.
 
-    all-gather and reduce-scatter: (w - 1) (alpha + nbytes / (w beta)): w - 1 steps, each sends a w-th. all-reduce, one
-    after the other: twice that (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
-    sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the least there is). alternate all-reduce,
-    the handout's of 2026: (w - 1) (alpha + nbytes / beta), each step sends somebody's whole tensor on. Alone: nothing.
+    all-gather and reduce-scatter: (w - 1) (alpha + nbytes / (w beta)), for w - 1 steps that each send a w-th.
+    all-reduce: one after the other, so twice that (Thakur et al. 2005, "Optimization of Collective Communication
+    Operations in MPICH", sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the least possible).
+    alternate all-reduce, the 2026 handout's: (w - 1) (alpha + nbytes / beta), because each step sends on a rank's whole
+    tensor. A single rank takes no time.
     """
     w = world_size
     steps_and_share = {
@@ -34,14 +35,15 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
 
 def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
-    """`ring_seconds` over so many of a card whose all-reduce between two takes o + bytes / w: beta w, latencies of o.
+    """`ring_seconds` over GPUs of a card whose all-reduce between two takes o + bytes / w: beta is w, latencies from o.
 
-    An all-reduce costs o over more as well: NCCL does not send small tensors round a ring, and of 1 MB four H200 take
-    no longer than two (results/h200/all-reduce.jsonl). A gather or a scatter costs o / 2 a step of its ring, but at
-    most o: an all-reduce of everybody's part amid zeros is a gather, and one of which each keeps its part a scatter, so
-    neither need take longer (Träff, Gropp & Thakur 2010, "Self-Consistent MPI Performance Guidelines"). Of 1 MB a
-    gather takes 0.027 ms over two and 0.043 over four, an all-reduce 0.056 and 0.046. A latency of log2(w) o / 2 has
-    the same error, 17.4 % on average, but lets gathers of eight take longer than an all-reduce; (w - 1) o / 2 has 17.9.
+    An all-reduce over more GPUs has latency o as well: NCCL does not send small tensors round a ring, and for 1 MB four
+    H200 take no longer than two (results/h200/all-reduce.jsonl). A gather or a scatter has latency o / 2 per step of
+    its ring, but at most o. A gather can be done as an all-reduce of each rank's part amid zeros, and a scatter as an
+    all-reduce of which each rank keeps its part, so neither need take longer (Träff, Gropp & Thakur 2010,
+    "Self-Consistent MPI Performance Guidelines"). For 1 MB a gather takes 0.027 ms over two GPUs and 0.043 over four,
+    an all-reduce 0.056 and 0.046. A latency of log2(w) o / 2 has the same error, 17.4 % on average, but lets gathers
+    over eight take longer than an all-reduce; (w - 1) o / 2 has 17.9.
     """
     latency_s = min(ring_seconds(kind, 0, world_size, card.latency_s / 2, card.link), card.latency_s)
     return latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)
@@ -49,7 +51,7 @@ def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) ->
 
 @dataclass(frozen=True)
 class Sent:
-    """A step's transfers of a strategy: time of the bytes, overhead of the calls, time of the last call's bytes."""
+    """A strategy's transfers in a step: time of the bytes, overhead of the calls, time of the last call's bytes."""
 
     seconds: float
     overhead_s: float
@@ -61,10 +63,10 @@ class Sent:
 
 
 def sent(job: Job, card: Card) -> Sent:
-    """What is sent in a step, by `collective_seconds`, the time of bytes and the overhead of calls apart.
+    """What is sent in a step, by `collective_seconds`, with the time of bytes and the overhead of calls separate.
 
-    Data parallelism all-reduces all gradients; FSDP gathers weights forward and backward and reduce-scatters gradients,
-    in the type of computation.
+    Data parallelism all-reduces all gradients. FSDP gathers weights forward and backward and reduce-scatters gradients,
+    in the dtype of computation.
     """
     n, w = num_parameters(job.shape), job.world_size
     gather_share = (w - 1) / w
@@ -88,7 +90,7 @@ def sent(job: Job, card: Card) -> Sent:
 
 
 def num_calls(job: Job) -> int:
-    """All-reduces of gradients in a step: one, one a parameter, or one for those that travel together."""
+    """All-reduces of gradients in a step: one in all, one per parameter, or one per bucket."""
     s = job.shape
     d, matrix = s.d_model, 4 * s.d_model**2
     block = [4 * d] + [matrix] * 4 + [4 * d] + [4 * d * s.d_ff] * 3
@@ -108,36 +110,37 @@ def num_calls(job: Job) -> int:
 def added_seconds(nbytes: float, bandwidth: float, overhead_s: float, num_buckets: float) -> float:
     """What communication adds after the backward pass: s / (w n) + o n. The handout's model of DDP in buckets.
 
-    s bytes of gradients go in n buckets of s / n bytes; an all-reduce takes o + bytes / w. Assumed: computing the
-    gradients of a bucket takes as long as sending its bytes, t = s / (w n). The first bucket is there after t, and from
-    then on a bucket takes t + o to send, longer than the next one takes to compute. So sending ends at t + n (t + o);
-    computing ends at n t. The difference: t + n o, the last bucket's bytes and every call's overhead.
+    s bytes of gradients are sent in n buckets of s / n bytes; an all-reduce takes o + bytes / w. The model assumes that
+    computing the gradients of a bucket takes as long as sending its bytes, t = s / (w n). The first bucket is ready
+    after t. From then on a bucket takes t + o to send, longer than the next one takes to compute. So sending ends at
+    t + n (t + o), and computing at n t. The difference is t + n o: the last bucket's bytes and every call's overhead.
     """
     return nbytes / (bandwidth * num_buckets) + overhead_s * num_buckets
 
 
 def best_num_buckets(nbytes: float, bandwidth: float, overhead_s: float) -> float:
-    """Where s / (w n) + o n is least, but at least 1: its derivative -s / (w n^2) + o is 0 at n = sqrt(s / (w o)).
+    """The n that minimises s / (w n) + o n, at least 1: its derivative -s / (w n^2) + o is 0 at n = sqrt(s / (w o)).
 
-    A bucket then has s / n = sqrt(s w o) bytes, and what is added is 2 sqrt(s o / w). Without overhead: infinite.
+    A bucket then has s / n = sqrt(s w o) bytes, and 2 sqrt(s o / w) is added. Without overhead n is infinite.
     """
     return max(1.0, math.sqrt(nbytes / (bandwidth * overhead_s))) if overhead_s else math.inf
 
 
 def best_bucket_bytes(nbytes: float, bandwidth: float, overhead_s: float) -> float:
-    """s / n* = sqrt(s w o): the size of a bucket that adds least; 0 where a call costs nothing."""
+    """s / n* = sqrt(s w o): the bucket size that adds least; 0 if a call costs nothing."""
     return nbytes / best_num_buckets(nbytes, bandwidth, overhead_s)
 
 
 def bucket_overhead(nbytes: float, bandwidth: float, overhead_s: float, bucket_bytes: float) -> float:
-    """`added_seconds` of buckets of a size: n = s / size, rounded up."""
+    """`added_seconds` for buckets of this size: n = s / size, rounded up."""
     return added_seconds(nbytes, bandwidth, overhead_s, max(1, math.ceil(nbytes / bucket_bytes)))
 
 
 def all_reduce_cost(card: Card, world_size: int) -> tuple[float, float]:
-    """Overhead o in s and bandwidth w in bytes/s of an all-reduce over so many of a card, by what two reach.
+    """Overhead o in s and bandwidth w in bytes/s of an all-reduce over world_size GPUs, based on what two reach.
 
-    As `collective_seconds` has it: a ring of more sends 2 (w - 1) / w bytes a byte, and a call costs what it costs two.
+    As in `collective_seconds`: a ring sends 2 (world_size - 1) / world_size bytes per byte, and a call costs as much as
+    over two.
     """
     return card.latency_s, card.link * world_size / (2 * (world_size - 1))
 
@@ -149,9 +152,9 @@ def overhead_sections(
     measured: Sequence[tuple[str, float, float]] = (),
     gradients: str = "4 N",
 ) -> list[Section]:
-    """The optimum, what some sizes of a bucket add, and what was measured (how, bytes of a bucket, seconds added).
+    """The optimum, what some bucket sizes add, and what was measured (how, bytes of a bucket, seconds added).
 
-    gradients: how s comes about.
+    gradients: the formula of s.
     """
     best = best_num_buckets(nbytes, bandwidth, overhead_s)
     size = best_bucket_bytes(nbytes, bandwidth, overhead_s)
@@ -189,7 +192,7 @@ def overhead_sections(
 
 
 def collective_section(nbytes: float, world_size: int, card: Card) -> Section:
-    """The collectives of a tensor by `collective_seconds`, and the all-reduce that sends whole tensors."""
+    """The collectives on a tensor by `collective_seconds`, and the all-reduce that sends whole tensors."""
     k, o, beta = world_size, card.latency_s, card.link
     alpha, step_s = min(o, (k - 1) * o / 2), nbytes / (k * beta)
     gather = f"min(o, (k - 1) o / 2) + (k - 1) s / (k beta) = {_ms(alpha)} + {k - 1} x {_ms(step_s)}"

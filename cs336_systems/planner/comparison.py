@@ -1,4 +1,4 @@
-"""A row's measured numbers beside the predicted ones, and which aims of the planner they meet."""
+"""A row's measured and predicted numbers side by side, and which aims of the planner they meet."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A row's memory in bytes and step time in s, measured and predicted; None for what is not."""
+    """A row's memory in bytes and time in s, measured and predicted; None where there is no such pair."""
 
     name: str
     file: str = ""
-    """Where the row is from, where there are several files."""
+    """The file that the row is from, if there are several."""
     recorded: bool = False
-    """Whether the step was recorded as a CUDA graph, so that the host does not set its pace."""
+    """Whether the step was recorded as a CUDA graph, so that it is not host-bound."""
     is_step: bool = True
-    """Whether it is of a training step, and not of a part of one or of one collective."""
+    """Whether the row is of a training step, and not of a part of one or of one collective."""
     is_large_alone: bool = False
     """Whether the step is of a model of size large or above, on one H200."""
     slowed_by: str = ""
-    """What lowered the GPU's clock when the row had been measured."""
+    """What lowered the GPU's clock at the end of the measurement."""
     memory_of: str = PEAK
-    """Which memory it is: one of PEAKS, or what is kept for the backward pass."""
+    """Which memory is compared: one of PEAKS, or what is kept for the backward pass."""
     memory: Pair | None = None
     seconds: Pair | None = None
     note: str = ""
@@ -42,13 +42,13 @@ def error(pair: Pair | None) -> float | None:
 
 @dataclass(frozen=True)
 class Aim:
-    """How far off predictions may be, and of which rows."""
+    """How far off predictions may be, and for which rows."""
 
     name: str
     text: str
     within: float
     pair: Callable[[Comparison], Pair | None]
-    """What of a row the aim is about; None where it does not apply."""
+    """The pair of a row that the aim is about; None where it does not apply."""
     is_time: bool = False
 
     def met(self, each: Comparison) -> bool | None:
@@ -71,7 +71,7 @@ _SHOWN = 10
 
 
 def verdict_lines(found: Sequence[Comparison]) -> list[str]:
-    """How many rows meet each aim, and below it those that do not, the largest error first: at most 10."""
+    """How many rows meet each aim, and below it those that miss it, the largest error first: at most 10."""
     lines = []
     for aim in AIMS:
         counts = _counts(aim, found)

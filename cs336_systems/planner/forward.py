@@ -1,7 +1,7 @@
 """Memory of a forward pass without gradients, as in inference: nothing is kept, so what is alive at once is the peak.
 
-Counted along the lines of `cs336_basics.model` and `nn_utils.cross_entropy`: a tensor is alive as long as a variable or
-an argument of a call that is under way has it. Measured peaks of float32 models are this to the byte.
+Counted by following the lines of `cs336_basics.model` and `nn_utils.cross_entropy`: a tensor is alive as long as a
+variable or an argument of a running call refers to it. Measured peaks of float32 models equal this to the byte.
 """
 
 from ..accounting import naive_attention_bytes
@@ -13,22 +13,22 @@ from .working import Term
 def forward_moments(job: Job) -> dict[str, list[Term]]:
     """What is in memory at each of the moments of an eager forward pass with naive attention, without gradients.
 
-    T = B N_ctx tokens, c bytes a number (4 in float32, 2 under autocast), S = 4 B H N_ctx^2 a matrix of scores:
+    T = B N_ctx tokens, c bytes per number (4 in float32, 2 under autocast), S = 4 B H N_ctx^2 a matrix of scores:
 
         attention  of the last block, at the product of softmax and v: scores and softmax 2 S, a mask N_ctx^2; the
-                   block's input, what ln1 gives, v as the product reads it, and what it gives, all in float32 16 T d;
-                   q, k, v 3 c T d; under autocast v in float32 4 T d more. The second mask that there is before,
-                   N_ctx^2, is less than what comes, as long as N_ctx < 8 B d
-        ffn        of the last block, at the product of silu(w1 x) and w3 x: both and what it gives 3 c T d_ff; the
-                   block's input, what attention makes of it, and what ln2 gives 12 T d
-        loss       logits c T V, under autocast in float32 4 T V more, exponentials that logsumexp makes 4 T V; the
-                   chosen logit, the largest and the sum of each token 12 T
+                   block's input, the output of ln1, v as the product reads it, and the product, all in float32 16 T d;
+                   q, k, v 3 c T d; under autocast v in float32 4 T d more. The second mask that exists before,
+                   N_ctx^2, is less than what comes later, as long as N_ctx < 8 B d
+        ffn        of the last block, at the product of silu(w1 x) and w3 x: both factors and the product 3 c T d_ff;
+                   the block's input, the output of attention added to it, and the output of ln2 12 T d
+        loss       logits c T V, under autocast in float32 4 T V more, logsumexp's exponentials 4 T V; the chosen
+                   logit, the maximum and the sum of each token 12 T
 
-    Autocast keeps a copy of each weight that it has cast; in attention of the last block those of its output projection
-    and of its feed-forward layer are not there yet, 2 (d^2 + 3 d d_ff), at the product in ffn that of w2, 2 d d_ff, and
-    the head's, 2 V d, comes last. Only the thread that calls computes, and so has a workspace of cuBLAS.
+    Autocast keeps a copy of each weight that it has cast. In attention of the last block the copies of its output
+    projection and its feed-forward layer do not exist yet, 2 (d^2 + 3 d d_ff); at the product in ffn that of w2 does
+    not, 2 d d_ff; the head's, 2 V d, comes last. Only the calling thread computes, so there is one cuBLAS workspace.
 
-    Raises ValueError for a compiled model and for another attention, of which it is not known what they hold.
+    Raises ValueError for a compiled model and for another attention, because what they hold is not known.
     """
     if job.compile or job.attention != "naive":
         how = f"{'compiled' if job.compile else 'eager'} blocks with attention {job.attention}"
@@ -69,5 +69,5 @@ def forward_moments(job: Job) -> dict[str, list[Term]]:
 
 
 def forward_peak_bytes(job: Job) -> float:
-    """Memory at the moment of a forward pass without gradients at which it is most."""
+    """The peak memory of a forward pass without gradients."""
     return max(sum(term.value for term in terms) for terms in forward_moments(job).values())

@@ -1,4 +1,4 @@
-"""What is planned: a model, what a GPU computes of it in a step, and how GPUs share the work."""
+"""What is planned: a model, what a GPU computes in a step, and how GPUs share the work."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ FLASH = ("flash", "auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "fl
          "flash_triton_compiled", "flash_cuda", "flash_attention_triton")  # fmt: skip
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 SHARDED = ("fsdp", "torch_fsdp")
-IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the size of a bucket where none is given, in 2^20 bytes
+IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the default bucket size in 2^20 bytes
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -24,7 +24,7 @@ class Job:
     shape: ModelShape
     """The model; its context_length is the length of the sequences."""
     batch_size: int = 4
-    """Sequences a GPU."""
+    """Sequences per GPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Autocast type."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -34,27 +34,27 @@ class Job:
     activation_checkpointing: str = "none"
     """none, block, first_K, every_K or groups_K."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at a time (default: those of all)."""
+    """Tokens whose logits are in memory at a time (default: all)."""
     compile: bool = False
     """torch.compile, block by block."""
     compile_memory_budget: float = 1.0
     """Share of a compiled block's activations that may be kept."""
     cuda_graph: bool = False
-    """The step recorded as a CUDA graph."""
+    """Record the step as a CUDA graph."""
     strategy: str = "none"
     """How GPUs share the work."""
     world_size: int = 1
     """GPUs."""
     shard_optimizer: bool = False
-    """ZeRO stage 1: each GPU keeps the optimizer's state of its part."""
+    """ZeRO stage 1: each GPU keeps the optimizer state of its part."""
     bucket_size_mb: float | None = None
-    """Gradients that travel together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp; overlap: each)."""
+    """Gradients sent together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp; overlap: each by itself)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Type in which gradients travel."""
+    """Type in which gradients are sent."""
     optimizer: bool = True
-    """Whether there is an optimizer's step (fused AdamW)."""
+    """Whether there is an optimizer step (fused AdamW)."""
     clip: bool = True
-    """Whether the gradients' norm is taken and they are scaled by it."""
+    """Whether the gradient norm is computed and gradients are scaled by it."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -63,27 +63,27 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """T: tokens a GPU and step."""
+        """T: tokens per GPU and step."""
         return self.batch_size * self.shape.context_length
 
     @property
     def number_bytes(self) -> int:
-        """c: bytes of a number that a matrix product gives."""
+        """c: bytes per number in the output of a matrix product."""
         return NUMBER_BYTES[self.precision]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a number of weights, gradients and optimizer state."""
+        """Bytes per number of weights, gradients and optimizer state."""
         return NUMBER_BYTES[self.weight_dtype]
 
     @property
     def computes_narrow(self) -> bool:
-        """Whether the weights that compute are of 16 bits, and with them the residual stream."""
+        """Whether the model computes with 16-bit weights, which make the residual stream 16-bit too."""
         return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)
 
     @property
     def residual_number_bytes(self) -> int:
-        """Bytes of a number of the residual stream."""
+        """Bytes per number of the residual stream."""
         return 2 if self.computes_narrow else 4
 
     @property
@@ -108,7 +108,7 @@ class Job:
 
     @property
     def state_parts(self) -> int:
-        """Into how many parts the optimizer's state is divided."""
+        """Into how many parts the optimizer state is divided."""
         return self.world_size if self.is_sharded or self.shard_optimizer else 1
 
     @property

@@ -1,8 +1,8 @@
-"""Memory of a training step on one GPU: what is there all the time, what comes and goes, and when it is most.
+"""Memory of a training step on one GPU: what is always there, what comes and goes, and when the peak is.
 
-Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes a parameter (Rajbhandari et al. 2020, ZeRO,
+Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter (Rajbhandari et al. 2020, ZeRO,
 section 3.1, count mixed precision with float16 weights in the same way), or half of that in bfloat16. The peak is at
-one of five moments, because in between, block by block, activations go and gradients come at a steady pace.
+one of five moments, because between them, block by block, activations are freed and gradients appear at a steady pace.
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from .allocator import MIB, allocated_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, Section, Term, show, total
 
-# Of cuBLAS on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for a thread that computes: a
-# step has two, autograd's and the one that calls it.
+# cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
+# computes. A step has two: autograd's and the one that calls it.
 WORKSPACE = 32 * MIB
 LARGEST_BATCH = 1 << 20
-# Share of a card's memory that is kept back for what is not counted: the CUDA context, and what the allocator holds and
-# cannot use. The 8B step with nothing made again ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB
+# Share of a card's memory that is reserved for what is not counted: the CUDA context, and what the allocator holds and
+# cannot use. The 8B step without recomputation ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB
 # of an H200, 8.4 %, reserved and unusable (results/h200/leaderboard-2026.jsonl, `fsdp none budget 0.75`).
 RESERVE = 0.1
 
 
 def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """The parameters: how many of each size, rows and columns; a norm's weight is one row."""
+    """The parameters by size: how many there are, rows and columns; a norm's weight is one row."""
     d, layers = shape.d_model, shape.num_layers
     yield 2, shape.vocab_size, d
     yield 4 * layers, d, d
@@ -36,16 +36,16 @@ def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
 
 
 def parameter_bytes(shape: ModelShape, number_bytes: int, parts: int = 1) -> float:
-    """Memory of a tensor a parameter, as the allocator gives it; matrices are divided into parts by rows."""
+    """Memory of one tensor per parameter, as the allocator gives it; matrices are divided into parts by rows."""
     sizes = ((count, -(-rows // parts) * columns) for count, rows, columns in tensors(shape))
     return sum(count * allocated_bytes(number_bytes * numel) for count, numel in sizes)
 
 
 def constant_terms(job: Job) -> list[Term]:
-    """What is there from the first step on: weights, optimizer state, gradients that stay, and small things."""
+    """What is always there from the first step on: weights, optimizer state, gradients that stay, and small tensors."""
     s, n = job.shape, num_parameters(job.shape)
     w = job.world_size if job.is_sharded else 1
-    # The sharded optimizer moves weights into large tensors, so the allocator adds nothing.
+    # The sharded optimizer packs weights into large tensors, so the allocator adds nothing.
     packed = job.shard_optimizer and job.world_size > 1
     b = job.weight_bytes
     weights = b * n if packed else parameter_bytes(s, b, w)
@@ -66,18 +66,18 @@ def constant_terms(job: Job) -> list[Term]:
 
 
 def over(parts: int) -> str:
-    """How a formula goes on that is divided into parts."""
+    """The end of a formula that is divided into parts."""
     return f" / {parts}" if parts > 1 else ""
 
 
 def in_blocks(allocated: float, nbytes: float) -> str:
-    """How a formula of bytes goes on where the allocator's blocks are larger by a share that shows."""
+    """The end of a formula of bytes if the allocator's blocks are noticeably larger."""
     more = allocated / nbytes - 1
     return f", + {more:.1%} of the allocator's blocks" if more >= 0.0005 else ""
 
 
 def _of_all_weights(name: str, number_bytes: int, job: Job, parts: int, value: float) -> Term:
-    """A term of so many bytes a parameter, over so many GPUs, and what the allocator's blocks add."""
+    """A term of number_bytes per parameter, divided into parts, with what the allocator's blocks add."""
     n = num_parameters(job.shape)
     formula = f"{number_bytes} N{over(parts)} = {number_bytes} x {n:,}{over(parts)}"
     return Term(name, formula + in_blocks(value, number_bytes * n / parts), value)
@@ -92,7 +92,7 @@ def _buckets(job: Job) -> float:
 
 
 def gradient_term(job: Job) -> Term:
-    """All gradients of this GPU's weights, where no bucket holds them already."""
+    """All gradients of this GPU's weights, unless buckets already hold them."""
     if job.strategy in IN_BUCKETS:
         return Term("gradients", "in their buckets", 0)
     w = job.world_size if job.is_sharded else 1
@@ -103,9 +103,9 @@ def gradient_term(job: Job) -> Term:
 def copy_terms(job: Job) -> tuple[Term, Term]:
     """Autocast's copies of weights: at the end of the forward pass, and those that backward still needs.
 
-    Autocast casts each weight once and keeps the copy until it is left, after the loss; the graph keeps those of blocks
-    that are not checkpointed until their backward. Compiled code casts for itself and keeps only the latter. Where a
-    strategy gathers weights in the type of computation, or they have it, there are none.
+    Autocast casts each weight once and keeps the copy until its context ends, after the loss. The graph keeps the
+    copies of blocks that are not checkpointed until their backward. Compiled code casts by itself and keeps only the
+    latter. There are no copies if a strategy gathers weights in the dtype of computation, or if they have it already.
     """
     s = job.shape
     if job.precision == "fp32" or job.computes_narrow:
@@ -113,7 +113,7 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
         return nothing, nothing
     rounding = parameter_bytes(s, 2) / (2 * num_parameters(s))
     a_block = weight_copy_bytes(s, job.precision) * rounding
-    head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts for itself
+    head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts by itself
     kept = kept_blocks(job)[0]
     cached = kept if job.compile else s.num_layers
 
@@ -128,7 +128,7 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
 
 
 def head_term(job: Job) -> Term:
-    """What the last norm and the head save, the weight's copy and the logits left out."""
+    """What the last norm and the head save, without the weight's copy and the logits."""
     s, t, c = job.shape, job.tokens, job.number_bytes
     if job.compile:
         r = job.residual_number_bytes
@@ -144,16 +144,16 @@ def _last_norm(job: Job, number_bytes: int) -> str:
 
 
 def logits_terms(job: Job) -> tuple[Term, Term, Term]:
-    """Logits when the loss is there, at most in the loss's backward pass, and after it: T V numbers each.
+    """Logits when the loss is computed, at the peak of the loss's backward pass, and after it: T V numbers each.
 
     The training loop holds the logits until the step ends, c T V. Eager cross-entropy converts them to float32 (4 T V,
-    where they are not), which `gather` and `logsumexp` save; logsumexp's exponentials are 4 T V more. Its backward pass
-    has three of float32, grad * (x - result).exp(). Compiled, one kernel writes the gradient, c T V, and a float32 copy
-    of it, 4 T V: what `gather` gives back is scattered into zeros, which are in memory.
+    unless they are), which `gather` and `logsumexp` save; logsumexp's exponentials are 4 T V more. Its backward pass
+    holds three float32 tensors, grad * (x - result).exp(). Compiled, one kernel writes the gradient, c T V, and a
+    float32 copy of it, 4 T V: the gradient of `gather` is scattered into zeros, which are in memory.
 
-    In chunks of C tokens (`kernels.linear_cross_entropy`) there are C V logits and their gradient, 2 c C V, eager with
-    three of float32 or so between them; of the weight a float32 gradient and what is added to it, 8 V d, and a copy in
-    the type of computation. What stays is the gradient, V d numbers, until its own backward.
+    In chunks of C tokens (`kernels.linear_cross_entropy`) there are C V logits and their gradient, 2 c C V, and in
+    eager mode three or so float32 tensors between them. For the weight there are a float32 gradient and what is added
+    to it, 8 V d, and a copy in the dtype of computation. The gradient, V d numbers, stays until its own backward.
     """
     c, numbers = job.number_bytes, job.tokens * job.shape.vocab_size
     if job.loss_chunk_tokens is not None:
@@ -172,7 +172,7 @@ def _chunk_terms(job: Job) -> tuple[Term, Term, Term]:
     s, c = job.shape, job.number_bytes
     numbers, weight = job.logits_tokens * s.vocab_size, s.vocab_size * s.d_model
     logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
-    products = c * numbers + (0 if c == 4 else 4) * weight  # added up from a product of its own
+    products = c * numbers + (0 if c == 4 else 4) * weight  # the product is a tensor of its own, then added
     copy = 0 if c == 4 or job.computes_narrow else c
     stays = (2 if job.computes_narrow else 4) * weight
     working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
@@ -184,10 +184,11 @@ def _chunk_terms(job: Job) -> tuple[Term, Term, Term]:
 
 
 def unit_terms(job: Job) -> dict[str, Term]:
-    """FSDP's whole units by the moment, and their gradients: c P bytes a block of P parameters, c V d an embedding.
+    """FSDP's gathered units and their gradients, by moment: c P bytes per block of P parameters, c V d per embedding.
 
-    At the loss the head alone; then the last block comes, too. In the backward pass at most two blocks are whole, and
-    have gradients, of which c P / w have come; of the head those leave at first. At the end the embedding's do.
+    At the loss only the head is gathered; in its backward pass the last block is too. In the backward pass at most two
+    blocks are gathered and have gradients, of which c P / w bytes each have arrived. The head's are freed first, the
+    embedding's at the end.
     """
     s, w, c = job.shape, job.world_size, job.number_bytes
     p, e = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff, s.vocab_size * s.d_model
@@ -202,9 +203,9 @@ def unit_terms(job: Job) -> dict[str, Term]:
 
 
 def block_term(job: Job) -> Term:
-    """What the backward pass of a block has for itself: `accounting.gradient_bytes`, and a matrix's gradient.
+    """What the backward pass of a block needs for itself: `accounting.gradient_bytes`, and a matrix's gradient.
 
-    That is made in the type of computation and then in float32: (c + 4) d d_ff under autocast.
+    That gradient is computed in the dtype of computation and then cast to float32: (c + 4) d d_ff under autocast.
     """
     s, c = job.shape, job.number_bytes
     wide = 0 if c == 4 or job.computes_narrow else c + 4
@@ -219,7 +220,7 @@ def block_term(job: Job) -> Term:
 
 
 def moments(job: Job) -> dict[str, list[Term]]:
-    """What is in memory at each of the moments at which it may be most."""
+    """What is in memory at each of the moments at which the peak may be."""
     constant, grads = constant_terms(job), gradient_term(job)
     cached, held = copy_terms(job)
     logits = logits_terms(job)
@@ -258,20 +259,20 @@ def moments(job: Job) -> dict[str, list[Term]]:
 
 
 def peak(job: Job) -> tuple[str, float]:
-    """The moment at which memory is most, and its bytes."""
+    """The moment of peak memory, and its bytes."""
     sums = {name: sum(term.value for term in terms) for name, terms in moments(job).items()}
     return max(sums.items(), key=lambda each: each[1])
 
 
 def peak_bytes(job: Job) -> float:
-    """Memory at that moment."""
+    """Memory at the peak."""
     return peak(job)[1]
 
 
 def part_bytes(job: Job) -> dict[str, float]:
     """The parts that stay from step to step, what the forward pass leaves behind before the loss, and the peak.
 
-    Buckets are gradients, copies of weights and logits what the forward pass leaves.
+    Buckets count as gradients; copies of weights and logits count as what the forward pass leaves.
     """
     constant = {term.name: term.value for term in constant_terms(job)}
     left = (head_term(job), copy_terms(job)[0], logits_terms(job)[2])
@@ -285,14 +286,14 @@ def part_bytes(job: Job) -> dict[str, float]:
 
 
 def verdict(needed_bytes: float, memory_bytes: float) -> str:
-    """Whether a peak fits into a card's memory: fits, may not fit (it takes of RESERVE), or does not fit."""
+    """Whether a peak fits into a card's memory: fits, may not fit (it needs part of RESERVE), or does not fit."""
     if needed_bytes > memory_bytes:
         return "does not fit"
     return "fits" if needed_bytes <= (1 - RESERVE) * memory_bytes else "may not fit"
 
 
 def largest_batch(job: Job, memory_bytes: float) -> int:
-    """The most sequences a GPU whose step fits into that memory, 0 if not even one does; at most 2^20."""
+    """The most sequences per GPU whose step fits into this memory, 0 if not even one does; at most 2^20."""
 
     def fits(batch_size: int) -> bool:
         return peak_bytes(replace(job, batch_size=batch_size)) <= memory_bytes
@@ -307,7 +308,7 @@ def largest_batch(job: Job, memory_bytes: float) -> int:
 
 
 def _rounding(job: Job) -> str:
-    """Why terms of all weights are more than what their formula gives."""
+    """Why terms of all weights are larger than their formulas."""
     b, parts = job.weight_bytes, job.world_size if job.is_sharded else 1
     more = constant_terms(job)[0].value * parts / (b * num_parameters(job.shape)) - 1
     return (
@@ -317,7 +318,7 @@ def _rounding(job: Job) -> str:
 
 
 def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
-    """The parts at the moment of the peak, all moments, and the largest batch of a card."""
+    """The parts at the moment of the peak, all moments, and the largest batch that fits a card."""
     at = moments(job)
     sums = {name: sum(term.value for term in terms) for name, terms in at.items()}
     when = max(sums, key=lambda name: sums[name])

@@ -1,10 +1,10 @@
-"""Feed-forward layers alone on many devices: memory, and when communication hides behind products.
+"""Feed-forward layers alone on many devices: memory, and when communication hides behind matrix products.
 
 The handout's problem communication_accounting (2025), by the rules of Austin et al. 2025, "How to Scale Your Model",
-part 5, "How to parallelize a Transformer for training", whose letters these are: B tokens in a batch over all devices,
-D = d_model, F = d_ff, N = X Y devices in a mesh, X of it for (fully sharded) data parallelism with M_X of the torus's
-axes, Y for tensor parallelism with M_Y; C operations/s of a device, W_ici bytes/s of an axis, in both directions.
-bfloat16 (2 bytes) in computation and on the way.
+part 5, "How to parallelize a Transformer for training". The letters are theirs: B tokens in a batch over all devices;
+D = d_model; F = d_ff; N = X Y devices in a mesh, X for (fully sharded) data parallelism on M_X axes of the torus, Y for
+tensor parallelism on M_Y axes; C operations/s per device; W_ici bytes/s per axis, in both directions. Numbers are
+bfloat16 (2 bytes) in computation and in transfer.
 """
 
 import math
@@ -23,7 +23,7 @@ class FeedForward:
     d_ff: int = 53248
     """Width of the feed-forward layer."""
     num_blocks: int = 126
-    """Blocks."""
+    """Number of blocks."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -32,17 +32,17 @@ class FeedForward:
 
     @property
     def parameters(self) -> int:
-        """2 D F a block."""
+        """2 D F per block."""
         return 2 * self.d_model * self.d_ff * self.num_blocks
 
     @property
     def state_bytes(self) -> int:
-        """Master weights, accumulated gradients, two moments of AdamW, all float32: 16 bytes a parameter."""
+        """Master weights, accumulated gradients, two moments of AdamW, all float32: 16 bytes per parameter."""
         return 16 * self.parameters
 
     @property
     def activation_bytes(self) -> int:
-        """Saved for backward a token, bfloat16: the input of each layer, 2 (D + F) a block."""
+        """Bytes saved for backward per token, in bfloat16: the input of each layer, 2 (D + F) per block."""
         return 2 * (self.d_model + self.d_ff) * self.num_blocks
 
 
@@ -59,9 +59,9 @@ class Mesh:
     m_y: int = 1
     """Axes of the torus for Y."""
     w_ici: float = 2 * 9e10
-    """Bytes/s of an axis, in both directions."""
+    """Bytes/s per axis, in both directions."""
     flops: float = 4.6e14
-    """Operations/s of a device."""
+    """Operations/s per device."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -77,12 +77,12 @@ class Mesh:
 
     @property
     def intensity(self) -> float:
-        """alpha = C / W_ici: operations a device does while a byte goes over an axis."""
+        """alpha = C / W_ici: operations that a device does while one byte is sent over an axis."""
         return self.flops / self.w_ici
 
 
 def device_bytes(model: FeedForward, tokens: int, n_fsdp: int) -> float:
-    """(16 P + A / 2) / N_FSDP + A / 2, A the activations of a device's tokens, of which half are sharded."""
+    """(16 P + A / 2) / N_FSDP + A / 2, where A is the activations of a device's tokens, half of which are sharded."""
     half = tokens * model.activation_bytes / 2
     return (model.state_bytes + half) / n_fsdp + half
 
@@ -90,7 +90,7 @@ def device_bytes(model: FeedForward, tokens: int, n_fsdp: int) -> float:
 def devices_needed(model: FeedForward, tokens: int, limit: float) -> int | None:
     """The least N_FSDP for which a device needs less than `limit` bytes: N > (16 P + A/2) / (limit - A/2).
 
-    None where the half of the activations that is not sharded is too much already.
+    None if the half of the activations that is not sharded already exceeds the limit.
     """
     half = tokens * model.activation_bytes / 2
     if half >= limit:
@@ -102,9 +102,9 @@ def forward_seconds(model: FeedForward, mesh: Mesh, batch: float) -> tuple[float
     """A block's forward pass with B tokens over all devices: T_math, T_FSDP and T_TP in s.
 
     T_math = 4 B D F / (N C): two products of 2 B D F operations. T_FSDP = 4 D F / (Y W_ici M_X): both weights, 2 D F
-    bytes each, of which tensor parallelism leaves a Y-th, gathered over X. T_TP = 4 B D / (X W_ici M_Y): the input is
-    gathered over Y before the first product and the output reduce-scattered after the second, 2 B D bytes each, of
-    which data parallelism leaves an X-th. A gather of V bytes takes V / (W_ici M) however many devices there are.
+    bytes each, of which tensor parallelism leaves a Y-th, are gathered over X. T_TP = 4 B D / (X W_ici M_Y): the input
+    is gathered over Y before the first product and the output reduce-scattered after the second, 2 B D bytes each, of
+    which data parallelism leaves an X-th. A gather of V bytes takes V / (W_ici M), however many devices there are.
     """
     d, f = model.d_model, model.d_ff
     math_s = 4 * batch * d * f / (mesh.devices * mesh.flops)
@@ -114,11 +114,11 @@ def forward_seconds(model: FeedForward, mesh: Mesh, batch: float) -> tuple[float
 
 
 def least_device_batch(model: FeedForward, mesh: Mesh, together: bool = True) -> float:
-    """B / N from which the forward pass is bound by its products; infinite where it never is.
+    """The least B / N at which the forward pass is bound by its products; infinite if it never is.
 
     together: gathers over X and over Y run at once, so T_math >= max(T_FSDP, T_TP). With alpha = C / W_ici, the first
-    is B / N >= alpha / (Y M_X), the second F >= alpha Y / M_Y whatever B is. Otherwise they take turns, as the source
-    has it in its first edition: T_math >= T_FSDP + T_TP, B / N >= alpha / (Y M_X) / (1 - alpha Y / (F M_Y)).
+    means B / N >= alpha / (Y M_X), the second F >= alpha Y / M_Y for any B. Otherwise they take turns, as in the first
+    edition of the source: T_math >= T_FSDP + T_TP, so B / N >= alpha / (Y M_X) / (1 - alpha Y / (F M_Y)).
     """
     gather = mesh.intensity / (mesh.y * mesh.m_x) if mesh.x > 1 else 0.0
     tensor = mesh.intensity * mesh.y / (model.d_ff * mesh.m_y) if mesh.y > 1 else 0.0
@@ -128,7 +128,7 @@ def least_device_batch(model: FeedForward, mesh: Mesh, together: bool = True) ->
 
 
 def best_split(model: FeedForward, mesh: Mesh, batch: float) -> float:
-    """X at which T_FSDP = T_TP, for N devices: sqrt(B N M_X / (F M_Y)), where the larger of them is least."""
+    """The X at which T_FSDP = T_TP, for N devices: sqrt(B N M_X / (F M_Y)). There the larger of the two is least."""
     return math.sqrt(batch * mesh.devices * mesh.m_x / (model.d_ff * mesh.m_y))
 
 

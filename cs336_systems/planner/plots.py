@@ -1,4 +1,4 @@
-"""The picture of what communication adds, by the size of a bucket."""
+"""The plot of what communication adds, over the bucket size."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ def plot_overhead(
     measured: Sequence[tuple[str, float, float]],
     out: Path,
 ) -> None:
-    """Draw s / (w n) + o n over the bytes of a bucket, its least, and what was measured, into a PNG.
+    """Draw s / (w n) + o n over the bytes of a bucket, its minimum, and what was measured, into a PNG.
 
-    measured: how a step ran, bytes of a bucket, seconds added. Raises ValueError where the file cannot be written.
+    measured: how a step ran, bytes of a bucket, seconds added. Raises ValueError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 

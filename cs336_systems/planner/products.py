@@ -1,19 +1,19 @@
-"""Matrix products on a card, one by one: what the rounding to tiles and waves, and their bytes, leave of its rate."""
+"""Matrix products on a card, one by one: what rounding to tiles and waves, and their bytes, leave of its rate."""
 
 from collections.abc import Iterator
 
 from .cards import Card
 from .job import Job
 
-# Rows and columns of the result that one multiprocessor makes at a time, and what is left of its rate: smaller tiles
-# load each operand more often. In float32, where products take over ten times as long, libraries choose them for
-# results that few large ones would cover. The shares are assumed; what comes of them is in docs/log.md.
+# Rows and columns of the result that one multiprocessor computes at a time, and the share of its rate that is left:
+# smaller tiles load each operand more often. In float32, where products take over ten times as long, libraries choose
+# smaller tiles for results that few large ones would cover. The shares are assumed; docs/log.md has the outcome.
 _LARGE = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.0))
 TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85))}
 
 
 def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """How many products (M x K) (K x N) a forward pass has, by M, N and K: those with weights, attention left out."""
+    """How many products (M x K) (K x N) a forward pass has, by M, N and K: those with weights, without attention."""
     s, t = job.shape, job.tokens
     yield 4 * s.num_layers, (t, s.d_model, s.d_model)
     yield 2 * s.num_layers, (t, s.d_ff, s.d_model)
@@ -27,10 +27,10 @@ def gradients_of(m: int, n: int, k: int) -> tuple[tuple[int, int, int], tuple[in
 
 
 def rounded_up(m: int, n: int, multiprocessors: int, number_bytes: int = 2) -> float:
-    """How many times longer a product takes than one of the same operations that fills the card, for the best tile.
+    """How many times longer a product takes than one with as many operations that fills the card, for the best tile.
 
-    Tiles that stick out of the result compute nothing that is used (tile quantization), and the multiprocessors go
-    through tiles in waves of which the last may be nearly empty (wave quantization); NVIDIA, "Matrix Multiplication
+    The parts of tiles that extend beyond the result compute nothing useful (tile quantization), and multiprocessors
+    process tiles in waves, of which the last may be nearly empty (wave quantization); NVIDIA, "Matrix Multiplication
     Background User's Guide".
     """
     times = []
@@ -49,7 +49,7 @@ def product_seconds(m: int, n: int, k: int, number_bytes: int, card: Card) -> fl
 
 
 def products_seconds(job: Job, card: Card) -> tuple[float, float]:
-    """All products with weights: of the forward pass, and of the backward pass."""
+    """Seconds of all products with weights, in the forward pass and in the backward pass."""
     forward = backward = 0.0
     for count, sizes in products(job):
         forward += count * product_seconds(*sizes, job.number_bytes, card)

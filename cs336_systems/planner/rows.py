@@ -1,4 +1,4 @@
-"""What the planner reads of measured rows: the job that ran, the card, times of all-reduces, what buckets add."""
+"""What the planner reads from measured rows: the job that ran, the card, times of all-reduces, what buckets add."""
 
 import math
 from collections.abc import Iterable, Mapping, Sized
@@ -14,13 +14,13 @@ from .job import Job
 
 MIB = 2**20
 ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
-"""Cases whose rows are training steps of several GPUs: config run and devices."""
+"""Cases whose rows are training steps on several GPUs: config has run and devices."""
 WORKLOADS = ("model", "checkpointing", "profile-memory")
-"""Cases whose rows are of one GPU, and of a step or a part of it: config mode."""
+"""Cases whose rows are of one GPU and of a step or a part of it: config has mode."""
 
 
 class Measured(Protocol):
-    """What of a row is read; `bench.case.Row` has it."""
+    """The attributes of a row that are read; `bench.case.Row` has them."""
 
     @property
     def case(self) -> str: ...
@@ -37,7 +37,7 @@ class Measured(Protocol):
 
 
 def job_of(row: Measured) -> Job:
-    """What ran. Raises ValueError saying why for a row of which nothing is predicted."""
+    """The job that ran. Raises ValueError saying why for a row without a prediction."""
     if row.case in (*ON_RANKS, "train-step", "leaderboard-2026"):
         return training_job(row.case, row.variant, row.config)
     if is_forward(row):
@@ -48,7 +48,7 @@ def job_of(row: Measured) -> Job:
 
 
 def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
-    """The job of a configuration of a training step as its row has it. Raises ValueError for one that is none."""
+    """The job of a training step, from the configuration in its row. Raises ValueError for one without a prediction."""
     run = config.get("run", config)
     train, parallel = run["train"], dict(run.get("parallel", {}))
     alone = case == "train-step" or variant.startswith("alone")
@@ -60,13 +60,13 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     if not alone and parallel.get("nccl_max_ctas"):
         raise ValueError("no prediction for a limited number of NCCL's thread blocks")
     if strategy == "overlap" and "nccl_max_ctas" not in parallel:
-        parallel["bucket_size_mb"] = None  # in rows of before that field it took no notice of a size
+        parallel["bucket_size_mb"] = None  # in rows from before that field existed, it ignored the size
     return Job(
         shape=ModelConfig(**run["model"]).shape,
         batch_size=batch,
         precision=train["precision"],
         attention=run["model"]["attention"],
-        weight_dtype=train.get("weight_dtype", "fp32"),  # rows of before have none of these
+        weight_dtype=train.get("weight_dtype", "fp32"),  # older rows have none of these
         activation_checkpointing=train.get("activation_checkpointing", "none"),
         loss_chunk_tokens=train.get("loss_chunk_tokens"),
         compile=train["compile"],
@@ -86,7 +86,7 @@ def is_forward(row: Measured) -> bool:
 
 
 def workload_job(config: Mapping[str, Any]) -> Job:
-    """The job of a row of WORKLOADS, whatever part of a step it is. Raises ValueError for one that is none."""
+    """The job of a row of WORKLOADS, for any part of a step. Raises ValueError for one without a prediction."""
     if config["mode"] == "train_step" and config.get("optimizer", "torch_fused") != "torch_fused":
         raise ValueError(f"no prediction for the optimizer {config['optimizer']}")
     names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
@@ -98,25 +98,25 @@ def workload_job(config: Mapping[str, Any]) -> Job:
 
 
 def is_of_cpu(row: Measured) -> bool:
-    """Whether a row was measured on the CPU: where there is no GPU, or where that was asked for."""
+    """Whether a row was measured on the CPU, because there was no GPU or because the CPU was requested."""
     return not row.env.get("gpu") or row.config.get("device") == "cpu"
 
 
 def card_of(row: Measured) -> Card | None:
-    """The card of a row, where it is known."""
+    """The card of a row, if it is known."""
     return card_by_name(str(row.env.get("gpu") or ""))
 
 
 def card_by_name(gpu: str) -> Card | None:
-    """The card of a GPU as its driver names it, where it is known."""
+    """The card of a GPU by the name its driver gives, if it is known."""
     return next((card for name, card in CARDS.items() if name in gpu.split() or name in gpu), None)
 
 
 def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[float], list[float]]:
-    """Bytes and seconds of measured all-reduces of so many ranks: of NCCL where there are any, else of any backend.
+    """Bytes and seconds of measured all-reduces over world_size ranks: of NCCL if there are any, else of any backend.
 
-    Rows of the case all-reduce, those of other collectives left out: config bytes, world_size, backend; metrics
-    time_ms. Raises ValueError without a row.
+    Reads rows of the case all-reduce, except those of other collectives: config bytes, world_size, backend; metrics
+    time_ms. Raises ValueError if there are none.
     """
     found = [
         row
@@ -136,7 +136,7 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
 
 
 def positive(name: str, value: Any) -> float:
-    """A number of a row. Raises ValueError naming it where it is none, or not above 0 and finite."""
+    """A number of a row. Raises ValueError naming it if it is not a number above 0 and finite."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     require(is_number and 0 < value < math.inf, name, value, "a number above 0")
     return float(value)
@@ -145,9 +145,9 @@ def positive(name: str, value: Any) -> float:
 def overheads_beside(
     rows: Iterable[Measured], nbytes: float, world_size: int
 ) -> tuple[list[tuple[str, float, float]], str]:
-    """`measured_overheads` of steps with so many bytes of gradients on so many GPUs, and what of a file is left out.
+    """`measured_overheads` of steps with nbytes of gradients on world_size GPUs, and which rows are left out.
 
-    Raises ValueError saying what it has and what is wanted where it has none of these.
+    Raises ValueError saying what the file has and what is wanted if it has no such steps.
     """
     by_kind: dict[str, list[Measured]] = {}
     wanted = f"{nbytes / 1e9:.4g} GB of gradients on {world_size} GPUs"
@@ -171,7 +171,7 @@ def _counted(by_kind: Mapping[str, Sized]) -> str:
 
 
 def _gradients(row: Measured) -> tuple[float, int]:
-    """Bytes of gradients, and ranks, of a row of ddp or bucket-size; zeros of any other."""
+    """Bytes of gradients and number of ranks of a row of ddp or bucket-size; zeros for any other row."""
     if row.case not in ("ddp", "bucket-size"):
         return 0, 0
     try:
@@ -181,7 +181,7 @@ def _gradients(row: Measured) -> tuple[float, int]:
 
 
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:
-    """How a step ran, bytes of a bucket, seconds more than the same step on one GPU: of rows of ddp and bucket-size."""
+    """From rows of ddp and bucket-size: how a step ran, bytes of a bucket, seconds more than the step on one GPU."""
     done = {row.variant: row for row in rows if row.case in ("ddp", "bucket-size") and row.status == "ok"}
     found = []
     for variant, row in done.items():

@@ -1,8 +1,8 @@
-"""A gated feed-forward layer over many devices: on how many does communication still hide behind its products?
+"""A gated feed-forward layer over many devices: up to how many does communication still hide behind its products?
 
 The handout's calculations of 2026 (section 8), with its letters: B tokens in a batch, D = d_model, F = d_ff, C
-operations/s of a device, W bytes/s that a device sends, to whichever other. y = (f(x W1) * x W2) W3, numbers of 2
-bytes; element-wise work is not counted, transfers are rings, and computing goes on beside them.
+operations/s per device, W bytes/s that a device sends, to any other. The layer is y = (f(x W1) * x W2) W3, with 2 bytes
+per number. Elementwise work is not counted, transfers are rings, and computation overlaps with them.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer, its batch, and the devices; the defaults are the 8B model's and an H100's with NVLink."""
+    """A layer, its batch, and the devices; the defaults are those of the 8B model and of an H100 with NVLink."""
 
     batch: int = 65536
     """B, tokens in the batch over all devices."""
@@ -29,13 +29,13 @@ class Layer:
     d_ff: int = 11008
     """F, width of the feed-forward layer."""
     flops: float = 989e12
-    """C, operations/s of a device."""
+    """C, operations/s per device."""
     egress: float = 4.5e11
     """W, bytes/s that a device sends."""
     n_fsdp: int = 4
-    """Devices along the FSDP axis; of data parallelism or of FSDP alone as many as both axes have."""
+    """Devices along the FSDP axis; data parallelism or FSDP alone uses the devices of both axes."""
     n_tp: int = 2
-    """Devices along the tensor-parallel axis; of tensor parallelism alone as many as both axes have."""
+    """Devices along the tensor-parallel axis; tensor parallelism alone uses the devices of both axes."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -51,51 +51,51 @@ class Layer:
 
     @property
     def weight_bytes(self) -> int:
-        """W1, W2 and W3: 6 D F."""
+        """Bytes of W1, W2 and W3: 6 D F."""
         return 6 * self.d_model * self.d_ff
 
     @property
     def output_bytes(self) -> int:
-        """y, or dx: 2 B D."""
+        """Bytes of y or dx: 2 B D."""
         return 2 * self.batch * self.d_model
 
 
 def device_flops(layer: Layer, direction: Direction, devices: int) -> float:
-    """6 B D F / N forward, 12 B D F / N backward, however the layer is divided: nothing is computed twice."""
+    """6 B D F / N forward, 12 B D F / N backward, however the layer is divided, because nothing is computed twice."""
     return _PRODUCTS[direction] * 2 * layer.batch * layer.d_model * layer.d_ff / devices
 
 
 def data_parallel_seconds(layer: Layer, devices: int) -> float:
-    """Backward, an all-reduce of the weights' gradients: 2 (N - 1) / N 6 D F / W. Forward nothing is sent."""
+    """Backward: an all-reduce of the weights' gradients, 2 (N - 1) / N 6 D F / W. Forward sends nothing."""
     return ring_seconds("all-reduce", layer.weight_bytes, devices, 0, layer.egress)
 
 
 def fsdp_seconds(layer: Layer, direction: Direction, n_fsdp: int, n_tp: int = 1) -> float:
-    """(N - 1) / N 6 D F / (N_TP W): the weights gathered; backward twice, for gradients are reduce-scattered too."""
+    """(N - 1) / N 6 D F / (N_TP W) to gather the weights; backward twice that, to reduce-scatter gradients as well."""
     weights = layer.weight_bytes / n_tp
     gather = ring_seconds("all-gather", weights, n_fsdp, 0, layer.egress)
     return gather + (ring_seconds("reduce-scatter", weights, n_fsdp, 0, layer.egress) if direction == "backward" else 0)
 
 
 def tensor_parallel_seconds(layer: Layer, n_tp: int, n_fsdp: int = 1) -> float:
-    """An all-reduce of y, backward of dx: 2 (N - 1) / N 2 B D / (N_FSDP W)."""
+    """An all-reduce of y, or backward of dx: 2 (N - 1) / N 2 B D / (N_FSDP W)."""
     return ring_seconds("all-reduce", layer.output_bytes / n_fsdp, n_tp, 0, layer.egress)
 
 
 def fsdp_intensity(layer: Layer) -> float:
-    """p = B W / C: what a device computes of a layer's weights, by what it could send of them meanwhile."""
+    """p = B W / C: how much time computing with a layer's weights takes, relative to sending them."""
     return layer.batch * layer.egress / layer.flops
 
 
 def tensor_intensity(layer: Layer) -> float:
-    """q = 3 F W / (2 C): the same of the activations that tensor parallelism sends forward."""
+    """q = 3 F W / (2 C): the same for the activations that tensor parallelism sends in the forward pass."""
     return 1.5 * layer.d_ff * layer.egress / layer.flops
 
 
 def most_fsdp(layer: Layer) -> float:
     """The most devices of data parallelism, and of FSDP in either direction: N <= 1 + B W / C.
 
-    From 6 B D F / (N C) >= (N - 1) / N 6 D F / W, which the backward pass has twice on both sides.
+    From 6 B D F / (N C) >= (N - 1) / N 6 D F / W; in the backward pass both sides double.
     """
     return 1 + fsdp_intensity(layer)
 
@@ -112,9 +112,9 @@ def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
     """N_FSDP and N_TP of the most devices on which the forward pass is bound by its products.
 
     With p = B W / C and q = 3 F W / (2 C), multiplying the times by N W / (6 D F B) leaves (N_FSDP - 1) / p <= 1 and
-    (N_TP - 1) / q <= 1 where transfers along both axes go on together: N = (1 + p) (1 + q). Where they take turns, it
-    is their sum that must be at most 1, and N is largest (Lagrange) where N_FSDP / p = N_TP / q = (1 + 1/p + 1/q) / 2:
-    N = p q (1 + 1/p + 1/q)^2 / 4, about a quarter. Where that would leave one axis less than a device, it has one.
+    (N_TP - 1) / q <= 1 if transfers along both axes run at the same time: N = (1 + p) (1 + q). If they take turns, the
+    sum of the two must be at most 1, and N is largest (Lagrange) at N_FSDP / p = N_TP / q = (1 + 1/p + 1/q) / 2:
+    N = p q (1 + 1/p + 1/q)^2 / 4, about a quarter. If that leaves an axis less than one device, it has one.
     """
     p, q = fsdp_intensity(layer), tensor_intensity(layer)
     if together:
@@ -126,7 +126,7 @@ def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
 
 
 def tensor_parallel_backward() -> tuple[str, ...]:
-    """The equations of the backward pass on device i, which has columns of W1 and W2 and rows of W3."""
+    """The equations of the backward pass on device i, which holds columns of W1 and W2 and rows of W3."""
     return (
         "dz(i) = dy W3(i)^T",
         "dx2(i) = dz(i) * f(x1(i));  dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
@@ -216,14 +216,14 @@ def both_section(layer: Layer) -> Section:
 
 
 def scaling_sections(layer: Layer) -> list[Section]:
-    """All of them; the all-reduce is of the weights' gradients."""
+    """All sections; the all-reduce is of the weights' gradients."""
     ring = alternate_ring_section(layer.weight_bytes, layer.devices, layer.egress)
     parts = (data_parallel_section, fsdp_section, tensor_parallel_section, both_section)
     return [ring, *(part(layer) for part in parts)]
 
 
 def _products(layer: Layer, direction: Direction, working: str) -> list[Term]:
-    """Operations of a pass, and what they take."""
+    """The operations of a pass, and the time they take."""
     flops = device_flops(layer, direction, layer.devices)
     by_rate = f"operations / C = {show(flops, 'FLOP')} / {show(layer.flops, 'FLOP/s')}"
     return [
@@ -233,9 +233,9 @@ def _products(layer: Layer, direction: Direction, working: str) -> list[Term]:
 
 
 def _verdict(layer: Layer, direction: Direction, sent_s: float) -> str:
-    """Whether communication of so many seconds hides behind the products of a pass, over all devices."""
+    """Whether sent_s seconds of communication hide behind the products of a pass, over all devices."""
     computing_s = device_flops(layer, direction, layer.devices) / layer.flops
     both = f"{show(sent_s, 's')} of communication beside {show(computing_s, 's')} of computing"
-    too_long = sent_s > computing_s * (1 + 1e-9)  # equal but for rounding is hidden
+    too_long = sent_s > computing_s * (1 + 1e-9)  # equal up to rounding counts as hidden
     found = f"too long to be hidden, by {show(sent_s - computing_s, 's')}" if too_long else "hidden"
     return f"{direction}, N = {layer.devices}: {both}: {found}"

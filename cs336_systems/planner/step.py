@@ -1,7 +1,7 @@
 """The time of a training step, part by part: a roofline, so what good kernels would take on a card that is kept busy.
 
-Products are bound by operations, the rest by the bytes it reads and writes (Williams et al. 2009). What the host takes
-to launch it all is not in it, so an eager step may be longer; one that is recorded as a CUDA graph is not.
+Products are bound by operations, everything else by the bytes it reads and writes (Williams et al. 2009). Launch
+overhead on the host is not included, so an eager step may take longer; one recorded as a CUDA graph does not.
 """
 
 from cs336_basics.shape import ModelShape
@@ -16,23 +16,23 @@ from .memory import in_blocks, over, parameter_bytes
 from .products import products_seconds
 from .working import Section, Term, total
 
-# Kernels a block, forward and backward, and the time from the end of one to the start of the next within a CUDA graph:
-# for xl at 512 tokens, 83.1 ms of which kernels ran for 78.9 (results/h200/ddp-streams).
+# Kernels per block, forward and backward, and the time from the end of one to the start of the next within a CUDA
+# graph: for xl at 512 tokens, 83.1 ms, of which kernels ran for 78.9 (results/h200/ddp-streams).
 KERNELS = {True: 45, False: 130}
 GAP_S = 1.7e-6
-# Share of the bandwidth of copies that eager elementwise kernels have under autocast, where they mix types and the
-# rotary ones read every other number: 0.54, 0.54, 0.57 and 0.54 of the forward and backward passes in
-# results/h200/profile-kernels and 2.7B/profile-kernels, without what attention takes.
+# Share of the copy bandwidth that eager elementwise kernels reach under autocast, where they mix types and the rotary
+# ones read every other number: 0.54, 0.54, 0.57 and 0.54 in the forward and backward passes of
+# results/h200/profile-kernels and 2.7B/profile-kernels, without attention.
 MIXED_RATE = 0.55
-# NCCL's thread blocks, each of which keeps a multiprocessor from computing while it sends. Assumed: its usual number of
-# channels over NVLink. And how often an all-reduced byte passes memory: read and sent, received, reduced, received.
+# NCCL's thread blocks, each of which keeps a multiprocessor from computing while it sends (assumed: its usual number of
+# channels over NVLink), and how often an all-reduced byte passes memory: read and sent, received, reduced, received.
 CHANNELS = 24
 PASSES = 4
 
-# Plain attention. Share of the rate of large products that those of heads of 64 and 80 have, eager 32 of 50 TFLOP/s,
-# and how often its scores pass through memory, forward and backward: of the kernels in results/h200/profile-kernels and
-# 2.7B/profile-kernels. Compiled: a product writes or reads them, and each fused kernel reads and writes them; the rate
-# is then that of the forward passes in results/h200/compiled.
+# Plain attention. The share of the rate of large products that products of heads of 64 and 80 reach (eager: 32 of 50
+# TFLOP/s), and how often the scores pass through memory, forward and backward. Eager: from the kernels in
+# results/h200/profile-kernels and 2.7B/profile-kernels. Compiled: a product writes or reads the scores, each fused
+# kernel reads and writes them, and the rate is that of the forward passes in results/h200/compiled.
 SCORES_RATE = {False: 0.64, True: 0.8}
 SCORES_PASSES = {False: (10, 13), True: (4, 7)}
 
@@ -40,7 +40,7 @@ SCORES_PASSES = {False: (10, 13), True: (4, 7)}
 def elementwise_bytes(job: Job) -> tuple[int, int]:
     """Bytes that a block's elementwise operations read and write: forward and backward.
 
-    T tokens, c bytes a number. Compiled, what lies between two products is one kernel, which reads its inputs and
+    T tokens, c bytes per number. Compiled, everything between two products is one kernel, which reads its inputs and
     writes what the products and the backward pass need:
 
         forward    ln1 4 + c; rotary 4 c; o by tokens 2 c; sum and ln2 4 + 2 c; sum 8 + 2 c   (16 + 11 c) T d
@@ -50,11 +50,11 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
         again      below a memory budget of 1, norms and silu(w1 x) w3 x                      4 c T d + 3 c T d_ff
                    and o by tokens, unless scores are kept                                    2 c T d
 
-    The 16 and the 40 are those of a residual stream in float32, and half of that where it is of 16 bits.
+    The 16 and the 40 are for a float32 residual stream, and half of that for a 16-bit one.
 
-    Eager, each operation is a kernel: a norm reads and writes 28 bytes a number, its casts 4 + c for each product that
-    reads it (five), rotary 32 + 3 c for q and for k, sums 8 + c, silu and the product 5 c of d_ff; twice as much
-    backward.
+    Eager, each operation is a kernel: a norm reads and writes 28 bytes per number, its casts 4 + c for each product
+    that reads it (five), rotary 32 + 3 c each for q and k, sums 8 + c, silu and the product 5 c of d_ff; backward twice
+    as much.
     """
     td, tf = job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
     forward, backward = _elementwise_factors(job)
@@ -62,7 +62,7 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
 
 
 def _elementwise_rate(job: Job, card: Card) -> float:
-    """Bytes/s of what `elementwise_bytes` counts. In float32 types are not mixed."""
+    """Bytes/s for what `elementwise_bytes` counts. In float32, types are not mixed."""
     return card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
 
 
@@ -79,12 +79,12 @@ def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
-    """Attention itself in all layers, forward and backward.
+    """Seconds of attention itself in all layers, forward and backward.
 
     flash: 2 L B N^2 d operations forward, what the causal mask leaves, and 2.5 times as many backward (Dao 2023,
     FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
-    4 L B N^2 d and twice that, for which the rate of large products is too much, and SCORES_PASSES over its scores,
-    4 B H N^2 bytes. Compiled, what lies between two products is one kernel.
+    4 L B N^2 d and twice that, which do not reach the rate of large products, and SCORES_PASSES over the scores,
+    4 B H N^2 bytes. Compiled, everything between two products is one kernel.
     """
     s, n = job.shape, job.shape.context_length
     flops = s.num_layers * job.batch_size * 2 * n * n * s.d_model
@@ -109,7 +109,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     casts = 0 if job.precision == "fp32" or job.weight_bytes == 2 else 12 * nm / w
     loss_numbers = (4 if job.compile else 40) * job.number_bytes // 2
     loss, loss_formula = loss_numbers * job.tokens * s.vocab_size, f"{loss_numbers} T V"
-    if job.loss_chunk_tokens:  # each chunk's gradient of the weight is written, and added to that of those before
+    if job.loss_chunk_tokens:  # each chunk's weight gradient is written, then added to the previous ones
         chunks = -(-job.tokens // job.loss_chunk_tokens)
         loss, loss_formula = loss + chunks * 16 * s.vocab_size * s.d_model, f"{loss_formula} + {chunks} x 16 V d"
     operations = 2 * nm * job.tokens
@@ -133,13 +133,13 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
 
 
 def _by_rate(formula: str, nbytes: float, rate: float) -> str:
-    """A formula of bytes with its value, by bytes/s."""
+    """A formula of bytes with its value, divided by bytes/s."""
     equals = f"{formula} = " if formula else ""
     return f"{equals}{nbytes / 1e9:.4g} GB / {rate / 1e12:.4g} TB/s"
 
 
 def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
-    """The time of bytes that pass through memory."""
+    """The time that bytes take to pass through memory."""
     working = _by_rate(formula, nbytes, card.bandwidth) if nbytes else "none"
     return Term(name, working, nbytes / card.bandwidth, "s")
 
@@ -157,9 +157,9 @@ def _attention_working(job: Job, card: Card) -> str:
 
 
 def update_terms(job: Job, card: Card) -> list[Term]:
-    """Clipping and the optimizer: 4 N to read and 8 N to scale; 28 N for AdamW; of weights in bfloat16 half of that.
+    """Clipping and the optimizer: 4 N to read and 8 N to scale; 28 N for AdamW; half of that for bfloat16 weights.
 
-    Fused, it reads weight, gradient and two moments and writes all but the gradient: 7 float32 numbers a parameter.
+    Fused AdamW reads weight, gradient and two moments and writes all but the gradient: 7 float32 numbers per parameter.
     """
     n, w = num_parameters(job.shape), job.world_size if job.is_sharded else 1
     terms, b = [], job.weight_bytes
@@ -172,12 +172,12 @@ def update_terms(job: Job, card: Card) -> list[Term]:
 
 
 def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
-    """What sharing the work adds: what is not hidden, what hiding costs, copies.
+    """What sharing the work adds: exposed communication, the cost of hiding the rest, copies.
 
-    After the backward pass (naive, flat) all is exposed. During it, the transfer of the last bucket, the overhead of
-    every call (as in `communication.added_seconds`), and what is longer than the backward pass. Hidden transfers take
-    CHANNELS multiprocessors from it, and PASSES times their bytes of its memory bandwidth. Gradients that travel in
-    another type are cast to it and back.
+    Transfers after the backward pass (naive, flat) are fully exposed. Of transfers during it, the last bucket, the
+    overhead of every call (as in `communication.added_seconds`), and what is longer than the backward pass are exposed.
+    Hidden transfers take CHANNELS multiprocessors from the backward pass, and PASSES times their bytes of its memory
+    bandwidth. Gradients that are sent in another dtype are cast to it and back.
     """
     if job.world_size == 1:
         return []
@@ -209,7 +209,7 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
 
 
 def step_terms(job: Job, card: Card) -> list[Term]:
-    """All parts of a step, and the step."""
+    """All parts of a step, and their total."""
     compute = compute_terms(job, card)
     backward = sum(term.value for term in compute) * 2 / 3
     terms = [*compute, *communication_terms(job, card, backward), *update_terms(job, card)]

@@ -1,4 +1,4 @@
-"""What is planned and what comes of it, in short: the lines that stand first, and the same under names that stay."""
+"""What is planned and the result, in short: the lines that come first, and the same values under stable names."""
 
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +18,7 @@ def planned(job: Job, size: str | None, card: str, memory_gib: float) -> dict[st
 
 
 def planned_section(job: Job, size: str | None, card: str, memory_gib: float) -> Section:
-    """The same in words, and whether the peak fits."""
+    """What is assumed, in words, and whether the peak fits."""
     s = job.shape
     model = (
         f"{size or 'own shape'}: d_model {s.d_model:,}, d_ff {s.d_ff:,}, {s.num_layers:,} blocks, "

@@ -1,4 +1,4 @@
-"""A calculation that shows its working: terms with their formula filled in, as aligned text or as JSON."""
+"""A calculation that shows its working: terms with their formulas filled in, as aligned text or as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ SUM = "sum"
 
 @dataclass(frozen=True)
 class Term:
-    """A quantity, how it comes about ("12 N = 12 x 1,998,235,200"), its value, and the unit of that."""
+    """A quantity: its name, its working ("12 N = 12 x 1,998,235,200"), its value and the value's unit."""
 
     name: str
     working: str
@@ -22,7 +22,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Section:
-    """Terms under a heading; `total` is the name of the last term where that is the sum of the others."""
+    """Terms under a heading; `total` is the name of the last term if that is the sum of the others."""
 
     title: str
     terms: tuple[Term, ...]
@@ -41,7 +41,7 @@ def total(name: str, terms: Sequence[Term]) -> Term:
 def show(value: float, unit: str, like: float | None = None) -> str:
     """A value in the unit that reads best: bytes in GiB or MiB, seconds in ms or us, operations in TFLOP.
 
-    like: a value whose unit it has instead, of bytes or seconds.
+    like: a value of bytes or seconds whose unit is used instead.
     """
     scaled = {"FLOP": (1e12, "TFLOP"), "FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
     if not math.isfinite(value):
@@ -49,7 +49,7 @@ def show(value: float, unit: str, like: float | None = None) -> str:
     if unit in ("bytes", "s", "share"):
         if unit == "share":
             return f"{value:.1%}"
-        # Of a value by itself 0.34 GiB reads well; of a list whose largest it is, the others would have no digits left.
+        # A value by itself reads well as 0.34 GiB; as the largest of a list it would leave the others without digits.
         return _bytes(value, 10 * value if like is None else like) if unit == "bytes" else _seconds(value, like)
     if unit in scaled:
         return f"{value / scaled[unit][0]:,.4g} {scaled[unit][1]}"
@@ -70,9 +70,9 @@ def _seconds(value: float, like: float | None) -> str:
 
 
 def shown(terms: Sequence[Term]) -> list[str]:
-    """The values of terms of a section: bytes in one unit, and seconds, where they add up or are not far apart.
+    """The values of a section's terms: bytes share one unit, and so do seconds, if they add up or are not far apart.
 
-    Far apart: by a factor of 1000. Terms add up where the last is their sum; the unit is that of the largest.
+    Far apart means by a factor of 1000. Terms add up if the last is their sum; the unit is that of the largest.
     """
     like: dict[str, float | None] = {}
     for unit in ("bytes", "s"):
@@ -83,7 +83,7 @@ def shown(terms: Sequence[Term]) -> list[str]:
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Sections one below the other: name, value and working of each term in columns."""
+    """Sections below each other, with name, value and working of each term in columns."""
     blocks = []
     for section in sections:
         values = shown(section.terms)
@@ -95,7 +95,7 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """The same as plain JSON types; bytes are integers, and what is not finite is null."""
+    """The sections as plain JSON types; bytes are integers, and values that are not finite are null."""
     plain = [asdict(section) for section in sections]
     for section in plain:
         for term in section["terms"]:

@@ -1,4 +1,4 @@
-"""The attention kernels by name. All keep the contract of `cs336_basics.model.scaled_dot_product_attention`."""
+"""The attention kernels by name. All follow the contract of `cs336_basics.model.scaled_dot_product_attention`."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,8 @@ import torch
 
 from cs336_basics.model import Attention
 
-# name: "module:function". A module is imported when its kernel is asked for: some need what not every machine has.
+# name: "module:function". A module is imported only when its kernel is requested, because some need what not every
+# machine has.
 _PLACES = {
     "naive": "reference:naive",
     "vectorized_torch": "reference:vectorized_torch",
@@ -21,16 +22,16 @@ _PLACES = {
     "sdpa_math": "peers:sdpa_math",
     "flex": "peers:flex",
     "fa4": "peers:fa4",
-    # What the handout calls them.
+    # The handout's names.
     "scaled_dot_prod_attention": "reference:naive",
     "flash_attention_triton": "flash_triton:flash_triton",
 }
 
 
 class _Kernels(Mapping[str, Attention]):
-    """Names to functions. Reading a name imports its module and raises ImportError where that cannot be done.
+    """Maps names to functions. Reading a name imports its module, and raises ImportError if that fails.
 
-    Raises KeyError with the names for one that there is not.
+    Raises KeyError listing the names for an unknown one.
     """
 
     def __getitem__(self, name: str) -> Attention:
@@ -50,7 +51,7 @@ class _Kernels(Mapping[str, Attention]):
         return len(_PLACES)
 
     def __contains__(self, name: object) -> bool:
-        return name in _PLACES  # Mapping's own would import
+        return name in _PLACES  # Mapping's own __contains__ would import
 
 
 ATTENTION = _Kernels()
@@ -59,11 +60,11 @@ ATTENTION = _Kernels()
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`; auto is PyTorch's own choice.
 
-    On an H200 it takes cuDNN, which the rows in results/h200/kernels.jsonl show ahead of flash_triton, and on a CPU
-    there is nothing faster here.
+    On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl; on a CPU
+    nothing here is faster.
 
-    Raises ValueError naming `model.attention` where no kernel has the name, or its module cannot be imported. What a
-    kernel needs besides, as a GPU or a package, it says itself when it is called; `check_attention` calls it.
+    Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
+    needs something else, such as a GPU or a package, says so when it is called; `check_attention` calls it.
     """
     if name == "auto":
         name = "sdpa"
@@ -76,7 +77,7 @@ def get_attention(name: str) -> Attention:
 
 
 def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Call the kernel once, on little. Raises ValueError naming `model.attention` where it cannot serve such heads."""
+    """Call the kernel once, on little. Raises ValueError naming `model.attention` if it cannot serve such heads."""
     attention = get_attention(name)
     q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
     try:

@@ -1,6 +1,6 @@
-"""What every attention kernel shares: the checks of its arguments, the (B, H, N, D) view, the count of its work.
+"""What all attention kernels share: the checks of arguments, the (B, H, N, D) view, the count of operations.
 
-Shapes: B batch, H heads, N_q queries, N_k keys, D size of a head. See `docs/design.md`, Contracts, Attention.
+Shapes: B batch, H heads, N_q queries, N_k keys, D head size. See `docs/design.md`, Contracts, Attention.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def check_qkv(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a ValueError naming the argument that is no tensor, or not a dense one."""
+    """Raise a ValueError naming the argument that is not a tensor, or not a dense one."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
@@ -63,13 +63,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_is_causal(is_causal: bool) -> None:
-    """Raise a ValueError where it is no bool: a text or a mask would be taken for true."""
+    """Raise a ValueError if it is not a bool, because a string or a mask would be taken for true."""
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
 
 
 def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
-    """x with exactly two leading dimensions: a view up to four dimensions, and beyond them where strides allow it."""
+    """x with exactly two leading dimensions: a view for up to four dimensions, and for more where strides allow it."""
     if x.ndim == 4:
         return x
     if x.ndim > 4:
@@ -78,7 +78,7 @@ def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
 
 
 def visible_pairs(n_q: int, n_k: int, is_causal: bool) -> int:
-    """How many (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q."""
+    """The number of (query, key) pairs the mask leaves: N_q N_k, or the sum of min(i + 1, N_k) over queries i < N_q."""
     if not is_causal:
         return n_q * n_k
     triangle = min(n_q, n_k)
@@ -86,10 +86,10 @@ def visible_pairs(n_q: int, n_k: int, is_causal: bool) -> int:
 
 
 def attention_flops(q_shape: Sequence[int], n_k: int, is_causal: bool, products: int = 2) -> int:
-    """Operations of `products` matrix products over the visible pairs: 2 D a pair each.
+    """Operations of `products` matrix products over the visible pairs: 2 D per pair and product.
 
-    The forward pass has 2 (scores, values); the backward pass 5 (scores, dV, dP, dQ, dK). What a kernel computes again
-    beyond these is not useful work and is not counted.
+    The forward pass has 2 products (scores, values), the backward pass 5 (scores, dV, dP, dQ, dK). What a kernel
+    recomputes beyond these is not useful work and is not counted.
     """
     *leading, n_q, d = q_shape
     return products * 2 * d * visible_pairs(n_q, n_k, is_causal) * torch.Size(leading).numel()

@@ -3,15 +3,15 @@
 The kernels are in `csrc/`, to be read in this order:
 
   instructions.cuh  the GPU's instructions for matrix products and copies, and which lane holds which element
-  products.cuh      products of float32 out of several of these, sums over the lanes of a row
+  products.cuh      float32 products composed of several of these, sums over the lanes of a row
   tiles.cuh         tiles in shared memory and the swizzle of their rows, products of tiles, loads and stores
   forward.cu        O and the logsumexp
   backward.cu       dQ, dK and dV, without atomic additions
   launch.cuh        the launch and its errors
 
-They are compiled on first use, once for each element type, precision of float32, size of a head (rounded up) and
-architecture, which takes seconds, into PyTorch's folder of extensions. They are called through ctypes: so the sources
-need no PyTorch header, which would take longer to compile than the kernels.
+They are compiled on first use, once per element type, precision of float32, head size (rounded up) and architecture,
+into PyTorch's folder of extensions. This takes seconds. They are called through ctypes, so the sources need no PyTorch
+header, which would take longer to compile than the kernels.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ from .function import Saved, empty_outputs, flash_function, new_gradients, new_o
 _SOURCES = Path(__file__).parent / "csrc"
 _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 _Launcher = Callable[..., bytes | None]
-_MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, up to two tiles beyond the last
+_MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, and go up to two tiles beyond the last
 _HEAD_SIZES = (32, 64, 96, 128, 256)
-"""What is compiled; a head of another size is computed as one of the next larger size, filled up with zeros."""
+"""The sizes that are compiled; a head of another size is padded with zeros to the next larger one."""
 
 
 def flash_cuda(
@@ -42,10 +42,10 @@ def flash_cuda(
     """softmax(q k^T / sqrt(D)) v for bfloat16, float16 and float32, D up to 256, any lengths and strides.
 
     Scores, softmax and accumulators are float32; probabilities are rounded to q's type before they multiply v. float32
-    products follow `torch.get_float32_matmul_precision()`: at "highest" each is three of TF32's, as exact as float32.
-    The result and its gradients have the same bits every time.
+    products follow `torch.get_float32_matmul_precision()`: at "highest" each is three TF32 products, as exact as
+    float32. The result and its gradients have the same bits every time.
 
-    Raises ValueError for arguments it does not accept and RuntimeError where the kernels cannot be compiled.
+    Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """
     return FlashAttentionCuda.of(q, k, v, is_causal)
 
@@ -106,7 +106,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class _View(ctypes.Structure):
-    """`View` of csrc/tiles.cuh; whether it is vectorised is found there."""
+    """`View` of csrc/tiles.cuh, which also determines whether it is vectorised."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -119,7 +119,7 @@ class _View(ctypes.Structure):
     def of(cls, x: Tensor) -> "_View":
         x = as_4d(x)
         view = cls(x.data_ptr(), *x.stride())
-        view.tensor = x  # where as_4d had to copy, nobody else holds it
+        view.tensor = x  # if as_4d had to copy, nobody else holds the copy
         return view
 
 
@@ -147,7 +147,7 @@ def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View |
 def _library(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int, exact: bool = False
 ) -> Mapping[str, _Launcher]:
-    """The functions of the library for one architecture and `definitions`, compiled if they are not yet."""
+    """The functions of the library for one architecture and `definitions`, compiled if it does not exist yet."""
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 
     _require_compiler(cpp_extension.CUDA_HOME)
@@ -166,7 +166,7 @@ def _library(
 
 
 def _functions(path: Path) -> Mapping[str, _Launcher]:
-    """Those of a compiled library."""
+    """The functions of a compiled library."""
     library = ctypes.CDLL(str(path))
     pointer = ctypes.c_void_p
     functions = {}
@@ -177,7 +177,7 @@ def _functions(path: Path) -> Mapping[str, _Launcher]:
 
 
 def definitions(dtype: torch.dtype, head_size: int, exact: bool = False) -> list[str]:
-    """What makes the sources a library for one element type and head size; exact: float32 is not multiplied as TF32."""
+    """Compiler definitions for one element type and head size; exact: float32 is not multiplied as TF32."""
     return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}", f"-DEXACT={str(exact).lower()}"]
 
 

@@ -1,12 +1,12 @@
 """The backward pass of `flash_triton` for Hopper in Gluon: along the keys for dQ, along the queries for dK and dV.
 
-The two walks are those of `flash_triton_kernels.py`, the division of work is that of `flash_gluon_kernels.py`: one warp
-loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A warpgroup
-starts a tile's scores and then its dP, and takes the exponentials while the second product runs.
+The two walks are those of `flash_triton_kernels.py`, and the division of work is that of `flash_gluon_kernels.py`: one
+warp loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A
+warpgroup starts a tile's scores and then its dP, and computes the exponentials while the second product runs.
 
-In `dq_kernel` the product that gives dQ is late: it is started behind the next tile's scores and dP, and runs beside
-that tile's exponentials. In `dkv_kernel`, which has two sums to keep, there are no registers for that: what a tile adds
-to dK and dV is waited for at its end.
+In `dq_kernel` the product that gives dQ is delayed: it starts after the next tile's scores and dP, and overlaps with
+that tile's exponentials. `dkv_kernel` keeps two sums and has no registers left for that: at the end of each tile it
+waits for what the tile adds to dK and dV.
 
 The legend of the names is in `flash_gluon_common.py`.
 """
@@ -93,7 +93,7 @@ def _dq_producer(work, CAUSAL: gl.constexpr):
 @gluon.jit
 def _dq_probabilities(s, l2, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     p = gl.exp2(s * sc - l2[:, None])
-    if MASKED:  # after exp2, which may be infinite where a score beyond the mask is above the logsumexp
+    if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
         p = gl.where(visible(p, first_row, n0, N_k, CAUSAL, _SCORES), p, 0.0)
     return p
 
@@ -111,8 +111,8 @@ def _dq_walk(
         product = warpgroup_mma(ds, k_buffers.index((j - 1) % _DQ_STAGES), dq, is_async=True)
         s = warpgroup_mma_wait(2, [s])
         p = _dq_probabilities(s, l2, first_row, j * _TILE, sc, N_k, CAUSAL, MASKED)
-        # Neither of these two waits holds anything up: q has long come. The assembler moves nothing across a wait for a
-        # barrier, and without them would wait for a product before it computes what can run beside it.
+        # q arrived long ago, so these two waits return at once. But the assembler moves nothing across a wait for a
+        # barrier, and without them would wait for a product before it computes what can overlap with it.
         mbarrier.wait(q_ready.index(group), 0)
         dp, p = warpgroup_mma_wait(1, [dp, p])
         ds_next = gl.convert_layout((p * (dp - delta[:, None])).to(ds.dtype), LEFT)
@@ -149,7 +149,7 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     gl.store(vectors, l2)
     gl.store(vectors + num_heads.to(gl.int64) * N_PAD, delta)
     dq = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
-    # With q in registers a product reads a third less of shared memory, which is as busy as the matrix units.
+    # With q in registers a product reads a third less from shared memory, which is as busy as the matrix units.
     q_held = q.load(gl.DotOperandLayout(0, _SCORES, 2))
     s, dp = _start_products(q_held, do, k_buffers, v_buffers, k_ready, v_ready, 0)
     s, dp = warpgroup_mma_wait(0, [s, dp])
@@ -298,7 +298,7 @@ def _dkv_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     dv = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
     dk = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
     lo = first
-    if CAUSAL:  # queries from the group's last key on see all its keys
+    if CAUSAL:  # queries from the group's last key on see all of its keys
         lo = gl.minimum(gl.cdiv(first_key + _ROWS - 1, _TILE), count)
         dk, dv = _dkv_walk(k, v, dk, dv, buffers, bars, first, first, lo, first_key, sc, True)
     dk, dv = _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, count, first_key, sc, False)

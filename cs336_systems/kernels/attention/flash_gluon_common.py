@@ -1,17 +1,18 @@
-"""What the kernels of `flash_triton` in Gluon share: one warp loads, two groups of four compute.
+"""What the Gluon kernels of `flash_triton` share: one warp loads, two groups of four warps compute.
 
-In each of them a group of four warps (a warpgroup) has ROWS rows of its own and walks along tiles of other tensors.
-One more warp has the copy engine bring these into shared memory. They know of each other by barriers alone.
+In each kernel a group of four warps (a warpgroup) owns ROWS rows and walks along tiles of other tensors. One more warp
+has the copy engine bring these tiles into shared memory. The loading warp and the warpgroups synchronise by barriers
+alone.
 
-Legend, beyond that of `flash_triton_kernels.py`
+Legend, in addition to that of `flash_triton_kernels.py`
     ROWS           rows of a warpgroup; a program has GROUPS * ROWS
-    STAGES         tiles of each tensor that is walked along that fit in shared memory at a time
-    step           tiles so far; tile `step` is in stage step % STAGES
-    round          step // STAGES: how often its stage was used before. A barrier alternates between two phases: its
-                   n-th completion is waited for with phase n & 1, counted from 0, and the other phase does not wait the
-                   first time
+    STAGES         how many tiles of each tensor that is walked along are in shared memory at a time
+    step           the number of tiles so far; tile `step` is in stage step % STAGES
+    round          step // STAGES: how often the stage was used before. A barrier alternates between two phases: a wait
+                   with phase n & 1 waits for its n-th completion, counted from 0. A wait with the other phase returns
+                   at once the first time
     ready          barriers that complete when the copy engine has filled a stage
-    empty          barriers that complete when all warpgroups have read it
+    empty          barriers that complete when all warpgroups have read a stage
 """
 
 import math
@@ -29,22 +30,22 @@ D_PAD = 128
 ROWS = 64
 GROUPS = 2
 BLOCK = gl.constexpr(ROWS * GROUPS)
-"""Rows of a program, and what VECTORS are padded to a multiple of."""
+"""Rows of a program. VECTORS are padded to a multiple of this."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
 }
-"""How the copy engine lays out in shared memory a tile, and a piece of VECTORS, by their number of axes."""
+"""How the copy engine lays out a tile (4 axes) and a piece of VECTORS (1 axis) in shared memory."""
 NUM_WARPS = 4
-"""Of the first warpgroup, which a kernel joins by another and by the warp that loads."""
+"""Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
 MAX_REGISTERS = 168
-"""Of a thread: 65,536 over 12 warps. The kernels deal them out anew."""
-LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is compiled anew for a length that is 1 or a multiple of 16
+"""Per thread: 65,536 over 12 warps. The kernels redistribute them."""
+LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 LOG2_E = gl.constexpr(math.log2(math.e))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
-"""Which thread has what of the ROWS x D_PAD sums that a warpgroup keeps in registers."""
+"""Which thread holds which of the ROWS x D_PAD sums that a warpgroup keeps in registers."""
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
-"""And of the left operand of the products that are added to them."""
+"""The same for the left operand of the products that are added to them."""
 
 
 @gluon.jit

@@ -1,9 +1,9 @@
-"""The forward pass of `flash_triton` for Hopper in Gluon, as FlashAttention-3 has it (Shah et al. 2024, Algorithm 1).
+"""The forward pass of `flash_triton` for Hopper in Gluon, as in FlashAttention-3 (Shah et al. 2024, Algorithm 1).
 
-Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself says what runs
-beside what: one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup) walks along
-them with 64 queries of its own. A warpgroup starts the product of the next keys, then that of the present values, and
-takes the exponentials of the next scores while the second product runs.
+Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself decides what
+overlaps with what: one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup)
+walks along them with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with
+the present values, and computes the exponentials of the next scores while the second product runs.
 
 The legend of the names is in `flash_gluon_common.py`.
 """
@@ -87,7 +87,7 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: 
     if MASKED:
         s = gl.where(visible(s, first_row, n0, N_k, CAUSAL, _SCORES), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * sc)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far was above it: -inf - -inf is no number
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
     p = gl.exp2(s * sc - shift[:, None])
     alpha = gl.exp2(m - shift)
     return p, alpha, total * alpha + gl.sum(p, 1), m_new
@@ -111,8 +111,8 @@ def _walk(
         s = warpgroup_mma_wait(1, [scores])
         p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, sc, N_k, CAUSAL, MASKED)
         p_next = gl.convert_layout(p_next.to(p.dtype), LEFT)
-        # q has long come: this holds nothing up. But the assembler moves nothing across a wait for a barrier, and
-        # without it would wait for the product before it takes the exponentials.
+        # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier,
+        # and without it would wait for the product before it computes the exponentials.
         mbarrier.wait(q_ready.index(group), 0)
         acc, p = warpgroup_mma_wait(0, [output, p_next])
         mbarrier.arrive(k_empty.index((step + 1) % _STAGES))
@@ -155,7 +155,7 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, _SCORES))
     gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
     o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
-    store_tile(o_desc, b, h, first_row, o, q)  # which nobody reads any more
+    store_tile(o_desc, b, h, first_row, o, q)  # q's buffer, which nobody reads any more
     tma.store_wait(0)
 
 

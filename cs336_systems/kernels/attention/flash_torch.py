@@ -1,9 +1,16 @@
 """FlashAttention-2 (Dao 2023) in plain PyTorch: the algorithm to read, and attention in O(N D) memory on any device.
 
-Legend: B all leading dimensions in one, N_q queries, N_k keys, D size of a head, S = Q K^T / sqrt(D) the scores,
-P = exp(S - L) the softmax, L its logsumexp a query, delta_i = sum_d dO_id O_id. A tile is a square of S: queries i to
-i + size, keys j to j + size. Forward, `maximum` is the paper's m, `denominator` its l, and p = exp(S - m). Everything
-inside is float32, or float64 where that is given.
+Legend
+    B              all leading dimensions flattened into one
+    N_q, N_k, D    queries, keys, head size
+    S              the scores, Q K^T / sqrt(D)
+    L              the logsumexp of each query's scores
+    P              the softmax, exp(S - L)
+    delta          delta_i = sum_d dO_id O_id
+    tile           a square of S: queries i to i + size, keys j to j + size
+    maximum, denominator, p    in the forward pass: the paper's m, its l, and exp(S - m)
+
+Everything inside is float32, or float64 for float64 inputs.
 """
 
 import functools
@@ -23,17 +30,17 @@ from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
-# Scores a tile holds over all of B: on a CPU what a core's cache keeps between the passes over them; on a GPU so many
-# that its time is longer than the launches' on the host, 64 MiB of them: a backward pass holds three such tiles.
+# Scores per tile, over all of B. On a CPU: what a core's cache keeps between the passes over them. On a GPU: so many
+# that a tile takes longer than its launches on the host, 64 MiB of them; a backward pass holds three such tiles.
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**24}
-# Fewer scores than this are done before a compiled function has checked its guards.
+# A tile with fewer scores than this is done before a compiled function has checked its guards.
 _WORTH_COMPILING = 2**16
-# Kinds of tiles, each compiled once: on the diagonal, square, of one head, sizes that happen to be equal, ...
+# Kinds of tiles, each compiled once: on the diagonal, square, of one head, with sizes that happen to be equal, ...
 _KINDS = 64
 
 
 def tile_size(batch: int, device_type: str) -> int:
-    """Queries and keys a tile: a power of two, at least 16, of batch x size x size scores where that allows it."""
+    """Queries and keys per tile: a power of two with batch x size x size within `_TILE_SCORES`, but at least 16."""
     scores = _TILE_SCORES.get(device_type, _TILE_SCORES["cpu"]) // max(batch, 1)
     return max(16, 2 ** (int(math.log2(max(scores, 1))) // 2))
 
@@ -43,7 +50,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 over copies in float32; the results in the dtypes and layouts that the operator has promised."""
+    """Algorithm 1 on float32 copies; returns the results in the dtypes and layouts that the operator has promised."""
     _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
     with without_autocast(q.device.type):
@@ -54,11 +61,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
 def _forward_tiles(
     q: Float[Tensor, "B N_q D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], is_causal: bool
 ) -> tuple[Float[Tensor, "B N_q D"], Float[Tensor, "B N_q"]]:
-    """A running maximum and a running denominator make the softmax of a row without all of the row."""
+    """Compute the softmax of a row without holding all of the row, by a running maximum and a running denominator.
+
+    When the maximum grows, the denominator and the output so far are rescaled by exp(old maximum - new maximum).
+    """
     (batch, n_q, _), n_k = q.shape, k.shape[1]
     size = tile_size(batch, q.device.type)
     o, logsumexp = torch.zeros_like(q), q.new_full((batch, n_q), -math.inf)
-    if n_k == 0:  # no key to see: 0, and the logarithm of an empty sum
+    if n_k == 0:  # no keys: the output is 0, the logsumexp that of an empty sum
         return o, logsumexp
     q = q / math.sqrt(q.shape[-1])
     for i in range(0, n_q, size):
@@ -68,10 +78,10 @@ def _forward_tiles(
         denominator = torch.zeros_like(maximum)
         for j in range(0, min(n_k, i + size) if is_causal else n_k, size):  # tiles above the diagonal are skipped
             scores = q_i @ k[:, j : j + size].mT
-            if is_causal and i == j:  # and below it nothing is hidden
+            if is_causal and i == j:  # below the diagonal nothing is hidden
                 scores.masked_fill_(hidden_pairs(q_i.shape[1], scores.shape[2], q.device), -math.inf)
             new_maximum = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
-            shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf is no number
+            shift = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)  # -inf - -inf is NaN
             p = scores.sub_(shift).exp_()
             rescale = (maximum - shift).exp_()
             denominator = denominator * rescale + p.sum(dim=-1, keepdim=True)
@@ -90,9 +100,9 @@ def _backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[
 def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
-    Takes and gives what `function.Backward` says and holds N_q x N_k scores.
-    Compiled on first use, which takes seconds, for kinds of sizes (`_KINDS`), not for each. Small problems, and
-    machines without a compiler after one warning, run it eagerly.
+    Arguments and results are those of `function.Backward`. Holds N_q x N_k scores.
+    It is compiled on first use, which takes seconds, once per kind of sizes (`_KINDS`) and not for each size. Small
+    problems run eagerly, and so do machines without a compiler, after one warning.
     Source: CS336 assignment 2, equations 13 to 19.
     """
     size = max(saved.q.shape[-2], saved.k.shape[-2], 1)
@@ -102,7 +112,7 @@ def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -
 def _gradients_by_tiles(
     size: int, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every tile of S and P computed again, and what it adds to dQ, dK and dV, which are made whether needed or not."""
+    """Recompute every tile of S and P and add its part to dQ, dK and dV, which are computed whether needed or not."""
     q, k, v, o, logsumexp, is_causal = saved
     with torch.no_grad(), without_autocast(q.device.type):
         wide_q, wide_k, wide_v, wide_dO = (_as_wide_3d(x) for x in (q, k, v, dO))
@@ -113,7 +123,7 @@ def _gradients_by_tiles(
         for j in range(0, k.shape[-2], size):
             keys = slice(j, j + size)
             k_j, v_j, dK_j, dV_j = (x[:, keys] for x in (wide_k, wide_v, dK, dV))
-            for i in range(j if is_causal else 0, q.shape[-2], size):  # from the diagonal on
+            for i in range(j if is_causal else 0, q.shape[-2], size):  # causal: from the diagonal on
                 rows = slice(i, i + size)
                 of_queries = (x[:, rows] for x in (wide_dO, wide_q, logsumexp, delta))
                 dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *of_queries, is_causal and i == j)
@@ -138,9 +148,10 @@ def _gradients(
     delta: Float[Tensor, "B rows"],
     on_diagonal: bool,
 ) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B keys D"], Float[Tensor, "B keys D"]]:
-    """Equations 13 to 19 for one tile, whose first query and first key are equal where it is on the causal diagonal.
+    """Equations 13 to 19 for one tile. On the causal diagonal, its first query and first key have the same index.
 
-    q comes divided by sqrt(D), so that S needs no pass of its own for it; what dK then has already, dQ still needs.
+    q is already divided by sqrt(D), so S needs no separate pass for that. dK then has this factor already; dQ still
+    needs it.
     """
     p = (q @ k.mT - logsumexp[..., None]).exp()
     if on_diagonal:
@@ -159,12 +170,12 @@ _no_compiler_for: set[str] = set()
 
 
 def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`_gradients`, compiled where that is worth it and possible."""
+    """`_gradients`, compiled where that is possible and worth it."""
     device_type = k.device.type
     if k.shape[0] * k.shape[1] * dO.shape[1] < _WORTH_COMPILING or device_type in _no_compiler_for:
         return _gradients(k, v, dO, *others)
     try:
-        with torch._dynamo.config.patch(recompile_limit=_KINDS):  # PyTorch's own is 8
+        with torch._dynamo.config.patch(recompile_limit=_KINDS):  # PyTorch's default is 8
             return _compiled_gradients()(k, v, dO, *others)
     except torch._dynamo.exc.TorchDynamoException as error:
         _no_compiler_for.add(device_type)
@@ -174,7 +185,7 @@ def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Ten
 
 
 def _as_wide_3d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B N D"]:
-    # Detached: a compiled function would be compiled again for every set of inputs that want gradients.
+    # Detached: a compiled function would be recompiled for every set of inputs that require gradients.
     x = x.detach().reshape(x.shape[:-2].numel(), *x.shape[-2:])
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
@@ -190,9 +201,9 @@ def flash_torch(
 ) -> Float[Tensor, "... queries d"]:
     """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
 
-    The backward pass of a tile is compiled on first use, by torch.compile, which takes seconds; where there is no
-    compiler it runs as it is.
-    Raises ValueError, naming the argument, where q, k and v do not fit each other or are not floating point.
+    The backward pass of a tile is compiled by torch.compile on first use, which takes seconds; without a compiler it
+    runs eagerly.
+    Raises ValueError naming the argument if q, k and v do not match or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
     return FlashAttentionTorch.of(q, k, v, is_causal)

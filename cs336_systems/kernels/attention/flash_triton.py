@@ -1,17 +1,17 @@
 """FlashAttention-2 in Triton, forward and backward (Dao 2023, FlashAttention-2, Algorithms 1 and 2).
 
-The forward pass walks the keys of one tile of queries and keeps a running maximum and sum (online softmax). The
-backward pass computes the probabilities again from the logsumexp, twice: once along the keys for dQ, once along the
-queries for dK and dV. That costs two matrix products more than a single walk that adds to dQ with atomics, and gives
+The forward pass walks along the keys for one tile of queries and keeps a running maximum and sum (online softmax). The
+backward pass recomputes the probabilities from the logsumexp in two walks: one along the keys for dQ, one along the
+queries for dK and dV. That costs two more matrix products than a single walk that adds to dQ with atomics, but gives
 the same bits every time.
 
-The kernels and the legend of their names are in `flash_triton_kernels.py`; here is what is launched, with the tiles of
-`flash_triton_tiles.py`.
-On Hopper, long sequences at head sizes from 65 to 128, in 16 bits, go to the kernels of `flash_gluon_kernels.py` and
-`flash_gluon_backward_kernels.py`, which compute the same with the exponentials beside the matrix products.
+The kernels and the legend of their names are in `flash_triton_kernels.py`. This module decides what is launched, with
+the tiles of `flash_triton_tiles.py`. On Hopper, long sequences of 16-bit numbers with head sizes from 65 to 128 go to
+the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`, which compute the same but overlap the
+exponentials with the matrix products.
 
-What it does not do: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give gradients
-that are no numbers where the length is not a multiple of a tile.
+Not supported: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give NaN gradients
+where the length is not a multiple of a tile.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ from .function import Saved, empty_outputs, flash_function, new_gradients, new_o
 
 MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# On the number of scores, B H N_q N_k, depends what is launched.
+# What is launched depends on the number of scores, B H N_q N_k.
 TMA_FROM_SCORES = 2**27
-"""From here on tensors are moved by descriptors. They make a launch some 30 us longer on the host."""
+"""From this many scores on, tensors are moved by descriptors, which make a launch some 30 us longer on the host."""
 ONE_LAUNCH_BELOW_SCORES = 2**26
-"""Below this the backward pass is one launch, which does more work but waits less for the host."""
+"""Below this many scores the backward pass is one launch, which does more work but waits less for the host."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ ONE_LAUNCH_BELOW_SCORES = 2**26
 
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool, tile: Tile, tma: bool) -> Launch:
-    """The launch that takes (q, k, v, o, logsumexp), all but the last (B, H, N, D), and fills the last two."""
+    """The launch that takes (q, k, v, o, logsumexp), all but the last of shape (B, H, N, D), and fills the last two."""
     rows = [tile.BM, tile.BN, tile.BN, tile.BM]
     num_programs = triton.cdiv(q.shape[2], tile.BM) * q.shape[0] * q.shape[1]
     blocks = [*_blocks(q, rows, tma), None]
@@ -66,7 +66,7 @@ def forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool, 
 
 
 def gluon_forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool) -> Launch:
-    """`forward_launch` with the kernel in Gluon, where `_use_gluon` says so."""
+    """`forward_launch` with the Gluon kernel, used where `_use_gluon` says so."""
     rows = [gluon.ROWS, gluon_forward.BN, gluon_forward.BN, gluon.ROWS]
     blocks = [*_blocks(q, rows, True), None]
     return _gluon_launch(gluon_forward.forward_kernel, q, blocks, [*_scalars(q, k, k), is_causal])
@@ -77,7 +77,7 @@ def dq_launch(
 ) -> Launch:
     """The launch that takes (q, k, v, o, do, dq, logsumexp, vectors) and fills vectors and dq.
 
-    Without dq, for which it then takes any tensor like q, it fills the vectors alone.
+    If dq is None it fills only the vectors, and takes any tensor like q in the place of dq.
     """
     rows = [tile.BM, tile.BN, tile.BN, tile.BM, tile.BM, tile.BM]
     num_programs = _padded_length(q) // tile.BM * q.shape[0] * q.shape[1]
@@ -88,7 +88,7 @@ def dq_launch(
 
 
 def gluon_dq_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, is_causal: bool) -> Launch:
-    """`dq_launch` with the kernel in Gluon, where `_use_gluon` says so and dq is needed."""
+    """`dq_launch` with the Gluon kernel, used where `_use_gluon` says so and dq is needed."""
     rows = [gluon.ROWS, gluon_backward.TILE, gluon_backward.TILE, gluon.ROWS, gluon.ROWS, gluon.ROWS]
     blocks = [*_blocks(q, rows, True), None, None]
     return _gluon_launch(gluon_backward.dq_kernel, q, blocks, [*_scalars(q, k, k), is_causal])
@@ -106,7 +106,7 @@ def dkv_launch(
 
 
 def gluon_dkv_launch(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, is_causal: bool) -> Launch:
-    """`dkv_launch` with the kernel in Gluon, where `_use_gluon` says so."""
+    """`dkv_launch` with the Gluon kernel, used where `_use_gluon` says so."""
     rows = [gluon_backward.TILE, gluon.ROWS, gluon.ROWS, gluon_backward.TILE, gluon.ROWS, gluon.ROWS]
     blocks = [*_blocks(q, rows, True), [gluon_backward.TILE]]
     return _gluon_launch(gluon_backward.dkv_kernel, k, blocks, [*_scalars(q, k, q), is_causal])
@@ -135,7 +135,7 @@ def backward_launch(
 
 
 def _gluon_launch(kernel: Any, own: Tensor, blocks: list[list[int] | None], constants: list[Any]) -> Launch:
-    """`own` has the rows that are divided among the programs."""
+    """A launch of a Gluon kernel; the rows of `own` are divided among the programs."""
     num_programs = triton.cdiv(own.shape[2], gluon.GROUPS * gluon.ROWS) * own.shape[0] * own.shape[1]
     return Launch(
         kernel,
@@ -143,7 +143,7 @@ def _gluon_launch(kernel: Any, own: Tensor, blocks: list[list[int] | None], cons
         blocks,
         constants,
         gluon.NUM_WARPS,
-        num_stages=1,  # the kernels have their own
+        num_stages=1,  # the kernels manage their own stages
         layouts=gluon.LAYOUTS,
         max_registers=gluon.MAX_REGISTERS,
     )
@@ -154,7 +154,7 @@ def _blocks(q: Tensor, rows: list[int], tma: bool) -> list[list[int] | None]:
 
 
 def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Tile, tma: bool) -> list[Any]:
-    """What follows the tensors in every kernel's arguments; `walked` is one of the two tensors of the inner loop."""
+    """The arguments that follow the tensors in every kernel; `walked` is one of the two tensors of the inner loop."""
     q, k = operands[:2]
     d = q.shape[-1]
     return [
@@ -171,7 +171,7 @@ def _constants(operands: list[Tensor], walked: Tensor, is_causal: bool, tile: Ti
 
 
 def _move(operands: list[Tensor], tile: Tile, tma: bool) -> str:
-    """How tiles are moved; see the kernels' legend. Strides that ask for far pointers span gigabytes."""
+    """How tiles are moved; see the kernels' legend. Only strides that span gigabytes need far pointers."""
     if tma:
         return "descriptors"
     rows, columns = max(tile.BM, tile.BN) - 1, padded_head_size(operands[0].shape[-1]) - 1
@@ -193,7 +193,7 @@ def _scalars(q: Tensor, k: Tensor, walked: Tensor) -> list[float]:
 
 
 def _heads_together(walked: Tensor) -> int:
-    """How many heads have both tensors of the inner loop in half of the L2 cache; at least one."""
+    """The number of heads whose two tensors of the inner loop fit in half of the L2 cache; at least one."""
     if INTERPRET:
         return 2
     head_bytes = 2 * walked.shape[2] * walked.shape[3] * walked.element_size()
@@ -201,11 +201,11 @@ def _heads_together(walked: Tensor) -> int:
 
 
 def _padded_length(q: Tensor) -> int:
-    return -(-q.shape[2] // PAD) * PAD  # `triton.cdiv` takes the host 3 us
+    return -(-q.shape[2] // PAD) * PAD  # `triton.cdiv` takes 3 us on the host
 
 
 def new_vectors(q: Tensor) -> Tensor:
-    """Unfilled room for what `dq_launch` leaves to `dkv_launch`, for q (B, H, N_q, D)."""
+    """An uninitialised buffer for what `dq_launch` passes to `dkv_launch`, for q (B, H, N_q, D)."""
     return torch.empty((2 * q.shape[0] * q.shape[1], _padded_length(q)), dtype=torch.float32, device=q.device)
 
 
@@ -218,7 +218,7 @@ def _use_tma(q: Tensor, k: Tensor, *others: Tensor) -> bool:
 
 
 def _use_gluon(q: Tensor, tma: bool) -> bool:
-    """Whether the kernels are those in Gluon: for Hopper's matrix instructions, which no later card has."""
+    """Whether to use the Gluon kernels: they need Hopper's matrix instructions, which no later card has."""
     if INTERPRET or not tma or padded_head_size(q.shape[-1]) != gluon.D_PAD:
         return False
     return torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -232,20 +232,20 @@ _LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 
 
 def _key(is_causal: bool, *tensors: Tensor) -> tuple[Any, ...]:
-    """All that the choice of a launch depends on."""
+    """Everything that the choice of a launch depends on."""
     facts = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
     return is_causal, _precision(tensors[0]), *facts
 
 
 def _remember(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
-    if len(_LAUNCHES) >= 4096:  # a length after another, as in sampling
+    if len(_LAUNCHES) >= 4096:  # ever new lengths, as in sampling
         _LAUNCHES.clear()
     _LAUNCHES[key] = launches
     return launches
 
 
 def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    # The guard alone costs more than it takes to see that there is nothing to do.
+    # The guard itself costs more than this check that there is nothing to do.
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
@@ -297,7 +297,7 @@ def _backward_launches(
     in_gluon = _use_gluon(q, tma)
     if in_gluon and dq is not None:
         first = gluon_dq_launch(q, k, v, o, do, dq, is_causal)
-    else:  # without dq the vectors alone, which are the same from both
+    else:  # without dq only the vectors are filled, and both kernels give the same ones
         first = dq_launch(q, k, v, o, do, dq, is_causal, choose_tile("dq", q, tma, apart), tma)
     if in_gluon:
         return first, gluon_dkv_launch(q, k, v, do, dk, dv, is_causal)
@@ -322,7 +322,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
 
 
 def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, each of no elements where it is not needed."""
+    """dq, dk and dv; those that are not needed have no elements."""
     q, k, v, o, logsumexp, is_causal = saved
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
@@ -364,14 +364,14 @@ def flash_triton(
 ) -> Float[Tensor, "... N_q D"]:
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
-    On a CUDA device of compute capability 8.0 or later, or on a CPU in Triton's interpreter. float32, bfloat16 and
-    float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened, which copies
-    where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at "highest"
-    each is one of 24 bits, put together from bfloat16. Needs O(N) memory beyond its outputs: two float32 vectors in the
-    backward pass, and there a copy of a dO with repeated elements, as `sum` gives. The same inputs give the same bits.
-    `backward`: "triton", or "compiled" for that of `flash_triton_compiled`.
+    Runs on a CUDA device of compute capability 8.0 or later, or on a CPU in Triton's interpreter. Accepts float32,
+    bfloat16 and float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened,
+    which copies where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at
+    "highest" each has 24 bits, composed of bfloat16 products. Needs O(N) memory beyond its outputs: two float32 vectors
+    in the backward pass, and there a copy of a dO with repeated elements, such as `sum` gives. The same inputs give the
+    same bits. `backward`: "triton", or "compiled" for the backward pass of `flash_triton_compiled`.
 
-    Raises ValueError naming the argument that it does not take.
+    Raises ValueError naming the argument that it does not accept.
     """
     if backward not in BACKWARDS:
         raise ValueError(f"backward is {backward!r}: it must be {' or '.join(BACKWARDS)}")
@@ -386,8 +386,8 @@ def flash_triton_compiled(
 ) -> Float[Tensor, "... N_q D"]:
     """The forward pass of `flash_triton` with a backward pass by torch.compile, as the handout first asks for it.
 
-    Takes what `flash_triton` takes, and keeps as little for the backward pass, which holds N_q x N_k scores in float32.
-    That one rounds them otherwise than the forward pass: with scores of 1e5 its gradients are off by 1e-3, with larger
-    ones by more.
+    Accepts what `flash_triton` accepts and saves as little for the backward pass, which holds N_q x N_k scores in
+    float32. The backward pass rounds the scores differently from the forward pass: with scores of 1e5 its gradients are
+    off by 1e-3, with larger ones by more.
     """
     return FlashAttentionTritonCompiled.of(q, k, v, is_causal)

@@ -1,24 +1,27 @@
 """The kernels of `flash_triton` (Dao 2023, FlashAttention-2, Algorithms 1 and 2).
 
 Legend
-    B, H           batch and heads; bh = b * H + h; a tensor is reached as [b, h, row, column]
+    B, H           batch and heads; bh = b * H + h; a tensor is indexed as [b, h, row, column]
     N_q, N_k, D    queries, keys, head size; D_PAD is D rounded up to a power of two, at least 16
-    BM, BN         queries and keys of a tile
-    q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv their gradients
+    BM, BN         queries and keys per tile
+    walk           a program's loop over tiles, along the keys or along the queries
+    q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv are their gradients
     L              (B, H, N_q) logsumexp of the scaled scores, natural logarithm
-    VECTORS        (2 * B * H, N_PAD) L in base 2 of all heads, then delta = rowsum(do * o) of all heads, for the walk
-                   along the queries. N_PAD is a multiple of every tile, so that this walk needs no masks: beyond N_q
-                   the first is infinite, and the probability 0
+    VECTORS        (2 * B * H, N_PAD): L in base 2 for all heads, then delta = rowsum(do * o) for all heads, for the
+                   walk along the queries. N_PAD is a multiple of every tile length, so this walk needs no masks: beyond
+                   N_q L is infinite, so the probability is 0
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
     GROUP          heads that are worked on at the same time
-    PRECISION      how float32 is multiplied: "tf32" in 11 bits; "bf16x6" in 24, as the sum of the six largest products
-                   of three parts of each, in bfloat16: tensor cores are that much faster than multiply-adds, which are
-                   "ieee" and for the interpreter
-    MOVE           how tiles are moved: by "descriptors", as which tensors then come, with the copy engine of Hopper; by
-                   "pointers", which reach an element of a tile in 32 bits from its first, or "far pointers", in 64
-    TOGETHER       the keys and the values of a tile are waited for at once, before the first product. Otherwise the
-                   values are waited for when they are needed, and the compiler puts a barrier there: with eight warps
-                   it keeps both groups of four in step, where one's exponentials could hide behind the other's products
+    PRECISION      how float32 is multiplied. "tf32": with 11 bits. "bf16x6": with 24 bits, as the sum of the six
+                   largest products of the three bfloat16 parts of each operand; tensor cores are that much faster than
+                   multiply-adds. "ieee": by multiply-adds, for the interpreter
+    MOVE           how tiles are moved. "descriptors": by the copy engine of Hopper; tensors are then passed as
+                   descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers": with
+                   64-bit offsets
+    TOGETHER       wait for the keys and the values of a tile at once, before the first product. Otherwise the wait for
+                   the values comes when they are needed, and the compiler puts a barrier there. With eight warps that
+                   barrier keeps both groups of four in step, so the exponentials of one cannot hide behind the
+                   products of the other
 """
 
 import math
@@ -29,17 +32,17 @@ import triton.language as tl
 from ..launch import INTERPRET
 
 PAD = 128
-"""N_PAD is a multiple of this: no tile is longer."""
+"""N_PAD is a multiple of this, and no tile is longer."""
 _PAD = tl.constexpr(PAD)
 _LN_2 = tl.constexpr(math.log(2))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _INTERPRET = tl.constexpr(INTERPRET)
-_LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is compiled anew for a length that is 1 or a multiple of 16
+_LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 
 
 @triton.jit
 def _pointers(x, strides, b, h, row, ROWS: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr):
-    # 64 bits up to the first element of the tile; inside a tile 32 are nearly always enough and cost fewer registers.
+    # 64-bit offset to the tile's first element; inside a tile 32 bits are nearly always enough and use fewer registers.
     start = x + tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[1]
     start += tl.cast(row, tl.int64) * strides[2]
     rows, columns = tl.arange(0, ROWS), tl.arange(0, D_PAD)
@@ -75,7 +78,7 @@ def _load(
 def _store(
     x, strides, tile, b, h, row, N, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr
 ):
-    if MOVE == "descriptors":  # the copy engine leaves out what is beyond the tensor
+    if MOVE == "descriptors":  # the copy engine skips what is beyond the tensor
         x.store([b, h, row, 0], tile.reshape(1, 1, ROWS, D_PAD))
     else:
         ok = (row + tl.arange(0, ROWS) < N)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
@@ -84,7 +87,7 @@ def _store(
 
 @triton.jit
 def _dot(a, b, accumulator, PRECISION: tl.constexpr):
-    if _INTERPRET:  # which multiplies the bits of bfloat16 as if they were integers
+    if _INTERPRET:  # the interpreter multiplies the bits of bfloat16 as if they were integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision=PRECISION)
@@ -146,7 +149,7 @@ def _forward_keys(
         if MASKED:
             s = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * sc)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far was above it: -inf - -inf is no number
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no score so far is above -inf; -inf - -inf is NaN
         p = tl.exp2(s * sc - shift[:, None])
         alpha = tl.exp2(m - shift)
         total = total * alpha + tl.sum(p, 1)
@@ -169,7 +172,7 @@ def forward_kernel(
     num_blocks = tl.cdiv(N_q, BM)
     block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
-    m0 = (num_blocks - 1 - block) * BM  # causal: the tile with the most keys starts first, and the short ones fill up
+    m0 = (num_blocks - 1 - block) * BM  # causal: the longest tile starts first, and short ones fill the end
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     acc = tl.zeros([BM, D_PAD], tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -205,7 +208,7 @@ def _dq_keys(
             v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         dp = _scores(do, v, PRECISION)
         p = tl.exp2(s * sc - l2[:, None])
-        if MASKED:  # after exp2, which may be infinite where a score beyond the mask is above the logsumexp
+        if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
             p = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), p, 0.0)
         ds = p * (dp - delta[:, None])
         dq = _dot(ds.to(q.dtype), k, dq, PRECISION)
@@ -289,7 +292,7 @@ def _dkv_queries(
         rows = m0 + tl.arange(0, BM)
         if ALONE:
             do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
-        elif MOVE == "descriptors":  # by pointers the latency of these vectors would be waited for in every tile
+        elif MOVE == "descriptors":  # pointer loads would expose the latency of these vectors in every tile
             l2 = VECTORS.load([bh, m0]).reshape(BM)
         else:
             l2 = tl.load(VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows)
@@ -352,7 +355,7 @@ def dkv_kernel(
     num_blocks = tl.cdiv(N_k, BN)
     block, bh = _program(num_blocks, GROUP)
     _dkv_tile(
-        q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not looked at
+        q_, k_, v_, do_, do_, dk_, dv_, VECTORS, VECTORS,  # o and L are not used
         q_strides, k_strides, v_strides, do_strides, do_strides, dk_strides, dv_strides,
         bh // H, bh % H, bh, tl.num_programs(0) // num_blocks, block * BN, scale, N_q, N_k,
         BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, False,

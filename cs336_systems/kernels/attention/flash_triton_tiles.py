@@ -1,4 +1,4 @@
-"""The tiles that the kernels of `flash_triton_kernels.py` work on: measured for large cards, small ones for others."""
+"""The tile sizes for the kernels of `flash_triton_kernels.py`: measured for large cards, small for other cards."""
 
 import functools
 import json
@@ -13,45 +13,45 @@ from ..launch import INTERPRET
 
 
 class Tile(NamedTuple):
-    """How one phase cuts its work: queries and keys of a tile, and what the compiler is to make of a program."""
+    """How one phase divides its work: queries and keys per tile, and the compiler's settings for a program."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
     TOGETHER: bool = False
-    """Of the phases that walk along the keys; see the kernels' legend."""
+    """For the phases that walk along the keys; see the kernels' legend."""
 
 
 @functools.cache
 def tile_table() -> dict[str, Tile]:
-    """The measured tiles, by `tile_key`. `tune.py` beside this module measures them again."""
+    """The measured tiles, by `tile_key`. `tune.py` next to this module measures them again."""
     rows = json.loads(Path(__file__).with_name("flash_triton_tiles.json").read_text())
     return {key: Tile(**tile) for key, tile in rows.items()}
 
 
 def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, small: bool = False) -> str:
-    """The phase (forward, dq, dkv, or backward for both), the padded head size, and float, half or half-tma.
+    """A tile's key: the phase (forward, dq, dkv, or backward for both), the padded head size, and a kind.
 
-    half-tma is for 16 bits moved by the copy engine. float-small is for float32 too: `small` tiles, which are not
-    tuned, and a backward pass in one launch at every head size.
+    The kinds are float, half, half-tma for 16-bit tensors moved by the copy engine, and float-small. The last is for
+    float32 too: `small` tiles, which are not tuned, with a backward pass in one launch at every head size.
     """
     kind = "float-small" if small else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
 
 
 def padded_head_size(d: int) -> int:
-    """The columns that a tile has in the kernels: a power of two, and at least what a matrix instruction takes."""
+    """The number of columns of a tile in the kernels: a power of two, and at least what a matrix instruction takes."""
     return max(16, triton.next_power_of_2(d))
 
 
 def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
     """The tile of a phase for tensors like q (B, H, N, D) on their device; `tma` and `small` as in `tile_key`."""
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
-        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # each way one value, for the tests
+        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # one value for each way, for the tests
     properties: Any = torch.cuda.get_device_properties(q.device)
     if properties.shared_memory_per_block_optin < 160 * 1024 and not small:
-        # The table is for the larger cards; these fit all.
+        # The table is for the larger cards; these tiles fit all cards.
         if q.dtype != torch.float32:
             return Tile(BM=32, BN=32, num_warps=4, num_stages=2)
         rows = 32 if padded_head_size(q.shape[-1]) <= 128 else 16
@@ -60,19 +60,20 @@ def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
 
 
 def is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether they are float32 with columns that are not next to each other in memory: then tiles are the small ones.
+    """Whether they are float32 and any has columns that are not adjacent in memory, which calls for the small tiles.
 
-    With the tuned ones Triton 3.6 makes kernels for Hopper that read beyond the tensors at head sizes 32 and 64.
-    Outputs and gradients lie as q, k and v do; dO is made contiguous.
+    With the tuned tiles, Triton 3.6 generates kernels for Hopper that read beyond the tensors at head sizes 32 and 64.
+    Outputs and gradients have the memory layouts of q, k and v; dO is made contiguous.
     """
     return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
 
 
 def is_float_of_few_programs(q: Tensor, k: Tensor) -> bool:
-    """Whether, in float32, tuned tiles are so few that small ones, in one launch, take less time.
+    """Whether, in float32, there are so few tuned tiles that small ones, in one launch, take less time.
 
-    A third of the multiprocessors is about where the two cross, by the rows of one head (docs/log.md). Not where tuned
-    tiles have one launch too, nor at a head size of 256, where it takes long to compile and all tiles are small.
+    The two cross at about a third of the multiprocessors, by the measured rows of one head (docs/log.md). False where
+    the tuned tiles have a backward pass in one launch too, and at a head size of 256, where that takes long to compile
+    and all tiles are small.
     """
     d = q.shape[-1]
     has_both = tile_key("backward", d, q.dtype, False) in tile_table()

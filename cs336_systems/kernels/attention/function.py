@@ -1,7 +1,7 @@
-"""One pair of functions, a forward and a backward pass, made into what PyTorch needs of a flash kernel.
+"""Turns a pair of functions, a forward and a backward pass, into what PyTorch needs of a flash kernel.
 
-`flash_function` gives the `autograd.Function` of a kernel and registers both passes as custom operators: the way in
-for torch.compile, which then has no graph break, for fake tensors, and for the FLOP counter.
+`flash_function` makes the `autograd.Function` of a kernel and registers both passes as custom operators. Operators are
+what torch.compile (then without a graph break), fake tensors and the FLOP counter work with.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves to the backward pass."""
+    """What the forward pass saves for the backward pass."""
 
     q: Tensor
     k: Tensor
@@ -30,37 +30,37 @@ class Saved(NamedTuple):
 
 
 Backward = Callable[[Tensor, Saved, bool, bool], tuple[Tensor, Tensor, Tensor]]
-"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv, as from `new_gradients`: what is not needed has no elements.
-Called with at least one query and one key, a dO without repeated elements and a contiguous logsumexp."""
+"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv, as from `new_gradients`: those not needed have no elements.
+It is called with at least one query and one key, a dO without repeated elements and a contiguous logsumexp."""
 Check = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 _places: dict[str, str] = {}
-"""Of every name the functions that it is the name of."""
+"""Each name with the functions that it stands for."""
 
 
 class FlashFunction(torch.autograd.Function):
-    """What `flash_function` makes is a class of this kind."""
+    """Base of the classes that `flash_function` makes."""
 
     of: ClassVar[Any]
-    """As `apply`, and compiled as one operator: torch.compile does not take a tensor twice in `apply`."""
+    """Like `apply`, but compiled as one operator: torch.compile does not accept a tensor twice in `apply`."""
 
 
 def flash_function(
     name: str, forward_pass: Forward, backward_pass: Backward, check: Check = check_qkv
 ) -> type[FlashFunction]:
-    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` gives O, and so does `.of`.
+    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` returns O, and so does `.of`.
 
-    Saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64), for backward.
-    Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Called eagerly, the kernel is reached
-    directly: the dispatch of a custom operator costs more than the launch of a small kernel. forward_pass checks its
-    arguments; `check` does so for tensors without values, of which it may ask the shape, the dtype and the device.
+    It saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64), for backward.
+    Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Eager calls run the kernel directly,
+    because the dispatch of a custom operator costs more than the launch of a small kernel. forward_pass checks its
+    arguments; `check` does so for tensors without values, and may look only at their shape, dtype and device.
 
-    Raises ValueError for a name that is no identifier or that another function has.
+    Raises ValueError for a name that is not an identifier or that another function has.
     """
     place = f"{_place(forward_pass)} and {_place(backward_pass)}"
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"name is {name!r}: it must be an identifier")
-    if _places.setdefault(name, place) != place:  # functions defined anew, as in a notebook, are the same
+    if _places.setdefault(name, place) != place:  # redefined functions, as in a notebook, are the same
         raise ValueError(f"name is {name!r}, which is the name of {_places[name]}")
     forward_op, backward_op = _register_operators(name, forward_pass, backward_pass, check)
 
@@ -94,7 +94,7 @@ def flash_function(
                 dQ, dK, dV = _run_backward(backward_pass, dO, saved, *needs)
             return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
 
-    # A class of this name, which a tensor's grad_fn shows.
+    # The class gets this name because a tensor's grad_fn shows it.
     return type(name, (FlashAttention,), {"__doc__": f"FlashAttention-2 as an autograd.Function: `{name}`."})
 
 
@@ -103,12 +103,12 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _traced() -> bool:
-    """Whether someone looks at operators rather than at results: torch.compile, fake tensors, the FLOP counter."""
+    """Whether something observes the operators that run: torch.compile, fake tensors, the FLOP counter."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 def _check_not_differentiated_again(name: str) -> None:
-    # Autograd would take the gradients for constants and go on without a word.
+    # Autograd would silently treat the gradients as constants.
     if torch.is_grad_enabled() and not _traced():
         raise RuntimeError(f"{name} has no second derivatives: its backward pass was called with create_graph=True")
 
@@ -136,7 +136,7 @@ def _register_operators(
 
     @forward_op.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():  # which would make another error of it: the kernel raises it when it runs
+        if not torch.compiler.is_compiling():  # it would change the error; the kernel raises it when it runs
             check(q, k, v, is_causal)
         return new_outputs(q)
 
@@ -168,14 +168,14 @@ def _register_operators(
     @register_flop_formula(getattr(operators, f"{name}_backward"))
     def _(*shapes_and_flags: Any, **kwargs: Any) -> int:
         _, q_shape, k_shape, _, _, _, is_causal, need_dq, need_dkv = shapes_and_flags
-        products = 2 + need_dq + 2 * need_dkv  # the scores and dP for either, then dQ, or dK and dV
+        products = 2 + need_dq + 2 * need_dkv  # the scores and dP for any of them, then dQ, then dK and dV
         return attention_flops(q_shape, k_shape[-2], is_causal, products)
 
     return forward_op, backward_op
 
 
 def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """A kernel's forward pass, for arguments of which it remembers what it has checked, or reads the memory."""
+    """A kernel's forward pass. First comes what kernels miss that remember their checks or read memory directly."""
     check_is_causal(is_causal)
     try:
         is_negated = q.is_neg() or k.is_neg() or v.is_neg()
@@ -190,23 +190,23 @@ def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: b
 def _run_backward(
     backward: Backward, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A kernel's backward pass, without the cases that are the same for all of them."""
+    """A kernel's backward pass, after handling the cases that are the same for all kernels."""
     q, k, v = saved[:3]
-    if dO.is_neg() or q.is_neg() or k.is_neg() or v.is_neg():  # to be read with the other sign than memory has
+    if dO.is_neg() or q.is_neg() or k.is_neg() or v.is_neg():  # lazily negated: memory has the other sign
         dO, q, k, v = (x.resolve_neg() for x in (dO, q, k, v))
         saved = saved._replace(q=q, k=k, v=v)
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dO.stride(-1) != 1 or 0 in dO.stride():
-        dO = dO.contiguous()  # what sum().backward() gives is one number, expanded: slow to read, not for descriptors
-    if not saved.logsumexp.is_contiguous():  # hooks of saved tensors may have given another
+        dO = dO.contiguous()  # sum().backward() gives one number, expanded: slow to read, unusable for descriptors
+    if not saved.logsumexp.is_contiguous():  # saved-tensor hooks may have changed it
         saved = saved._replace(logsumexp=saved.logsumexp.contiguous())
     return backward(dO, saved, need_dq, need_dkv)
 
 
 def empty_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-    """o and logsumexp where there is no query, or no key to see (0 and -inf); None where there is work to do."""
+    """o and logsumexp if there are no queries or no keys (0 and -inf); None if there is work to do."""
     if q.numel() and k.numel():
         return None
     o, logsumexp = new_outputs(q)
@@ -214,13 +214,13 @@ def empty_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def new_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Unfilled o, laid out in memory as q is, and logsumexp, of q's shape without the head size."""
+    """Uninitialised o, with q's memory layout, and logsumexp, of q's shape without the head size."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _unfilled_like(q), torch.empty(q.shape[:-1], dtype=wide, device=q.device)
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Unfilled dq, dk, dv, laid out in memory as q, k, v are; of no elements where they are not needed."""
+    """Uninitialised dq, dk, dv, with the memory layouts of q, k, v; those that are not needed have no elements."""
     dq = _unfilled_like(q) if need_dq else q.new_empty(0)
     if not need_dkv:
         return dq, k.new_empty(0), v.new_empty(0)
@@ -228,5 +228,5 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool
 
 
 def _unfilled_like(x: Tensor) -> Tensor:
-    # A kernel writes through as_4d, which is a view of five dimensions only where the leading ones lie in order.
+    # A kernel writes through as_4d, which is a view of five dimensions only if the leading ones are in order in memory.
     return torch.empty_like(x) if x.ndim <= 4 else torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
-"""The attention kernels of others, held to this project's contract: what ours are compared with.
+"""Attention kernels of other projects, held to this project's contract: what ours are compared with.
 
-What a peer masks in another way, or cannot compute, it refuses; it never falls back to another kernel.
+A peer refuses what it masks differently or cannot compute; it never falls back to another kernel.
 """
 
 import functools
@@ -17,17 +17,17 @@ from cs336_basics.model import without_autocast
 from .contract import FLOATING_DTYPES, as_4d, check_qkv
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-# Shapes FlexAttention is compiled for side by side; PyTorch's own limit, made for code that should not vary, is 8.
+# Shapes that FlexAttention may be compiled for. PyTorch's own limit, meant for code that should not vary, is 8.
 _FLEX_SHAPES = 256
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks one of its own kernels.
 
-    Raises ValueError where q, k and v do not fit each other or are not floating point.
+    Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
-    if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # where PyTorch 2.11 returns no tensor at all
+    if q.is_cuda and (q.numel() == 0 or k.numel() == 0):  # PyTorch 2.11 returns no tensor at all here
         return sdpa_math(q, k, v, is_causal)
     return _scaled_dot_product(q, k, v, is_causal)
 
@@ -40,9 +40,9 @@ def sdpa_math(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tenso
 
 
 def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's FlashAttention-2 (on a CPU, its kernel of the same name) and no other.
+    """PyTorch's FlashAttention-2 (on a CPU, its kernel of the same name) and no other kernel.
 
-    Raises ValueError for what that kernel does not serve: on CUDA another dtype than float16 and bfloat16, head sizes
+    Raises ValueError for what that kernel does not serve: on CUDA, dtypes other than float16 and bfloat16, head sizes
     above 256, no queries or no keys, and causal attention with N_q != N_k.
     """
     if q.device.type == "cuda":
@@ -55,9 +55,9 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 
 
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """cuDNN's attention through PyTorch and no other.
+    """cuDNN's attention through PyTorch and no other kernel.
 
-    Raises ValueError for what it does not serve: other devices than CUDA, other dtypes than float16 and bfloat16, head
+    Raises ValueError for what it does not serve: devices other than CUDA, dtypes other than float16 and bfloat16, head
     sizes above 128 before Hopper and 256 from there on, no queries or no keys, and causal attention with N_q != N_k.
     """
     _check_cuda(q, "sdpa_cudnn")
@@ -68,9 +68,9 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's FlexAttention, compiled anew for every shape; the causal mask is one of its block masks, kept.
+    """PyTorch's FlexAttention, compiled for every shape; the causal mask is one of its block masks, cached.
 
-    Raises ValueError for what it does not serve: other devices than CUDA, float64, head sizes below 16 and above 256,
+    Raises ValueError for what it does not serve: devices other than CUDA, float64, head sizes below 16 and above 256,
     and no queries or no keys. Beyond 256 shapes it raises PyTorch's error instead of running eagerly, which would hold
     all scores.
     """
@@ -85,8 +85,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL.
 
-    Raises ImportError where the package is not installed, and ValueError for what it does not serve: other devices than
-    CUDA, other dtypes than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or no
+    Raises ImportError if the package is not installed, and ValueError for what it does not serve: devices other than
+    CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or no
     keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
     """
     try:
@@ -100,12 +100,12 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     _check_not_empty(q, k, "fa4")
     _check_square(q, k, is_causal, "fa4")
     result = flash_attn_func(*(as_4d(x).transpose(1, 2) for x in (q, k, v)), causal=is_causal)  # (B, N, H, D)
-    o = result[0] if isinstance(result, tuple) else result  # some versions add the logsumexp
+    o = result[0] if isinstance(result, tuple) else result  # some versions also return the logsumexp
     return o.transpose(1, 2).reshape(q.shape)
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    # The fast kernels take four dimensions only, and autocast would take the inputs down to its own type.
+    # The fast kernels accept only four dimensions, and autocast would cast the inputs down to its own dtype.
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
     can_be_unaligned = q.is_cuda and not torch.compiler.is_compiling()
     if can_be_unaligned:
@@ -118,12 +118,12 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Ten
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it where its rows do not start at multiples of 16 bytes.
+    """x, or a copy of it if its rows do not start at multiples of 16 bytes.
 
-    PyTorch's kernels read 16 bytes at a time and, where they cannot, leave CUDA unusable for the rest of the process.
+    PyTorch's kernels read 16 bytes at a time. Where they cannot, they leave CUDA unusable for the rest of the process.
     """
     row_steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-    steps = row_steps if x.shape[-1] * x.element_size() % 16 == 0 else ()  # other head sizes PyTorch pads itself
+    steps = row_steps if x.shape[-1] * x.element_size() % 16 == 0 else ()  # PyTorch pads other head sizes itself
     if x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -163,19 +163,19 @@ def _run_compiled_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tens
 
 @functools.cache
 def _compiled_flex() -> Any:
-    # fullgraph: where PyTorch would run it eagerly it raises instead.
+    # fullgraph: where PyTorch would run it eagerly, it raises instead.
     return torch.compile(_flex_attention, dynamic=False, fullgraph=True)
 
 
 def _causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # a fake mask must not be kept
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # a fake mask must not be cached
         return _new_causal_block_mask(n_q, n_k, device)
     return _cached_causal_block_mask(n_q, n_k, device)
 
 
 @functools.lru_cache(maxsize=8)
 def _cached_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
-    with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training later
+    with torch.inference_mode(False):  # a tensor created in inference mode could not be used in training later
         return _new_causal_block_mask(n_q, n_k, device)
 
 

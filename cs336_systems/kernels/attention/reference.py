@@ -1,6 +1,6 @@
 """Attention that holds all scores: the truth that kernels are tested against, and what a PyTorch user writes first.
 
-Shapes: N_q queries, N_k keys, D size of a head; `...` any number of leading dimensions.
+Shapes: N_q queries, N_k keys, D head size; `...` any number of leading dimensions.
 """
 
 import functools
@@ -22,9 +22,9 @@ def naive(
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "... queries d"]:
-    """`cs336_basics.model.scaled_dot_product_attention`, the model's own default, for what kernels take and no more.
+    """`cs336_basics.model.scaled_dot_product_attention`, the model's own default, restricted to what kernels accept.
 
-    Raises ValueError where q, k and v do not fit each other or are not floating point.
+    Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     return scaled_dot_product_attention(q, k, v, is_causal)
@@ -38,8 +38,8 @@ def attention_with_logsumexp(
 ) -> tuple[Float[Tensor, "... queries d"], Float[Tensor, "... queries"]]:
     """`naive`'s output and the natural logarithm of its softmax's denominator, L_i = log(sum_j exp(S_ij)).
 
-    Computes in float32, or in float64 where that is given; o has q's dtype, L has the dtype computed in. A query that
-    sees no key (there are none) gets o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
+    Computes in float32, or in float64 for float64 inputs; o has q's dtype, L the dtype of the computation. If there are
+    no keys, o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -60,10 +60,10 @@ def vectorized_torch(
 ) -> Float[Tensor, "... queries d"]:
     """Attention as a good PyTorch user writes it: batched products in the inputs' dtype, a softmax in float32.
 
-    In low precision the products run on tensor cores, accumulate in float32 and round the scores once on their way
-    out, which is where it differs from `naive`; in float16 those beyond 65,504 overflow. The causal mask is kept from
-    call to call.
-    Raises ValueError where q, k and v do not fit each other or are not floating point.
+    In low precision the products run on tensor cores, accumulate in float32 and round the scores once when they are
+    stored, which is where it differs from `naive`; in float16, scores beyond 65,504 overflow. The causal mask is cached
+    between calls.
+    Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     with without_autocast(q.device.type):
@@ -80,7 +80,7 @@ def hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Bool[Tensor, "quer
 
 
 def _kept_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
-    # The compiler fuses the comparison; a cache it would only warn about. And a fake mask must not be kept.
+    # The compiler fuses the comparison, and would only warn about a cache. And a fake mask must not be cached.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return hidden_pairs(n_q, n_k, device)
     return _cached_hidden_pairs(n_q, n_k, device)
@@ -88,6 +88,6 @@ def _kept_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def _cached_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
-    # A tensor born in inference mode could not be used in training later.
+    # A tensor created in inference mode could not be used in training later.
     with torch.inference_mode(False):
         return hidden_pairs(n_q, n_k, device)

@@ -2,11 +2,12 @@
 
 `python -m cs336_systems.kernels.attention.tune`, minutes on one GPU; `--head_sizes 64 --kinds float` for a part of it.
 
-Every phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine and through
-pointers and in float32, over a short list of tiles that fit a streaming multiprocessor. Candidates are compiled in
-parallel processes first. What the table has is among them. What it then holds is the fastest of each, but none that
-takes long to compile: a float32 product is six, all unrolled. Where no backward pass in one launch compiles fast
-enough, or it takes much longer than the two walks, the table has none; for another phase it keeps the tile it has.
+Every phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine, in
+bfloat16 through pointers, and in float32, over a short list of tiles that fit a streaming multiprocessor. Candidates
+include the tiles of the present table, and are first compiled in parallel processes. The new table holds the fastest
+tile of each entry, but none that takes long to compile: a float32 product is six products, all unrolled. If no backward
+pass in one launch compiles fast enough, or it takes much longer than the two walks, the table has no entry for it; any
+other phase then keeps the tile it has.
 """
 
 import argparse
@@ -30,19 +31,19 @@ from .flash_triton_tiles import Tile, tile_key, tile_table
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 COMPILE_S = 6.0
-"""The longest that a tile of the table may take to compile in float32, while others are compiled beside it.
+"""The longest that a tile of the table may take to compile in float32, while others compile at the same time.
 
-The first call of both passes waits for two of them, one after the other: ten seconds at most.
+The first call of both passes waits for two compilations, one after the other: ten seconds at most.
 """
 MOST_IN_ONE_LAUNCH = 1.5
-"""How much longer than both walks their one launch may take on the GPU, for what it spares the host."""
+"""How much longer than both walks a single launch for both may take on the GPU, for what it saves the host."""
 
 
 class Kind(NamedTuple):
     """A kind of `tile_key`, and the batch on which it is timed.
 
-    Descriptors are for long sequences, pointers mostly for short ones, of which 100 heads, 4 x 25 as in xl: where a GPU
-    is not full, tiles matter less.
+    Descriptors are for long sequences, pointers mostly for short ones. These are timed with 100 heads, 4 x 25 as in xl,
+    because tiles matter less where a GPU is not full.
     """
 
     dtype: torch.dtype
@@ -68,7 +69,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(d: int, kind: str) -> list[Candidate]:
-    """What is worth trying, and what the table has."""
+    """The tiles worth trying, and those that the table has."""
     tried = dict.fromkeys(_candidates(d, kind))
     table = tile_table()
     for phase in _PHASES:
@@ -78,7 +79,7 @@ def candidates(d: int, kind: str) -> list[Candidate]:
 
 
 def _candidates(d: int, kind: str) -> Iterator[Candidate]:
-    """Tiles by the rows that a program keeps, those it walks along, warps, stages, how it waits."""
+    """Tiles by the rows that a program keeps, the rows it walks along, warps, stages, and how it waits."""
     tma, is_float = KINDS[kind].tma, kind == "float"
     for phase in _PHASES:
         if phase == "backward":  # both walks with one tile, by pointers
@@ -89,12 +90,12 @@ def _candidates(d: int, kind: str) -> Iterator[Candidate]:
         walked: tuple[int, ...] = (32, 64, 128) if d <= 128 else (16, 32, 64)
         kept: tuple[int, ...] = (64, 128)
         stages: tuple[int, ...] = (2, 3)
-        if is_float:  # takes more room, and longer to compile
+        if is_float:  # needs more room, and takes longer to compile
             walked, stages = walked[:2], (2,) if d <= 128 else (1,)
             kept = (64, 128) if d <= 64 else (32, 64, 128) if d == 128 else (32, 64)
         for keep, walk, num_stages in itertools.product(kept, walked, stages):
             for num_warps in (4, 8) if keep == 128 or d == 256 or is_float else (4,):
-                # The accumulators, one or two of keep x d and as many of keep x walk, have to fit the registers.
+                # The accumulators, one or two of keep x d and as many of keep x walk, must fit in the registers.
                 products = 2 if phase == "dkv" else 1
                 if products * keep * (d + walk) > num_warps * 32 * 255 * 1.25:
                     continue
@@ -111,7 +112,7 @@ def _inputs(heads: int, n: int, d: int, dtype: torch.dtype) -> dict[str, Tensor]
     return dict(q=q, k=k, v=v, do=do, o=o, logsumexp=logsumexp, dq=dq, dk=dk, dv=dv, vectors=vectors)
 
 
-# What makes a phase's launch, of which tensors, and what else the launch takes.
+# For each phase: what makes its launch, from which tensors, and which others the launch takes.
 _PHASES: dict[str, tuple[Callable[..., Launch], tuple[str, ...], tuple[str, ...]]] = {
     "forward": (flash.forward_launch, ("q", "k", "v", "o"), ("logsumexp",)),
     "dq": (flash.dq_launch, ("q", "k", "v", "o", "do", "dq"), ("logsumexp", "vectors")),
@@ -128,7 +129,7 @@ def _launch(candidate: Candidate, x: dict[str, Tensor]) -> Callable[[], None]:
 
 
 def _compile(candidate: Candidate) -> str | None:
-    """Launch once, for Triton's cache on disk; what went wrong, if anything (too much shared memory, say)."""
+    """Launch once to fill Triton's cache on disk; return what went wrong, if anything (say, too much shared memory)."""
     try:
         x = _inputs(100, 256, candidate.d, KINDS[candidate.kind].dtype)
         begun = time.perf_counter()
@@ -141,7 +142,7 @@ def _compile(candidate: Candidate) -> str | None:
 
 
 def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[tuple[float, Tile]]]]:
-    """Of one head size and kind after another: the tiles that run by the table's keys, the fastest first, in ms."""
+    """For each head size and kind: by key of the table, the tiles that run with their times in ms, fastest first."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for (d, kind), group in itertools.groupby(entries, key=lambda candidate: (candidate.d, candidate.kind)):
             tried = list(group)
@@ -168,7 +169,7 @@ def _key(candidate: Candidate) -> str:
 
 
 def write_table(tiles: dict[str, Tile], file: Path) -> None:
-    """Write tiles by their keys, a line each."""
+    """Write tiles by their keys, one per line."""
     rows = {key: {name: x for name, x in tile._asdict().items() if x is not False} for key, tile in tiles.items()}
     lines = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted(rows.items()))
     file.write_text("{\n" + lines + "\n}\n")
@@ -193,12 +194,12 @@ def main() -> None:
         for candidate in candidates(d, kind)
     ]
     with tempfile.TemporaryDirectory(prefix="cs336-") as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache  # an empty one: how long it takes to compile is measured
+        os.environ["TRITON_CACHE_DIR"] = cache  # empty, because compile times are measured
         update_table(measure(entries, arguments.workers), arguments.out)
 
 
 def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: Path) -> None:
-    """Print what `measure` finds and write the table with it, anew after each head size."""
+    """Print what `measure` finds and write it into the table, again after each head size."""
     tiles = dict(tile_table())
     for found in measured:
         fastest = {key: times[0][0] for key, times in found.items() if times}
@@ -212,7 +213,7 @@ def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: 
 
 
 def _is_fast_enough(backward: str, fastest: dict[str, float]) -> bool:
-    """Whether there is a backward pass in one launch that takes hardly longer than the two walks."""
+    """Whether there is a backward pass in one launch that does not take much longer than the two walks."""
     walks = [backward.replace("backward", walk) for walk in ("dq", "dkv")]
     if backward not in fastest or any(walk not in fastest for walk in walks):
         return backward in fastest
