@@ -1,4 +1,4 @@
-"""Arguments of the commands, by jsonargparse, and what is wrong with them as one line that names the field."""
+"""Arguments of the commands, parsed by jsonargparse; an error in them becomes one line that names the field."""
 
 import difflib
 import re
@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from .fields import describe_type
 
-# Options of other solutions of the assignment, and what the same thing is called here. Help leaves them out.
+# Options of other solutions of the assignment, and our names for the same things. Help does not list them.
 _OURS = {
     "seq_len": "context_length",
     "seq_lens": "context_length",
@@ -50,7 +50,7 @@ def make_parser(command: str, description: str) -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """The options of some arguments. Raises ValueError with one line that names what is wrong."""
+    """Parse arguments into options. Raises ValueError with one line that names what is wrong."""
     try:
         return parser.instantiate(parser.parse_args(_positionals_first(in_our_words(arguments, parser), parser)))
     except ArgumentError as error:
@@ -60,10 +60,10 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
 
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """The arguments, with what other solutions call an option or its value replaced by our name, where we have it.
+    """The arguments, with other solutions' names of options and values replaced by ours, where we have them.
 
-    A parser's own options stay what they are: `--config` is a file in `cs336 train`. Raises ValueError for two names of
-    one option, and for one of several values that is given twice, of which only the last would count.
+    A parser's own options stay as they are: `--config` is a file in `cs336 train`. Raises ValueError if an option is
+    given under two names, or if an option that takes several values is given twice, because only the last would count.
     """
     names: dict[str, str] = {}
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
@@ -88,7 +88,7 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
 
 
 def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """The words with those of no option in front: argparse takes any number of them, also none, where the first is."""
+    """The words with positionals moved to the front: argparse fills a `*` one at its first chance, even empty."""
     if not any(action.nargs == "*" and not action.option_strings for action in parser._actions):
         return list(words)
     takes_value = {option for action in parser._actions for option in action.option_strings if action.nargs is None}
@@ -107,18 +107,18 @@ def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str
 
 
 def add_folder(parser: ArgumentParser, name: str, is_quick: bool, what: str) -> None:
-    """The option --out, by default runs/NAME; a quick run has runs/quick/NAME, so as not to mix with it."""
+    """Add the option --out, by default runs/NAME; a quick run uses runs/quick/NAME, so that the two do not mix."""
     usual, quick = f"runs/{name}", f"runs/quick/{name}"
     parser.add_argument("--out", type=str, default=quick if is_quick else usual, help=f"{what}; with --quick {quick}.")
 
 
 def field_names(parser: ArgumentParser) -> list[str]:
-    """The names that a parser knows, but for those of its own."""
+    """The names of the fields that a parser knows, without its built-in options."""
     return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})
 
 
 def unknown_field(name: str, parser: ArgumentParser) -> str:
-    """That a field is unknown, with the nearest name there is, which may be near to another name of it."""
+    """The message for an unknown field, with the nearest known field; other solutions' names for a field count too."""
     known = {field: field for field in field_names(parser)}
     known |= {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings
               if action.dest in known}  # fmt: skip
@@ -131,29 +131,29 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
 
 
 def _one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message as a line without Python's types, with the nearest field for one that is unknown."""
+    """jsonargparse's message as one line without Python types; for an unknown field, with the nearest known one."""
     message = " ".join(message.split())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", message):
         return unknown_field(found[1], parser)
     if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
         return unknown_field(f"{found[1]}.{found[2]}", parser)
-    # Of several keys the last one is the field: a group that is given as JSON repeats what its field says.
+    # If there are several keys, the last is the field: a group given as JSON repeats the message of its field.
     if found := re.match(r'.*Parser key "(?P<name>[^"]+)"(?: element \d+)?: (?P<rest>.*)', message):
         return _wrong_type(found["name"], found["rest"], parser)
     return message
 
 
 def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
-    """That a field, or a group, is of another type than it must be; `said` is what jsonargparse says of it."""
+    """The message for a field or group of the wrong type; `said` is jsonargparse's message about it."""
     hints = {action.dest: action._typehint for action in parser._actions if hasattr(action, "_typehint")}
     if name not in hints:
         given = re.search(r"Unable to load config (['\"])(?P<value>.*?)\1", said)
         return f"{name} is {given['value']}: it must be a JSON object" if given else f"{name}: {said}"
     if inside := re.search(r"NestedArg\(key='(\w+)'", said):
         return unknown_field(f"{name}.{inside[1]}", parser)
-    # A union lists what each of its types says before it comes to the value.
+    # For a union, the messages of each of its types come before the value.
     value = re.search(r"Given value type: .*?Given value:(.*)", said) or re.search(r"Got value:(.*)", said)
-    if value is None:  # one that Python itself does not show, an integer of thousands of digits
+    if value is None:  # Python itself does not show it: an integer of thousands of digits
         return f"{name} must be {describe_type(hints[name])}"
     part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
     shown = value[1].strip() or "''"

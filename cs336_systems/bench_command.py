@@ -10,18 +10,18 @@ from .arguments import add_folder, make_parser, parse
 from .console import ended_in_order, say
 from .fields import folder_to_write
 
-if TYPE_CHECKING:  # the rest, and with it PyTorch, when something is measured: --help is to be quick
+if TYPE_CHECKING:  # the rest brings PyTorch and is imported only to measure, so that --help is fast
     from .bench.case import Row
     from .bench.sweep import Case
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
+    """Run the command and return its exit code. Raises ValueError for wrong arguments."""
     from .bench.cases import NAMES, get_case
 
     if arguments and arguments[0] in NAMES:
         return _run(get_case(arguments[0]), arguments[1:])
-    parser = make_parser("bench", "Measure, and write one row a measurement.")
+    parser = make_parser("bench", "Measure, and write one row per measurement.")
     parser.add_argument("case", choices=[*NAMES, "list"], help="What to measure; list names the cases.")
     parse(parser, arguments)
     for name in NAMES:
@@ -57,7 +57,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     try:
         rows = _measure(case, configs, path, options)
     finally:
-        if not path.stat().st_size:  # nothing was left to measure, or could be
+        if not path.stat().st_size:  # nothing was left to measure, or nothing could be
             path.unlink()
     known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
     there = rows_on_this_gpu(case, path) if options.resume else known
@@ -73,7 +73,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
 
 
 def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> list["Row"]:
-    """Run the case, saying each row as it comes."""
+    """Run the case and print each row as it comes."""
     from .bench.runner import run_case
     from .bench.sweep import describe_among
 
@@ -91,7 +91,7 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
 
 
 def _disturbed(row: "Row") -> str:
-    """What a row says of its GPU that makes its times doubtful, to stand behind what became of it."""
+    """What to print after a row's outcome if the state of its GPU makes the times doubtful."""
     before, after = (row.env.get(name, {}) for name in ("gpu_before", "gpu_after"))
     slowed = ", ".join(after.get("slowed_by", []))
     others = max(state.get("other_processes", 0) for state in (before, after))
@@ -122,16 +122,16 @@ def _parser(case: "Case", is_quick: bool) -> Any:
         nargs="+",
         type=str,
         default=[],
-        help="Fields to take their usual values of, more than by default for most.",
+        help="Fields to sweep over their usual values, which for most fields are more than the default.",
     )
-    parser.add_argument("--quick", action="store_true", help="Tiny, seconds on a CPU; other options win over it.")
+    parser.add_argument("--quick", action="store_true", help="A tiny run, seconds on a CPU; other options override it.")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="Leave out what the row file, or one of its name in a folder below, has already.",
+        help="Skip what is already in the row file, or in one of the same name in a folder below.",
     )
     parser.add_argument(
-        "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: none is ended)."
+        "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: no limit)."
     )
     add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
     return parser
@@ -147,7 +147,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Progress:
-    """A bar with the time left on a terminal; nothing elsewhere, where each row is a line."""
+    """A progress bar with the time left, on a terminal only; elsewhere the lines of the rows must do."""
 
     def __enter__(self) -> "_Progress":
         import rich

@@ -1,8 +1,8 @@
-"""One command, `cs336`. Thin: it reads arguments, calls the library and prints.
+"""The command `cs336`, a thin layer: it reads arguments, calls the library and prints.
 
-A user's mistake is one line on stderr and exit code 2, a failed run one line and exit code 1. A run that SIGINT
-stopped ends with 0 after it has saved; SIGTERM ends with 143 (128 + 15) and a hang-up with 129, so that a scheduler
-sees that it was not finished.
+A user's mistake prints one line on stderr and exits with code 2, a failed run prints one line and exits with 1. A run
+stopped by SIGINT exits with 0 after it has saved. After SIGTERM the code is 143 (128 + 15) and after a hang-up 129, so
+that a scheduler sees that the run was not finished.
 """
 
 import dataclasses
@@ -47,10 +47,10 @@ _GROUPS: dict[str, type] = {
 _EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
 
 
-@functools.cache  # most of the time of a parse would go into reading the help out of the docstrings
+@functools.cache  # otherwise reading the help out of the docstrings would take most of the time of each parse
 def train_parser() -> ArgumentParser:
     """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
-    parser = make_parser("train", "Text in, trained language model out.")
+    parser = make_parser("train", "Train a language model: text in, trained model out.")
     parser.add_argument("--config", action="config", help="JSON file with any of the fields below.")
     parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration and stop.")
     parser.add_class_arguments(RunConfig, skip={"skip_data", *_GROUPS})
@@ -60,7 +60,7 @@ def train_parser() -> ArgumentParser:
         nargs="?",
         const=True,
         default=False,
-        help="Use the token files as they are; make nothing.",
+        help="Use the token files as they are, and make none.",
     )
     for name, cls in _GROUPS.items():
         parser.add_class_arguments(cls, name)
@@ -68,7 +68,7 @@ def train_parser() -> ArgumentParser:
 
 
 def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
-    """The RunConfig of some command-line arguments, and whether it is only to be printed.
+    """The RunConfig that command-line arguments describe, and whether only to print it.
 
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
@@ -79,9 +79,9 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
 
 def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """The arguments with --config in front, so that fields of the command line win wherever they stand.
+    """The arguments with --config moved to the front, so that fields on the command line win wherever they stand.
 
-    With a file's text instead of its name: a pipe can be read once.
+    The name of each file is replaced by its text, because a pipe can be read only once.
     """
     files, others = [], []
     while arguments:
@@ -96,7 +96,7 @@ def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[st
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for a name that it has twice, of which one would be lost."""
+    """A JSON object as a dict. Raises ValueError for a name given twice, because one value would be lost."""
     counts = Counter(name for name, _ in pairs)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"it has {twice[0]!r} twice: it must be given once")
@@ -104,13 +104,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _config_text(path: Path, parser: ArgumentParser) -> str:
-    """What a file holds. Raises ValueError or FileNotFoundError naming it, and the field, where it cannot be used."""
+    """The text of a file. Raises ValueError or FileNotFoundError naming it, and the field, if it cannot be used."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
     if path.is_dir():
         raise ValueError(f"config file {path} is a folder: it must be a JSON file")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows's editors put a mark in front
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte-order mark in front
         content = json.loads(text, object_pairs_hook=_once)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
@@ -131,7 +131,7 @@ def _config_text(path: Path, parser: ArgumentParser) -> str:
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:
-    """A RunConfig from a JSON file, with fields overridden by dotted name: load_config(p, **{"train.max_steps": 5})."""
+    """A RunConfig from a JSON file; fields are overridden by dotted name: load_config(p, **{"train.max_steps": 5})."""
     arguments = [
         f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in overrides.items()
     ]
@@ -151,7 +151,7 @@ def _train(arguments: Sequence[str]) -> int:
     if launched_rank():  # one of several processes that torchrun has started
         return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
     if result.interrupted is not None:
-        # How many processes there were is in config.json where the command has started them; torchrun has to be told.
+        # config.json has the number of processes if the command started them; torchrun has to be told again.
         again = program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
         command = f"{again} train --config {shlex.quote(f'{result.run_dir}/config.json')} --resume auto"
         say(f"stopped by {result.interrupted} at step {result.step}; to go on: {command}")
@@ -190,7 +190,7 @@ def _export(arguments: Sequence[str]) -> int:
     parser = make_parser("export", "Write a trained model in another format.")
     parser.add_argument("run", type=str, help="Run folder or checkpoint.")
     parser.add_argument(
-        "--format", choices=["hf"], default="hf", help="hf: what LlamaForCausalLM.from_pretrained loads."
+        "--format", choices=["hf"], default="hf", help="hf: a folder that LlamaForCausalLM.from_pretrained loads."
     )
     parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
     parser.add_argument(
@@ -199,7 +199,7 @@ def _export(arguments: Sequence[str]) -> int:
         nargs="?",
         const=True,
         default=False,
-        help="Also replace a model in --out that is no earlier export.",
+        help="Also replace a model in --out that is not an earlier export.",
     )
     options = parse(parser, arguments)
     from cs336_basics.huggingface import check_export_folder
@@ -217,9 +217,9 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _import_hf(arguments: Sequence[str]) -> int:
-    parser = make_parser("import-hf", "Make a run folder out of a Hugging Face Llama of our kind.")
+    parser = make_parser("import-hf", "Make a run folder from a Hugging Face Llama of the same architecture.")
     parser.add_argument("folder", type=str, help="Folder with config.json and model.safetensors.")
-    parser.add_argument("--out", type=str, required=True, help="Run folder to make; --init_from takes it for training.")
+    parser.add_argument("--out", type=str, required=True, help="Run folder to make; train it with --init_from.")
     options = parse(parser, arguments)
     from .training.load import import_run
 
@@ -261,21 +261,21 @@ def _speedrun(arguments: Sequence[str]) -> int:
 
 
 _COMMANDS = {
-    "train": (_train, "text in, trained language model out"),
-    "speedrun": (_speedrun, "as much model as the time and the cards allow"),
+    "train": (_train, "train a language model: text in, trained model out"),
+    "speedrun": (_speedrun, "choose and train the best model for a time budget"),
     "generate": (_generate, "sample from a trained model"),
     "export": (_export, "write a trained model as a Hugging Face folder"),
-    "import-hf": (_import_hf, "make a run out of a Hugging Face folder"),
-    "bench": (_bench, "measure the parts"),
-    "profile": (_profile, "where time and memory go"),
-    "plan": (_plan, "what will be needed: memory, time, communication, by arithmetic"),
-    "report": (_report, "tables and plots of runs and measurements"),
+    "import-hf": (_import_hf, "make a run from a Hugging Face folder"),
+    "bench": (_bench, "benchmark the parts"),
+    "profile": (_profile, "show where time and memory go"),
+    "plan": (_plan, "predict memory, time and communication by arithmetic"),
+    "report": (_report, "make tables and plots of runs and measurements"),
 }
 
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:<11}{what}" for name, (_, what) in _COMMANDS.items())
-    return f"usage: cs336 COMMAND ...\n\n{commands}\n\ncs336 COMMAND --help tells more of each."
+    return f"usage: cs336 COMMAND ...\n\n{commands}\n\ncs336 COMMAND --help explains each."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         start_logging(quiet=bool(launched_rank()))
-    except ValueError as error:  # which `_fail` would meet again
+    except ValueError as error:  # `_fail` would raise it again
         print(f"cs336: {error}", file=sys.stderr)
         sys.exit(2)
     if arguments == ["--version"]:
@@ -295,16 +295,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0 if asked else 2)
     try:
         code = _COMMANDS[arguments[0]][0](arguments[1:])
-        if sys.stdout is not None:  # as it is where it was closed before: `>&-`
+        if sys.stdout is not None:  # it is None if it was closed beforehand: `>&-`
             sys.stdout.flush()
         sys.exit(code)
     except KeyboardInterrupt:
         _fail(RuntimeError("interrupted"), 130)
-    except (ValueError, FileNotFoundError, ImportError) as error:  # the last: of a package that is not always needed
+    except (ValueError, FileNotFoundError, ImportError) as error:  # the last: for an optional package
         _fail(error, 2)
-    except BrokenPipeError:  # whoever read what is printed has seen enough: `cs336 plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
-        sys.exit(128 + 13)  # as SIGPIPE would have ended it
+    except BrokenPipeError:  # the reader of the output has seen enough: `cs336 plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        sys.exit(128 + 13)  # the exit code after SIGPIPE
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)
     except (RuntimeError, OSError) as error:
@@ -316,6 +316,6 @@ def _fail(error: Exception, code: int) -> None:
         from .parallel.failure import leave_failure
 
         leave_failure(error)
-        os._exit(code)  # what is left of a process group whose other ranks are gone may wait for them for ever
+        os._exit(code)  # a normal exit may wait forever for ranks of the process group that are gone
     print(f"cs336: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(code)

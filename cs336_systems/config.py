@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses, validated where they are built.
 
 One JSON file fills them, the command line overrides any field, and the resolved form is written into the run folder.
-Imports nothing heavy, so that `cs336 --help` is quick.
+This module imports nothing heavy, so that `cs336 --help` is fast.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class DataConfig:
     """Where the text comes from, and where its tokenizer and token files are kept."""
 
     source: Literal["random", "stories", "text", "tinystories"] = "stories"
-    """random: seeded random tokens. stories: the embedded generator. text: your files. tinystories: downloaded."""
+    """random: seeded random tokens. stories: the built-in generator. text: your files. tinystories: downloaded."""
     data_dir: str | None = None
     """Folder for text, tokenizer and token files (default: data/SOURCE)."""
     train_text: str | None = None
@@ -27,7 +27,7 @@ class DataConfig:
     valid_text: str | None = None
     """Text file to validate on (source text; default: the last valid_fraction of train_text)."""
     valid_fraction: float = 0.1
-    """Share of train_text that is cut off for validation where there is no valid_text."""
+    """Share of train_text to cut off for validation when there is no valid_text."""
     tokenizer: str | None = None
     """Tokenizer file (default: DATA_DIR/tokenizer.json)."""
     train_tokens: str | None = None
@@ -35,11 +35,11 @@ class DataConfig:
     valid_tokens: str | None = None
     """Token file to validate on (default: DATA_DIR/valid.npy)."""
     tokenizer_sample_bytes: int = 1 << 28
-    """Bytes of text to train the tokenizer on, at most: of a longer text, an evenly spaced sample of that size."""
+    """Train the tokenizer on at most this many bytes; of a longer text, on an evenly spaced sample of this size."""
     story_chars: int = 4_000_000
     """Characters of text to generate (source stories)."""
     random_tokens: int = 1 << 24
-    """Tokens to draw (source random)."""
+    """Number of tokens to draw (source random)."""
     seed: int = 0
     """Seed of the stories or of the random tokens."""
 
@@ -81,19 +81,19 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to min_lr at the last step."""
 
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused"] = "own"
-    """own: the readable one of cs336_basics. The others are torch.optim.AdamW; torch_fused is the fastest."""
+    """own: the readable one in cs336_basics. The others are torch.optim.AdamW; torch_fused is the fastest."""
     lr: float = 1e-3
-    """Largest learning rate."""
+    """Peak learning rate."""
     min_lr: float | None = None
-    """Learning rate at the end (default: lr / 10)."""
+    """Final learning rate (default: lr / 10)."""
     warmup_steps: int | None = None
     """Steps of linear warm-up (default: a tenth of train.max_steps, at most 100)."""
     weight_decay: float = 0.1
-    """Decay of matrices; norm weights are not decayed."""
+    """Weight decay of matrices; norm weights are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the two moments."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
@@ -109,45 +109,46 @@ class TrainConfig:
     """The training loop."""
 
     max_steps: int = 1000
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     max_minutes: float | None = None
-    """Stop after the step in which so much time since the start is over, as if it were the last: validate, save, sample
-    (default: only max_steps counts). The schedule of the learning rate is that of max_steps all the same."""
+    """Stop after the step in which this many minutes since the start have passed, as if it were the last: validate,
+    save and sample (default: only max_steps counts). The learning-rate schedule still follows max_steps."""
     batch_size: int = 32
-    """Sequences an optimizer step, over all micro-batches and processes."""
+    """Sequences per optimizer step, over all micro-batches and processes."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches an optimizer step; must divide batch_size."""
+    """Micro-batches per optimizer step; must divide batch_size."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm; null only measures it."""
+    """Scale gradients down to at most this global norm; null only measures the norm."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast type; fp16 scales the loss. Weights are what weight_dtype says."""
+    """Autocast type; fp16 also scales the loss. weight_dtype sets the type of the weights."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of weights, gradients and optimizer state. bf16, with precision bf16: half the memory, but an update below a
-    256th of a weight is lost."""
+    """Type of weights, gradients and optimizer state. bf16, which needs precision bf16, takes half the memory but loses
+    updates below a 256th of a weight."""
     compile: bool = False
-    """torch.compile, block by block."""
+    """Use torch.compile, block by block."""
     compile_memory_budget: float = 1.0
-    """With compile, the share of a block's activations that may be kept: below 1 PyTorch computes what is cheapest
-    again in the backward pass (its activation_memory_budget; at 0.75 norms and the product of the gated layer)."""
+    """With compile, the share of a block's activations that may be kept. Below 1, PyTorch recomputes the cheapest ones
+    in the backward pass (its activation_memory_budget; at 0.75, norms and the product of the gated layer)."""
     cuda_graph: bool = False
-    """Record forward and backward as a CUDA graph and replay it: no launch overhead, which decides for small models."""
+    """Record forward and backward as a CUDA graph and replay it. This removes launch overhead, which dominates for
+    small models."""
     activation_checkpointing: str = "none"
-    """none; block: a block keeps only its input, the rest is computed again in the backward pass; first_K: so with the
-    first K blocks; every_K: with every K-th; groups_K: K blocks together keep only the input of the first."""
+    """none; block: each block keeps only its input, and the backward pass recomputes the rest; first_K: only the first
+    K blocks do so; every_K: every K-th block does; groups_K: K blocks together keep only the input of the first."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at a time, for large vocabularies (default: those of all)."""
+    """Number of tokens whose logits are in memory at a time, for large vocabularies (default: all)."""
     deterministic: bool = False
-    """Deterministic algorithms on the GPU too (slower), for runs that must repeat bit for bit."""
+    """Use deterministic algorithms on the GPU too (slower), for runs that must repeat bit for bit."""
     validation_interval: int = 100
-    """Validate every this many steps, and at the last one; 0: only at the last."""
+    """Validate every this many steps and after the last one; 0: only after the last."""
     validation_sequences: int = 256
-    """Sequences a validation, from the start of the validation file."""
+    """Sequences per validation, from the start of the validation file."""
     skip_nonfinite: bool = False
-    """Skip and count steps with a non-finite loss or gradient instead of stopping."""
+    """Skip and count steps with a non-finite loss or gradient, instead of stopping."""
     seed: int = 0
-    """Seed of the weights and of the order of the data."""
+    """Seed of the weights and of the data order."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.")
@@ -178,7 +179,7 @@ class TrainConfig:
             self.cuda_graph,
             "false with train.precision 'fp16', whose loss scaling decides on the host",
         )
-        if self.max_grad_norm == math.inf:  # which JSON cannot say
+        if self.max_grad_norm == math.inf:  # JSON has no infinity
             object.__setattr__(self, "max_grad_norm", None)
         limit = self.max_grad_norm
         require(limit is None or limit > 0, "train.max_grad_norm", limit, "above 0, or null: do not clip")
@@ -197,7 +198,7 @@ class TrainConfig:
 
     @property
     def checkpointed(self) -> tuple[str, int] | None:
-        """Which blocks are checkpointed: ("first", K), ("every", K), ("groups", K), or None for none of them."""
+        """Which blocks are checkpointed: ("first", K), ("every", K), ("groups", K), or None for no block."""
         if self.activation_checkpointing == "none":
             return None
         if self.activation_checkpointing == "block":
@@ -206,7 +207,7 @@ class TrainConfig:
         return policy, int(number)
 
     def check_checkpointed(self, num_layers: int) -> None:
-        """Raise ValueError where K is more than the blocks there are: it would be as all, by another name."""
+        """Raise ValueError if K exceeds the number of blocks, because that would be another name for all of them."""
         require(
             self.checkpointed is None or self.checkpointed[1] <= num_layers,
             "train.activation_checkpointing",
@@ -217,7 +218,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Training by several processes together, one a GPU."""
+    """Training with several processes together, one per GPU."""
 
     strategy: Literal[
         "auto",
@@ -232,23 +233,23 @@ class ParallelConfig:
         "torch_ddp",
         "torch_fsdp",
     ] = "auto"
-    """How they share the work; auto: none for one process, overlap in groups of 100 for several."""
+    """How the processes share the work; auto: none for one process, overlap with bucket_size_mb 100 for several."""
     devices: int = 1
-    """Processes to start on this machine, one a GPU. Under torchrun it is torchrun that starts them."""
+    """Processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
-    """Gradients that travel together, in 2^20 bytes (default: 100 for auto and bucketed, PyTorch's 25 for torch_ddp;
-    overlap: each by itself, as individual always)."""
+    """Size of the groups in which gradients are sent, in 2^20 bytes (default: 100 for auto and bucketed, PyTorch's 25
+    for torch_ddp; overlap sends each gradient by itself, as individual always does)."""
     shard_optimizer: bool = False
-    """Each process keeps the optimizer's state of its own part of the parameters only (ZeRO stage 1)."""
+    """Each process keeps the optimizer state of only its own part of the parameters (ZeRO stage 1)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Type in which gradients travel; same: as they are."""
+    """Type in which gradients are sent; same: their own type."""
     nccl_max_ctas: int | None = None
-    """Thread blocks of a GPU that NCCL may send with, and which do not compute meanwhile (default: NCCL's choice). Not
+    """Thread blocks per GPU that NCCL may use for sending; they do not compute meanwhile (default: NCCL's choice). Not
     for gloo."""
     init_timeout_s: float = 300.0
-    """How long processes wait for each other at the start."""
+    """Seconds that processes wait for each other at the start."""
     step_timeout_s: float = 120.0
-    """How long one waits for another in a step before the run ends with a message."""
+    """Seconds that one process waits for another within a step before the run ends with a message."""
 
     def __post_init__(self) -> None:
         check_types(self, "parallel.")
@@ -270,13 +271,13 @@ class ParallelConfig:
         )
 
     def strategy_for(self, world_size: int) -> str:
-        """The strategy of a run of so many processes, auto resolved."""
+        """The strategy for this many processes, with auto resolved."""
         if self.strategy == "auto":
             return "none" if world_size == 1 else "overlap"
         return self.strategy
 
     def group_size_mb(self) -> float | None:
-        """`bucket_size_mb` with auto's; None for the strategy's own."""
+        """`bucket_size_mb`, or auto's default; None for the strategy's own default."""
         return 100.0 if self.strategy == "auto" and self.bucket_size_mb is None else self.bucket_size_mb
 
 
@@ -285,11 +286,11 @@ class CheckpointConfig:
     """When to save, and how much to keep."""
 
     checkpointing_interval: int = 0
-    """Save every this many steps; 0 or less: only the last step, which is always saved."""
+    """Save every this many steps; 0 or less: save only the last step, which is always saved."""
     keep_last: int | None = None
     """Keep only this many of the newest checkpoints (default: all)."""
     async_save: bool = False
-    """Go on training while a checkpoint is written, from a copy in main memory."""
+    """Continue training while a checkpoint is written from a copy in main memory."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint.")
@@ -298,20 +299,20 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The text that is sampled at the end of a run, and by `cs336 generate`."""
+    """How text is sampled, at the end of a run and by `cs336 generate`."""
 
     prompt: str = ""
     """Text to continue; empty starts a new document."""
     max_new_tokens: int | None = None
     """Tokens to add (default: until the context is full)."""
     temperature: float = 0.8
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the most likely token."""
     top_k: int | None = None
-    """Keep only the k likeliest tokens."""
+    """Sample only from the k most likely tokens."""
     top_p: float | None = 0.95
-    """Keep only the likeliest tokens that together reach this probability."""
+    """Sample only from the most likely tokens that together reach this probability."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the sampling."""
 
     def __post_init__(self) -> None:
         check_types(self, "sample.")
@@ -325,7 +326,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written while training, besides metrics.jsonl."""
+    """What training logs besides metrics.jsonl."""
 
     tensorboard: bool = False
     """Also write TensorBoard event files into the run folder."""
@@ -340,17 +341,17 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that describes one run, from a text to a sampled model."""
+    """Everything that describes one run, from the text to the sample."""
 
     model: ModelConfig
     run_dir: str | None = None
     """Folder of the run (default: runs/SOURCE-DATE-TIME)."""
     resume: str = "none"
-    """none; auto: the newest whole checkpoint in run_dir, if there is one; or the path of a checkpoint."""
+    """none; auto: the newest complete checkpoint in run_dir, if there is one; or the path of a checkpoint."""
     init_from: str | None = None
-    """Run or checkpoint to take the first weights from, and nothing else (default: draw them)."""
+    """Run or checkpoint to take the initial weights from, and nothing else (default: random weights)."""
     skip_data: bool = False
-    """Use the token files as they are; make nothing."""
+    """Use the token files as they are, and make none."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -381,7 +382,7 @@ class RunConfig:
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, warmup_steps=warmup_steps))
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError where a batch cannot be shared by so many processes, or they cannot do what is asked."""
+        """Raise ValueError if this many processes cannot share a batch, or cannot do what is configured."""
         train, parallel = self.train, self.parallel
         if train.batch_size % (world_size * train.gradient_accumulation_steps):
             raise ValueError(
@@ -413,7 +414,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
-        """The configuration that `to_dict` gave, also by way of JSON."""
+        """The configuration that `to_dict` returned, also after a round trip through JSON."""
         groups = {name: hint for name, hint in get_type_hints(cls).items() if dataclasses.is_dataclass(hint)}
         given = dict(values)
         for name, group in groups.items():

@@ -18,32 +18,32 @@ _MODEL = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_
 _STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
          "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
 _ALIASES = {"flashddp": "bucketed"}
-"""Names of strategies in training that are other names for one of the planner's."""
+"""Training's names of strategies that the planner knows by another name."""
 _SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
 _OPTIONS: dict[str, tuple[Any, str]] = {
     "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
-    "context_length": (int, "Tokens a sequence (default: the size's, else 512)."),
-    "d_model": (int, "Width of the residual stream, where no size is given."),
+    "context_length": (int, "Tokens per sequence (default: the size's, else 512)."),
+    "d_model": (int, "Width of the residual stream, if no size is given."),
     "d_ff": (int, "Width of the feed-forward layer."),
-    "num_layers": (int, "Blocks."),
-    "num_heads": (int, "Attention heads."),
-    "batch_size": (int, "Sequences a GPU (default: 4)."),
+    "num_layers": (int, "Number of Transformer blocks."),
+    "num_heads": (int, "Number of attention heads."),
+    "batch_size": (int, "Sequences per GPU (default: 4)."),
     "precision": (str, "Autocast type: fp32, bf16 or fp16 (default: bf16)."),
     "weight_dtype": (str, "Type of weights, gradients and optimizer state: fp32 or bf16 (default: fp32)."),
-    "loss_chunk_tokens": (int, "Tokens whose logits are in memory at a time (default: those of all)."),
+    "loss_chunk_tokens": (int, "Number of tokens whose logits are in memory at a time (default: all)."),
     "compile_memory_budget": (float, "Share of a compiled block's activations that may be kept (default: 1)."),
     "attention": (str, "naive, flash, or a kernel's registered name (default: flash)."),
     "activation_checkpointing": (str, "none, block, first_K, every_K or groups_K (default: none)."),
-    "compile": (bool, "torch.compile, block by block."),
-    "cuda_graph": (bool, "The step recorded as a CUDA graph."),
-    "strategy": (str, "How GPUs share the work (default: none, or for several overlap in groups of 100)."),
-    "world_size": (int, "GPUs (default: 1)."),
-    "shard_optimizer": (bool, "Each GPU keeps the optimizer's state of its part."),
+    "compile": (bool, "Use torch.compile, block by block."),
+    "cuda_graph": (bool, "Record the step as a CUDA graph."),
+    "strategy": (str, "How GPUs share the work (default: none; for several, overlap with bucket_size_mb 100)."),
+    "world_size": (int, "Number of GPUs (default: 1)."),
+    "shard_optimizer": (bool, "Each GPU keeps the optimizer state of only its part of the parameters."),
     "bucket_size_mb": (
         float,
-        "Gradients that travel together, in MiB (default: 100, torch_ddp 25, overlap: each).",
+        "Size of the groups in which gradients are sent, in MiB (default: 100; torch_ddp: 25; overlap: one by one).",
     ),
-    "grad_dtype": (str, "Type in which gradients travel: same, fp32, bf16 or fp16 (default: same)."),
+    "grad_dtype": (str, "Type in which gradients are sent: same, fp32, bf16 or fp16 (default: same)."),
 }
 
 
@@ -64,12 +64,12 @@ def _parser(what: str, description: str, *names: str) -> Any:
 
 def _add_card(parser: Any) -> None:
     parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)} (default: H200).")
-    parser.add_argument("--matmul_tflops", type=float, default=None, help="What large 16-bit products reach.")
-    parser.add_argument("--bandwidth_tb_s", type=float, default=None, help="Memory, read and written together.")
+    parser.add_argument("--matmul_tflops", type=float, default=None, help="Rate that large 16-bit products reach.")
+    parser.add_argument("--bandwidth_tb_s", type=float, default=None, help="Memory, reads and writes together.")
     parser.add_argument(
-        "--link_gb_s", type=float, default=None, help="Bytes of a large all-reduce of two GPUs by time."
+        "--link_gb_s", type=float, default=None, help="Bytes of a large all-reduce of two GPUs, over its time."
     )
-    parser.add_argument("--latency_us", type=float, default=None, help="A small all-reduce of two GPUs.")
+    parser.add_argument("--latency_us", type=float, default=None, help="Time of a small all-reduce of two GPUs.")
 
 
 def _card(options: Any) -> Card:
@@ -85,7 +85,7 @@ def _card(options: Any) -> Card:
 
 
 def _size(options: Any) -> str | None:
-    """The named size: small where neither a name nor a shape is given."""
+    """The named size; small if neither a name nor a shape is given."""
     own = any(getattr(options, name) is not None for name in ("d_model", "d_ff", "num_layers", "num_heads"))
     return options.size or (None if own else "small")
 
@@ -96,7 +96,7 @@ def _context_length(options: Any) -> int:
 
 
 def _job(options: Any) -> Job:
-    """The job of some options. Raises ValueError naming the option that is wrong."""
+    """The job that the options describe. Raises ValueError naming the option that is wrong."""
     given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
     if "strategy" in given:
         given["strategy"] = _ALIASES.get(given["strategy"], given["strategy"])
@@ -119,7 +119,7 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 def _print_plan(
     sections: Sequence[Section], summary: dict[str, Any], job: Job, card: Card, memory_gib: float, options: Any
 ) -> int:
-    """What is planned first; in JSON beside a summary whose names stay."""
+    """Print what is planned, then the sections; JSON also has a summary whose names stay the same."""
     from .planner.summary import planned, planned_section
 
     what = (job, _size(options), card.name, memory_gib)
@@ -170,27 +170,30 @@ def _activation(arguments: Sequence[str]) -> int:
 
 def _checkpointing(arguments: Sequence[str]) -> int:
     names = (*_MODEL, "batch_size", "precision", "attention")
-    parser = _parser("checkpointing", "Activation checkpointing: memory by the size of a group.", *names)
+    parser = _parser("checkpointing", "Activation checkpointing: memory by group size.", *names)
     options = parse(parser, arguments)
     from .planner.activations import checkpointing_sections
 
     job = _job(options)
-    most = 100_000  # every size of a group is tried
+    most = 100_000  # every group size is tried
     require(job.shape.num_layers <= most, "num_layers", job.shape.num_layers, f"at most {most:,}")
     return _print(checkpointing_sections(job), options)
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:
-    parser = _parser("ddp-overhead", "What buckets of gradients add to a step, and the best size.", *_MODEL)
-    parser.add_argument("--world_size", type=int, default=2, help="GPUs.")
-    parser.add_argument("--gradient_bytes", type=float, default=None, help="s (default: 4 bytes a parameter).")
+    parser = _parser("ddp-overhead", "Time that gradient buckets add to a step, and the best size.", *_MODEL)
+    parser.add_argument("--world_size", type=int, default=2, help="Number of GPUs.")
+    parser.add_argument("--gradient_bytes", type=float, default=None, help="s, in bytes (default: 4 per parameter).")
     parser.add_argument("--rows", type=str, default=None, help="Row file of all-reduces to fit o and w to.")
     parser.add_argument(
-        "--bandwidth_gb_s", type=float, default=None, help="w (default: of H200 over NVLink, by what two reach)."
+        "--bandwidth_gb_s",
+        type=float,
+        default=None,
+        help="w, bandwidth of an all-reduce (default: of H200 over NVLink, from what two reach).",
     )
-    parser.add_argument("--overhead_ms", type=float, default=None, help="o (default: the same).")
+    parser.add_argument("--overhead_ms", type=float, default=None, help="o, overhead of a call (default: as for w).")
     parser.add_argument(
-        "--measured", type=str, default=None, help="Row file of the case ddp or bucket-size to draw beside it."
+        "--measured", type=str, default=None, help="Row file of the case ddp or bucket-size to compare with."
     )
     parser.add_argument("--plot", type=str, default=None, help="PNG to draw.")
     options = parse(parser, arguments)
@@ -201,7 +204,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
 
     world_size = options.world_size
     require(2 <= world_size < 1 << 31, "world_size", world_size, "at least 2 and below 2^31")
-    options.world_size = None  # the model is that of any number
+    options.world_size = None  # the model does not depend on it
     nbytes = options.gradient_bytes
     require(nbytes is None or 0 < nbytes < 1e18, "gradient_bytes", nbytes, "above 0 and below 1e18")
     n = num_parameters(_job(options).shape)
@@ -225,7 +228,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
 
 
 def _transfer(options: Any, world_size: int) -> tuple[float, float]:
-    """o in s and w in bytes/s: as given, fitted to rows, or of two H200."""
+    """o in s and w in bytes/s: as given, fitted to rows, or from what two H200 reach."""
     if options.rows:
         from .planner.rows import transfer_points
 
@@ -256,8 +259,8 @@ def _parallelism(arguments: Sequence[str]) -> int:
     )
     parser.add_class_arguments(FeedForward)
     parser.add_class_arguments(Mesh)
-    parser.add_argument("--device_gb", type=float, default=95.0, help="Memory of a device of (b), in 10^9 bytes.")
-    parser.add_argument("--gpu_gb", type=float, default=80.0, help="Memory of a GPU of (a), in 10^9 bytes.")
+    parser.add_argument("--device_gb", type=float, default=95.0, help="Memory of a device in (b), in 10^9 bytes.")
+    parser.add_argument("--gpu_gb", type=float, default=80.0, help="Memory of a GPU in (a), in 10^9 bytes.")
     options = parse(parser, arguments)
     for name in ("device_gb", "gpu_gb"):
         require(1e-6 <= getattr(options, name) < 1e9, name, getattr(options, name), "at least 1e-6 and below 1e9")
@@ -269,7 +272,7 @@ def _parallelism(arguments: Sequence[str]) -> int:
 def _scaling(arguments: Sequence[str]) -> int:
     from .planner.scaling import Layer, scaling_sections
 
-    parser = make_parser("plan scaling", "A gated feed-forward layer: on how many devices communication still hides.")
+    parser = make_parser("plan scaling", "A gated feed-forward layer: on how many devices products hide communication.")
     parser.add_class_arguments(Layer)
     parser.add_argument("--json", type=bool, nargs="?", const=True, default=False, help="Print JSON.")
     options = parse(parser, arguments)
@@ -297,7 +300,7 @@ def _check(arguments: Sequence[str]) -> int:
 
 
 def _row_files(path: str) -> list[str]:
-    """The file, or of a folder all row files below it, sorted. Raises ValueError for a folder without one."""
+    """The file itself, or all row files below a folder, sorted. Raises ValueError for a folder without one."""
     if not Path(path).is_dir():
         return [path]
     found = sorted(str(file) for file in Path(path).rglob("*.jsonl") if file.is_file() and _has_rows(file))
@@ -306,7 +309,7 @@ def _row_files(path: str) -> list[str]:
 
 
 def _has_rows(file: Path) -> bool:
-    """Whether its first line has a case: a run's metrics.jsonl has none."""
+    """Whether the first line of a file has a case, which that of a run's metrics.jsonl does not."""
     with file.open("rb") as opened:
         return b'"case"' in opened.readline()
 
@@ -321,8 +324,8 @@ _WHAT: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "memory": (_memory, "memory of a training step, and the largest batch"),
     "step": (_step, "operations, bytes, time and MFU of a training step"),
     "activation": (_activation, "the size of an activation, and what a block saves"),
-    "checkpointing": (_checkpointing, "memory by the size of a checkpointed group"),
-    "ddp-overhead": (_ddp_overhead, "what buckets add to a step, and the best size"),
+    "checkpointing": (_checkpointing, "memory by the size of the checkpointed groups"),
+    "ddp-overhead": (_ddp_overhead, "time that gradient buckets add to a step, and the best size"),
     "parallelism": (_parallelism, "feed-forward layers on many devices"),
     "scaling": (_scaling, "a gated feed-forward layer: how many devices, by strategy"),
     "check": (_check, "predictions beside measured rows"),
@@ -330,11 +333,11 @@ _WHAT: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
+    """Run the command and return its exit code. Raises ValueError for wrong arguments."""
     if arguments and arguments[0] in _WHAT:
         return _WHAT[arguments[0]][0](arguments[1:])
     about = "; ".join(f"{name}: {text}" for name, (_, text) in _WHAT.items())
     parser = make_parser("plan", "What a model, a step and its communication need, by arithmetic.")
-    parser.add_argument("what", choices=list(_WHAT), help=f"{about}. cs336 plan WHAT --help tells more of each.")
+    parser.add_argument("what", choices=list(_WHAT), help=f"{about}. cs336 plan WHAT --help explains each.")
     parse(parser, arguments)
     return 2

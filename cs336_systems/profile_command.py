@@ -1,4 +1,4 @@
-"""`cs336 profile WHAT`: reads the options, profiles, writes files and prints the tables of them."""
+"""`cs336 profile WHAT`: reads the options, profiles, writes files and prints tables of them."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from .arguments import add_folder, make_parser, parse
 from .console import say
 from .fields import folder_to_write, require
 
-if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --help is to be quick
+if TYPE_CHECKING:  # these bring PyTorch and are imported only to profile, so that --help is fast
     from .bench.case import Row
     from .bench.workload import Workload
     from .profiling.kernels import KernelProfile, Tool
@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # PyTorch, which is imported when something is profiled: --he
 
 
 def profile(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments."""
+    """Run the command and return its exit code. Raises ValueError for wrong arguments."""
     if arguments and arguments[0] in _TOOLS:
         return _TOOLS[arguments[0]][0](arguments[1:])
     told = " ".join(f"{name}: {what}." for name, (_, what) in _TOOLS.items())
-    parser = make_parser("profile", "Look at a forward pass or a training step from inside.")
-    parser.add_argument("what", choices=list(_TOOLS), help=f"{told} cs336 profile WHAT --help tells more.")
+    parser = make_parser("profile", "Profile a forward pass or a training step.")
+    parser.add_argument("what", choices=list(_TOOLS), help=f"{told} cs336 profile WHAT --help explains each.")
     parse(parser, arguments)
     return 0
 
@@ -48,7 +48,7 @@ def _kernels(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=3, help="Profiled steps.")
     parser.add_argument("--tool", type=str, default="torch", help="torch (torch.profiler) or nsys (Nsight Systems).")
     parser.add_argument(
-        "--quick", action="store_true", help="A tiny model, seconds on a CPU; other options win over it."
+        "--quick", action="store_true", help="A tiny model, seconds on a CPU; other options override it."
     )
     add_folder(parser, "profile/kernels", "--quick" in arguments, "Folder to write to")
     if "--quick" in arguments:
@@ -119,7 +119,7 @@ def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", o
 
 
 def _profile_each(profiles: "Sequence[Profile]", finish: "Callable[[Row, Path], object]", files: str) -> int:
-    """Profile several, say each outcome as it comes and the table of all in the end; the exit code, as of `bench`."""
+    """Profile several, print each outcome as it comes and finally a table of all; the exit code is as in `bench`."""
     from .profiling.several import profile_each
     from .report.views import rows_table
 
@@ -146,7 +146,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
     for row in measured:
         say(f"\n{top_kernels_tables(row)}")
     say(f"\n{rows_table(rows)}\n")
-    (out / "shares.png").unlink(missing_ok=True)  # it may be of an earlier run
+    (out / "shares.png").unlink(missing_ok=True)  # it may be from an earlier run
     if measured:
         plot_shares(measured, out / "shares.png")
         if not measured[0].config["attention_ranges"]:
@@ -212,13 +212,13 @@ def _memory_parser(is_quick: bool) -> Any:
     parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
     _add_workload(parser, "size", "context_length", "mode", "precision")
     parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
-    add_folder(parser, "profile/memory", is_quick, "Folder for all that is written")
+    add_folder(parser, "profile/memory", is_quick, "Folder to write to")
     parser.add_argument(
-        "--detail", type=int, default=5000, help="How many of the largest allocations are drawn one by one."
+        "--detail", type=int, default=5000, help="Number of the largest allocations to draw one by one."
     )
-    parser.add_argument("--min_bytes", type=int, default=0, help="How large those must be.")
+    parser.add_argument("--min_bytes", type=int, default=0, help="Smallest size of those, in bytes.")
     parser.add_argument("--snapshot", type=str, default=None, help="Draw this file, on any machine; record nothing.")
-    parser.add_argument("--quick", action="store_true", help="A tiny model, seconds on a CPU; options win over it.")
+    parser.add_argument("--quick", action="store_true", help="A tiny model, seconds on a CPU; options override it.")
     return parser
 
 
@@ -232,7 +232,7 @@ def _refuse_workload(parser: Any, options: dict[str, Any]) -> None:
 
 
 def _add_workload(parser: Any, *several: str) -> None:
-    """The fields of a workload as options; of those in `several` one or more values, of the others of SEVERAL none."""
+    """Add a workload's fields as options: those in `several` take one or more values, others of SEVERAL are omitted."""
     from docstring_parser import parse_from_object
 
     from .bench.workload import Workload
@@ -244,19 +244,19 @@ def _add_workload(parser: Any, *several: str) -> None:
     for name in several:
         default = defaults[name]
         parser.add_argument(
-            f"--{name}", nargs="+", type=type(default), default=[default], help=f"{told[name]} One or more."
+            f"--{name}", nargs="+", type=type(default), default=[default], help=f"{told[name]} One or more values."
         )
 
 
 def _in_lists(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Defaults as the options of `_add_workload` have them."""
+    """Defaults in the form of the options of `_add_workload`: lists for the fields in SEVERAL."""
     from .profiling.several import SEVERAL
 
     return {name: [value] if name in SEVERAL else value for name, value in defaults.items()}
 
 
 def _workloads(options: dict[str, Any]) -> "list[Workload]":
-    """The product of the values that options have several of."""
+    """The workloads of the options: the product over all fields with several values."""
     from .bench.workload import Workload
 
     given = {field.name: options[field.name] for field in dataclasses.fields(Workload) if field.name in options}

@@ -1,4 +1,4 @@
-"""`cs336 report`: text and plots of what runs and measurements have written. Reads arguments, asks `report/`."""
+"""`cs336 report`: text and plots from what runs and measurements have written. Reads arguments, calls `report/`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,41 +13,44 @@ _OPTIONS = {
     "links_from": ("writeup",),
     "measure": ("writeup",),
 }
-"""Options of `cs336 report`, and with what each goes."""
+"""Options of `cs336 report`, and the reports that take each."""
 
 
 def make_report(arguments: Sequence[str]) -> str:
-    """The text of `cs336 report ARGUMENTS`, also what fills the blocks of the documents."""
-    parser = make_parser("report", "Text and plots out of what runs and measurements have written.")
+    """The text of `cs336 report ARGUMENTS`, which also fills the blocks of the documents."""
+    parser = make_parser("report", "Text and plots from what runs and measurements have written.")
     parser.add_argument(
         "what",
         choices=["runs", "rows", "tables", "headline", "streams", "summary", "update", "writeup"],
         help="runs: a table of run folders. rows: tables of .jsonl files of measurements. tables: the same as files, "
-        "with CSV and plots, in --out. headline: what in them can be compared with a peer in the same run, with --out "
-        "two pictures of it. streams: what ran at once in "
+        "with CSV and plots, in --out. headline: what in them can be compared with a peer in the same run; with "
+        "--out also two pictures of it. streams: what ran at the same time in "
         "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
-        "again. writeup: answers to the handout's problems, of the row files in --results, as Markdown, HTML and PDF "
+        "again. writeup: answers to the handout's problems, from the row files in --results, as Markdown, HTML and PDF "
         "in --out.",
     )
     parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
     parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
-    parser.add_argument("--results", type=str, default=None, help="With writeup: the folder of row files (results).")
+    parser.add_argument("--results", type=str, default=None, help="With writeup: folder of rows (default: results).")
     parser.add_argument(
         "--links_from",
         type=str,
         default=None,
-        help="With writeup: the folder where links to row files begin, should the document be moved there (--out).",
+        help="With writeup: the folder that links to row files start from, if the document will be moved there "
+        "(default: --out).",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="With writeup: first measure what the folder has no rows of (a GPU, an hour or more; again, it goes on).",
+        help="With writeup: first measure what the folder has no rows of (needs a GPU and an hour or more; a second "
+        "call continues).",
     )
     parser.add_argument(
         "--out",
         type=str,
         default=None,
-        help="The folder to write into (tables: runs/tables, writeup: runs/writeup, headline: no pictures).",
+        help="The folder to write into (default: runs/tables for tables, runs/writeup for writeup, no pictures for "
+        "headline).",
     )
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):

@@ -1,4 +1,4 @@
-"""`cs336 speedrun`: as much model as the time and the cards allow. Reads arguments; `speedrun/run.py` does it."""
+"""`cs336 speedrun`: the best model for a time budget. Reads arguments; `speedrun/run.py` does the work."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ def speedrun(
     make_config: Callable[[Sequence[str]], RunConfig],
     train: Callable[[Sequence[str]], int],
 ) -> int:
-    """Run the command; the exit code. Raises ValueError for what is wrong with its arguments.
+    """Run the command and return its exit code. Raises ValueError for wrong arguments.
 
-    make_config: the configuration of arguments of `cs336 train`; train: that command.
+    make_config: makes a configuration from arguments of `cs336 train`; train: that command.
     """
     own, fields = _split(arguments)
     if any(word.partition("=")[0] == "--config" for word in own):
@@ -28,7 +28,7 @@ def speedrun(
     require(minutes is None or 0 < minutes < 1e5, "minutes", minutes, "above 0 and below 1e5")
     require(epochs is None or 0 < epochs < 1e5, "epochs", epochs, "above 0 and below 1e5")
     require(minutes is None or epochs is None, "epochs", epochs, "left out where minutes is given")
-    from .speedrun.run import Speedrun  # with PyTorch, not for --help
+    from .speedrun.run import Speedrun  # brings PyTorch, which --help does not need
 
     given = {match[1] for word in fields if (match := _FIELD.fullmatch(word))}
     names = {name: getattr(options, name) for name in ("size", "devices", "out", "epochs")}
@@ -40,17 +40,17 @@ def speedrun(
 def _parser() -> Any:
     parser = make_parser(
         "speedrun",
-        "As much model as the time and the cards allow: times some sizes, chooses one, and trains it. Takes the fields "
-        "of cs336 train too (--data.source text --data.train_text FILE, --model.context_length 512 ...).",
+        "The best model for a time budget: times some sizes, chooses one and trains it. Also takes the fields of "
+        "cs336 train (--data.source text --data.train_text FILE, --model.context_length 512 ...).",
     )
     parser.add_argument(
-        "--minutes", type=float, default=None, help="For timing and training together, about (default: 20)."
+        "--minutes", type=float, default=None, help="Time for timing and training together, about (default: 20)."
     )
     parser.add_argument("--epochs", type=float, default=None, help="Passes over the text instead, however long.")
-    parser.add_argument("--size", type=str, default=None, help="Size of the model (default: what the time is for).")
-    parser.add_argument("--devices", type=int, default=None, help="GPUs to use (default: all), or processes of a CPU.")
-    parser.add_argument("--out", type=str, default=None, help="Folder of everything written, data too (default: runs "
-                        "and data here), where the checkout cannot be written to.")  # fmt: skip
+    parser.add_argument("--size", type=str, default=None, help="Size of the model (default: chosen for the time).")
+    parser.add_argument("--devices", type=int, default=None, help="GPUs to use (default: all), or processes on a CPU.")
+    parser.add_argument("--out", type=str, default=None, help="Folder for everything written, data too (default: runs "
+                        "and data here), for a checkout that cannot be written to.")  # fmt: skip
     parser.add_argument("--dry_run", action="store_true", help="Print the commands and stop before training.")
     return parser
 

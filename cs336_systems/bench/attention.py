@@ -1,7 +1,7 @@
-"""Attention kernels beside each other: what a kernel is given, and how several of them take turns.
+"""Compares attention kernels: the inputs of a kernel, and how several kernels take turns.
 
-The kernels of a shape take turns, several rounds of them: a GPU that gets hot lowers its clock, and one kernel after
-the other would have the first on a cold card.
+The kernels of a shape take turns over several rounds. A GPU lowers its clock when it gets hot, so if each kernel were
+finished before the next one began, the first would run on a cold card.
 """
 
 import re
@@ -26,11 +26,11 @@ from .timing import time_ms, timer, wait_for
 
 KERNELS = tuple(name for name in ATTENTION if name not in ("scaled_dot_prod_attention", "flash_attention_triton"))
 QUICK_KERNELS = ("naive", "vectorized_torch", "flash_torch", "sdpa")
-"""Those that a CPU runs at once: Triton's interpreter is slow."""
+"""Kernels that are quick on a CPU; Triton's interpreter is slow."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Matrix products: forward 2, backward 5. What a kernel computes again is not counted.
+# Matrix products: forward 2, backward 5. What a kernel recomputes is not counted.
 WORKS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
-"""What can be timed, and the matrix products it is. The last one is `attention(q, k, v).sum().backward()`."""
+"""What can be timed, and its number of matrix products. The last one is `attention(q, k, v).sum().backward()`."""
 _SIZE_LIMIT = 1 << 31
 _LONGEST_MS = 3.6e6
 _SLOW_MS = 500  # a call that takes longer is timed in one round only
@@ -38,7 +38,7 @@ _SLOW_MS = 500  # a call that takes longer is timed in one round only
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBench:
-    """A kernel, what it computes in, and how it is timed; those that inherit from it say at what shape."""
+    """A kernel, the type it computes in, and how it is timed; subclasses add the shape."""
 
     kernel: str = swept(*KERNELS, quick=QUICK_KERNELS, also="kernels")
     """Attention kernel by its registered name."""
@@ -47,9 +47,9 @@ class KernelBench:
     is_causal: bool = swept(True, sweep=(True, False))
     """Whether query i sees only the keys up to i."""
     device: str = swept("auto", quick="cpu")
-    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
+    """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
     rounds: int = swept(3, quick=1)
-    """How often the kernels take turns."""
+    """Number of rounds in which the kernels take turns."""
     warmup_ms: float = swept(25.0, quick=0.0)
     """Time for warming up before each measurement of a round."""
     rep_ms: float = swept(50.0, quick=1.0)
@@ -70,17 +70,17 @@ class KernelBench:
         raise NotImplementedError
 
     def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        """The fields that say the shape, as an output and the keys show them."""
+        """The fields of the shape, read from an output and the keys."""
         raise NotImplementedError
 
 
 def check_kernel(name: str) -> None:
-    """Raise ValueError where no kernel has the name."""
+    """Raise ValueError if no kernel has the name."""
     require(name in ATTENTION, "kernel", name, f"one of {', '.join(ATTENTION)}")
 
 
 def check_sizes(config: Any, *names: str) -> None:
-    """Raise ValueError for a field that is a size, or sizes, that no tensor has."""
+    """Raise ValueError for a field with a size that no tensor can have."""
     for name in names:
         value = getattr(config, name)
         sizes = value if isinstance(value, tuple) else (value,)
@@ -88,13 +88,13 @@ def check_sizes(config: Any, *names: str) -> None:
 
 
 def resolve_device(name: str) -> str:
-    """The device's name, with auto made what there is. Raises ValueError for one that is not there."""
+    """The device's name, with auto resolved. Raises ValueError for a device that is not there."""
     with without_groups():
         return str(select_device(name))
 
 
 def parse_sizes(text: str, name: str, form: str, count: int, separator: str) -> tuple[int, ...]:
-    """`count` sizes as they are written on the command line. Raises ValueError naming field, value and form."""
+    """Parse `count` sizes from the command line. Raises ValueError naming field, value and form."""
     parts = text.lower().split(separator)
     # Ten digits are enough, and more than some thousand are too many for int().
     if len(parts) != count or not all(
@@ -105,9 +105,9 @@ def parse_sizes(text: str, name: str, form: str, count: int, separator: str) -> 
 
 
 def take_turns(case: str, *works: str) -> Callable[[Sequence[KernelBench]], Iterator[Row]]:
-    """The `measure` of a case whose configurations, which differ in `kernel` alone, take turns; of WORKS it times some.
+    """Make the `measure` of a case whose configurations differ only in `kernel` and take turns; `works` are of WORKS.
 
-    What fails is a row of status error or oom, and the others go on.
+    A kernel that fails gives a row of status error or oom, and the others go on.
     """
 
     def measure(configs: Sequence[KernelBench]) -> Iterator[Row]:
@@ -152,7 +152,7 @@ class _Subject:
         *qkv, self.do = inputs
         self.case, self.config, self.works = case, config, works
         self.trains = any(work != "forward" for work in works)
-        self.qkv = [x.detach().requires_grad_(self.trains) for x in qkv]  # one memory, gradients of its own
+        self.qkv = [x.detach().requires_grad_(self.trains) for x in qkv]  # shared memory, separate gradients
         self.times: dict[str, list[float]] = {}
         self.facts: dict[str, Any] = {}
         self.ran: dict[str, Any] = {}
@@ -164,19 +164,19 @@ class _Subject:
         return get_attention(self.config.kernel)(q, k, v, self.config.is_causal)
 
     def run(self, step: Callable[[], None]) -> None:
-        """Do a step unless an earlier one failed; keep what goes wrong."""
+        """Do a step unless an earlier one failed; keep the failure if there is one."""
         if self.failure is not None:
             return
         try:
-            # The backward pass is timed many times over on one forward pass, which what torch.compile makes (flex)
-            # refuses where it has donated buffers; it asks at compile time and at each backward pass.
+            # The backward pass is timed many times on one forward pass. Compiled code (flex) refuses that if it has
+            # donated buffers; it checks the setting at compile time and at each backward pass.
             with functorch_config.patch(donated_buffer=False):
                 step()
-        except Exception as error:  # a kernel of others may raise anything; the other rows are wanted all the same
+        except Exception as error:  # third-party kernels may raise anything; the other rows are still wanted
             self.failure = failed(self.case, self.config.kernel, as_json(self.config), error)
         if self.failure is not None:
             if not is_sound():
-                return  # whoever measures leaves this process
+                return  # the caller leaves this process
             self.clear()
             free_memory()
 
@@ -185,14 +185,14 @@ class _Subject:
             x.grad = None
 
     def call(self) -> None:
-        """All of what is timed, once."""
+        """Everything that is timed, once."""
         o = self.attention()
         self.ran = {**self.config.read_back(o, self.qkv[1]), "dtype": _name_of(o.dtype), "device": self.config.device}
         if self.trains:
             o.backward(self.do)
 
     def first_call(self) -> None:
-        """The first pass, with what it compiles, and then the memory of the second."""
+        """Time the first pass, compilation included, then measure the memory of the second."""
         begin = time.perf_counter()
         self.call()
         wait_for(self.do.device)
@@ -208,7 +208,7 @@ class _Subject:
             self.clear()
 
     def time_all(self) -> None:
-        """A round, of what is not so slow that one round was enough."""
+        """Time one round, except work so slow that its first round was enough."""
         o = self.attention()
         todo: dict[str, Callable[[], Any]] = {
             "forward": self.attention,

@@ -1,4 +1,4 @@
-"""The row: one JSON object a measurement, the only place that tables, plots and docs take numbers from."""
+"""The row: one JSON object per measurement, the only place that tables, plots and docs take numbers from."""
 
 import contextlib
 import json
@@ -53,13 +53,13 @@ class Row:
 
 
 def stamp() -> dict[str, Any]:
-    """Machine, versions, commit and date, and what was asked for where it was a command."""
+    """Machine, versions, commit and date, and the command if there was one."""
     command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
     return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
 
 
 def check_row_file(path: str | os.PathLike[str]) -> Path:
-    """The path, once it is sure that rows can be appended there. Raises ValueError naming `out` where they cannot."""
+    """Return the path if rows can be appended to the file. Raises ValueError naming `out` if they cannot."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+", buffering=0) as file:
@@ -71,9 +71,9 @@ def check_row_file(path: str | os.PathLike[str]) -> Path:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to a JSON Lines file, as a line of its own; a row that cannot be written whole leaves nothing.
+    """Append a row to a JSON Lines file as a line of its own; a row that cannot be written whole leaves nothing.
 
-    Processes that append to one file take turns.
+    Processes that append to the same file take turns.
     """
     left = (json.dumps(asdict(row)) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +90,14 @@ def append_row(path: Path, row: Row) -> None:
                 left = left[file.write(left) :]
         except BaseException as error:
             file.truncate(length)
-            if isinstance(error, OSError):  # which does not say by itself what could not be written
+            if isinstance(error, OSError):  # it does not name the file by itself
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
 
 
 @contextlib.contextmanager
 def _locked(file: Any) -> Iterator[None]:
-    """Alone with a file among the processes of this machine; where there are no such locks, not."""
+    """Hold a file's lock among the processes of this machine; do nothing where there are no such locks."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -108,7 +108,7 @@ def _locked(file: Any) -> Iterator[None]:
 
 
 def _is_cut(line: bytes) -> bool:
-    """Whether a last line is part of a row, as a process that was killed leaves it."""
+    """Whether a last line is an incomplete row, as a killed process leaves it."""
     if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
         return False
     try:
@@ -121,8 +121,8 @@ def _is_cut(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. A last row that was cut short is left out, with a warning.
 
-    Raises ValueError naming file and line for any other line that is no row, and for a measured one whose metrics are
-    not finite.
+    Raises ValueError naming file and line for any other line that is not a row, and for a row of status ok whose
+    metrics are not finite.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -158,13 +158,13 @@ def _row(loaded: Any) -> Row:
         if name not in names:
             raise ValueError(f"a row has {name!r}: it must have {', '.join(names)} only")
     row = Row(**loaded)
-    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # of what failed it may be the reason
+    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # in a failed row it may be the reason
         raise ValueError(complaint)
     return row
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:
-    """What is wrong with the first number of some metrics that is infinite or NaN; None where there is none."""
+    """What is wrong with the first metric that is infinite or NaN; None if all are finite."""
     left: list[tuple[str, Any]] = [("metrics", metrics)]
     while left:
         name, value = left.pop()

@@ -1,7 +1,7 @@
-"""One collective over and over on all ranks: what a call takes, and what bandwidth that is.
+"""Repeats one collective on all ranks: the time of a call, and the bandwidth that it means.
 
-Calls follow one another without a pause, as a strategy's do: each lasts from the end of the one before to its own, on a
-GPU by events, so that what the host takes shows only where it is slower than the transfer.
+Calls follow one another without a pause, as a strategy's do. Each is timed from the end of the previous one to its own
+end, on a GPU by events, so that host time shows only where the host is slower than the transfer.
 """
 
 import itertools
@@ -28,10 +28,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth by algorithm bandwidth: what a link carries for each byte of the buffer.
+    """Bus bandwidth over algorithm bandwidth: the bytes that a link carries for each byte of the buffer.
 
     2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast (NCCL-tests,
-    doc/PERFORMANCE.md). So bus bandwidth is to be compared with a link's, whatever the number of ranks.
+    doc/PERFORMANCE.md). So bus bandwidth can be compared with a link's, whatever the number of ranks.
     """
     share = (world_size - 1) / world_size
     return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "broadcast": 1.0}[collective]
@@ -40,18 +40,17 @@ def bus_factor(collective: str, world_size: int) -> float:
 def bandwidths(collective: str, world_size: int, nbytes: int, time_ms: float) -> dict[str, float]:
     """Algorithm and bus bandwidth in bytes/s of a call on a buffer of nbytes.
 
-    As in NCCL-tests the buffer is the larger one: what each rank gives to a reduce-scatter, what it gets of an
-    all-gather.
+    As in NCCL-tests, the buffer is the larger one: each rank's input to a reduce-scatter, its output of an all-gather.
     """
     algorithm = nbytes / (time_ms / 1e3)
     return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * bus_factor(collective, world_size)}
 
 
 def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor, Tensor]:
-    """A call of it on float32 numbers, the larger buffer, of nbytes or a few more where those do not divide, and what
-    each rank gives.
+    """A call of the collective on float32 numbers, its larger buffer, and the input of each rank.
 
-    The call has been made once and its result was right, else this raises RuntimeError.
+    The buffer has nbytes, or a few more if they do not divide evenly. The call has been made once and its result
+    checked; RuntimeError if it was wrong.
     """
     n, rank, numbers = comm.world_size(), comm.rank(), -(-nbytes // 4)
     divides = collective in ("reduce-scatter", "all-gather")
@@ -72,17 +71,17 @@ def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collect
 
 
 def refill(given: Tensor) -> None:
-    """Random numbers, as small as there are: an all-reduce gives its own results again, which grow with each call."""
+    """Fill with tiny random numbers, because an all-reduce adds up its own results again, which grow with each call."""
     given.uniform_(1, 2).mul_(2.0**-126)
 
 
 def most_calls(collective: str, world_size: int) -> int:
-    """How many calls may follow a `refill` until numbers are too large for float32."""
+    """How many calls may follow a `refill` before numbers are too large for float32."""
     return int(250 / math.log2(world_size)) if collective == "all-reduce" else sys.maxsize
 
 
 def time_calls(call: Collective, given: Tensor, count: int) -> list[float]:
-    """The times of so many calls in ms, one after another; before them goes one for which the ranks may have waited."""
+    """The times in ms of consecutive calls, after an untimed one in which the ranks may have waited for each other."""
     device = given.device
     refill(given)
     comm.barrier("start of the calls")
@@ -101,7 +100,7 @@ def time_calls(call: Collective, given: Tensor, count: int) -> list[float]:
 
 
 def affordable(call_ms: float, warmup: int, calls: int, budget_s: float) -> tuple[int, int]:
-    """How many calls warm up and how many are measured: of the seconds a quarter, and the rest, but one and three."""
+    """Numbers of warm-up and measured calls: in a quarter of the seconds, at least 1; in the rest, at least 3."""
     most = budget_s * 1e3 / max(call_ms, 1e-3)
     return max(1, min(warmup, int(most / 4))), max(_FEWEST_CALLS, min(calls, int(most * 3 / 4)))
 
@@ -109,9 +108,9 @@ def affordable(call_ms: float, warmup: int, calls: int, budget_s: float) -> tupl
 def measure_collective(
     collective: str, nbytes: int, device: torch.device, warmup: int, calls: int, budget_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ran, and its metrics: times of the slowest rank, the medians of all. The same on all ranks.
+    """What ran, and its metrics, the same on all ranks: times of the slowest rank, medians of all ranks.
 
-    Warm-up and calls together take about budget_s at most: of what takes long there are fewer, but 3 at least.
+    Warm-up and calls together take at most about budget_s: slow collectives get fewer calls, but at least 3.
     """
     with named(f"{collective} of {nbytes} bytes"):
         call, buffer, given = prepare(collective, nbytes, device)
@@ -129,7 +128,7 @@ def measure_collective(
 
 
 def of_ranks(times: list[list[float]]) -> dict[str, Any]:
-    """The times of each rank as metrics: those of the rank whose median is longest, and how far apart medians are."""
+    """Metrics from the times of each rank: those of the rank with the longest median, and the spread of medians."""
     summaries = [summarise(each) for each in times]
     medians = [summary["p50"] for summary in summaries]
     slowest = medians.index(max(medians))

@@ -1,8 +1,7 @@
-"""Whether each all-gather of FSDP is over before the layer needs its weights, out of a profiler's trace.
+"""Whether each all-gather of FSDP is over before its layer needs the weights, from a profiler's trace.
 
-FSDP gives a range to the start of each gather and to the place where it is waited for. On a GPU the wait is for the
-stream and not for the host: what is launched after it runs when the gather is over, and when the GPU and the host are
-ready for it.
+FSDP puts a range around the start of each gather and around the wait for it. On a GPU the stream waits and the host
+does not: work launched after the wait runs once the gather is over and the GPU and the host are ready for it.
 """
 
 import itertools
@@ -19,25 +18,25 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather of a unit, the turn-th of it in the step: forward is 1, backward 2 where it is gathered again."""
+    """A gather of a unit; `turn` counts its gathers in the step: 1 in forward, 2 in backward if gathered again."""
 
     unit: str
     turn: int
     ms: float
     slack_ms: float
-    """From its end to when its weights could be used first; below 0 what had to wait for it: the stall."""
+    """Time from its end to when its weights could first be used; below 0, how long work waited for it: the stall."""
 
     @property
     def stall_ms(self) -> float:
-        """For how long the layer's first work had to wait for it."""
+        """How long the layer's first work had to wait for it."""
         return max(0.0, -self.slack_ms)
 
 
 def gathers_of(events: Sequence[Event]) -> list[Gather]:
-    """The gathers of a step in the order in which they are waited for; those are left out that nothing comes after.
+    """The gathers of a step in the order of their waits, without those that no work follows.
 
-    On a GPU weights could be used first when the kernel before is over and the one that needs them is launched; on a
-    CPU when the host comes to the wait.
+    On a GPU, weights could first be used when the previous kernel is over and the kernel that needs them is launched;
+    on a CPU, when the host reaches the wait.
     """
     ranges = [event for event in events if event.get("ph") == "X" and not _is_on_gpu(event)]
     starts, waits = _by_unit(ranges, _GATHER), _by_unit(ranges, _WAIT)
@@ -53,7 +52,7 @@ def gathers_of(events: Sequence[Event]) -> list[Gather]:
 
 
 def summary(gathers: Sequence[Gather]) -> dict[str, Any]:
-    """How many were over in time, what all others held up, and each of them."""
+    """How many gathers were over in time, how long all others held up work, and each gather."""
     return {
         "gathers": [
             {"unit": g.unit, "turn": g.turn, "ms": g.ms, "slack_ms": g.slack_ms, "stall_ms": g.stall_ms}
@@ -66,7 +65,7 @@ def summary(gathers: Sequence[Gather]) -> dict[str, Any]:
 
 
 def _is_on_gpu(event: Event) -> bool:
-    return str(event.get("cat", "")).startswith("gpu_")  # also ranges, which are drawn there again
+    return str(event.get("cat", "")).startswith("gpu_")  # also ranges, which the trace repeats there
 
 
 def _by_unit(ranges: Iterable[Event], prefix: str) -> dict[str, list[Event]]:
@@ -82,7 +81,7 @@ def _thread(event: Event) -> tuple[Any, Any]:
 
 
 class _OnCPU:
-    """gloo's transfers, which its threads begin in the order in which they were asked for."""
+    """gloo's transfers, which its threads start in the order of the requests."""
 
     def __init__(self, events: Iterable[Event], starts: Iterable[Event]) -> None:
         transfers = sorted((e for e in events if e["name"] == _GLOO), key=lambda event: event["ts"])
@@ -102,7 +101,7 @@ class _OnCPU:
 
 
 class _OnGPU:
-    """Kernels, each found by its launch: both bear the same `correlation`."""
+    """Kernels, each found by its launch: both have the same `correlation`."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         kernels = {event.get("args", {}).get("correlation"): event for event in gpu_events(events)}
@@ -114,7 +113,7 @@ class _OnGPU:
                 self._launched.setdefault(_thread(event), []).append((event["ts"], kernel))
         for launches in self._launched.values():
             launches.sort(key=lambda launch: launch[0])
-        self._ends: dict[Any, list[tuple[float, float]]] = {}  # of what computes, by stream: start and end
+        self._ends: dict[Any, list[tuple[float, float]]] = {}  # of compute kernels, by stream: start and end
         for kernel in kernels.values():
             if not _communicates(kernel):
                 span = kernel["ts"], kernel["ts"] + kernel["dur"]
@@ -137,7 +136,7 @@ class _OnGPU:
         return (min(spans)[0], max(end for _, end in spans)) if spans else None
 
     def ready(self, wait: Event) -> float | None:
-        """When the first kernel that is launched after the wait could have begun, had it nothing to wait for."""
+        """When the first kernel launched after the wait could have started without the gather."""
         later = self._after(wait, wait["ts"] + wait["dur"])
         first = next(((moment, kernel) for moment, kernel in later if not _communicates(kernel)), None)
         if first is None:

@@ -1,4 +1,4 @@
-"""Intervals of time: joined, compared, added up."""
+"""Intervals of time: merged, intersected, added up."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ Interval = tuple[float, float]
 
 
 def merge(spans: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Spans in order, those that touch or are at most `gap` apart as one."""
+    """Spans in order, merged where they touch or are at most `gap` apart."""
     merged: list[Interval] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1] + gap:
@@ -18,7 +18,7 @@ def merge(spans: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
-    """For how long both were under way; each merged."""
+    """How long spans of both were active; each argument is merged."""
     a, b, total = list(a), list(b), 0.0
     i = j = 0
     while i < len(a) and j < len(b):
@@ -31,5 +31,5 @@ def overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
 
 
 def length(spans: Iterable[Interval]) -> float:
-    """How long they are together; merged."""
+    """Total length of merged spans."""
     return sum(end - start for start, end in spans)

@@ -1,4 +1,4 @@
-"""Storages of tensors as they come and go on a CPU, and the memory of those alive: what a GPU's allocator tells."""
+"""Follows tensor storages on a CPU and counts the bytes alive, which on a GPU the allocator does."""
 
 import weakref
 from typing import Any
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 class StorageFollower(TorchDispatchMode):
     """While active, follows the storages of tensors that operations make, from their first tensor to their last.
 
-    Storages that were there before do not count, nor does what an operation has for itself while it runs, nor what has
-    no bytes. Sees eager operations only, backward passes included. Subclasses say what to do in `made` and `freed`.
+    Storages that existed before do not count, nor do temporaries inside an operation or empty storages. Only eager
+    operations are seen, backward passes included. Subclasses say what to do in `made` and `freed`.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class StorageFollower(TorchDispatchMode):
         self._followed: dict[int, weakref.ref] = {}
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Called for each storage; returns the number by which `freed` is to know it."""
+        """Called for each storage; returns the number with which `freed` will be called."""
         raise NotImplementedError
 
     def freed(self, number: int) -> None:
@@ -39,11 +39,11 @@ class StorageFollower(TorchDispatchMode):
         self._followed[key] = weakref.ref(storage, gone)
 
     def is_new(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it has main memory and is not followed yet."""
+        """Whether it occupies main memory and is not followed yet."""
         return storage._cdata not in self._followed and storage.nbytes() > 0 and storage.device.type == "cpu"
 
     def stop(self) -> None:
-        """Follow none any more; without it those that were made are followed to their end."""
+        """Follow no storage any more; without this call, those made so far are followed to their end."""
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,24 +58,24 @@ class StorageFollower(TorchDispatchMode):
 
 
 class LiveBytes(StorageFollower):
-    """The bytes of storages that operations make while it is active, alive and at most."""
+    """Bytes of the storages that operations make while it is active: alive now, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
-        """Bytes alive of those that have been made."""
+        """Bytes alive now."""
         self.peak = 0
-        """Most of them at one time."""
+        """Most bytes alive at one time."""
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Count it; `freed` knows it by its size."""
+        """Count it; `freed` gets its size."""
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
         return size
 
     def freed(self, number: int) -> None:
-        """Count it no longer."""
+        """Stop counting it."""
         self.now -= number
 
 

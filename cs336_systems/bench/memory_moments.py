@@ -1,6 +1,6 @@
-"""What a step's memory is made of at the moments that the handout asks for, and what a step takes: of any strategy.
+"""The parts of a step's memory at the moments that the handout asks for, and the time of a step, for any strategy.
 
-On a GPU the allocator tells; on a CPU the storages that operators make are counted, to the byte.
+On a GPU the allocator gives the numbers; on a CPU the storages that operators make are counted, to the byte.
 """
 
 import contextlib
@@ -38,27 +38,27 @@ class Meter(Protocol):
 
 
 class StorageMeter(StorageFollower):
-    """Of a CPU: all storages that are made while it is active, each as large as it is now, for FSDP resizes its own."""
+    """For a CPU: all storages made while it is active, each at its current size, because FSDP resizes its storages."""
 
     def __init__(self) -> None:
         super().__init__()
         self._peak = 0
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """See whether there has never been more."""
+        """Update the peak."""
         self._peak = max(self._peak, self.live_bytes() + storage.nbytes())
         return 0
 
     def freed(self, number: int) -> None:
-        """It is followed no longer, which is all."""
+        """Nothing to do: it is no longer followed."""
 
     def live_bytes(self) -> int:
-        """Bytes of those alive."""
+        """Bytes of the storages alive."""
         storages = (reference() for reference in list(self._followed.values()))
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def peak_bytes(self) -> int:
-        """Most of them when one was made, or now."""
+        """Most bytes alive when a storage was made, or now."""
         return max(self._peak, self.live_bytes())
 
     def restart(self) -> None:
@@ -67,7 +67,7 @@ class StorageMeter(StorageFollower):
 
 
 class _AllocatorMeter:
-    """Of a GPU, beyond what was there before."""
+    """For a GPU: memory beyond what was allocated before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, torch.cuda.memory_allocated(device)
@@ -84,9 +84,9 @@ class _AllocatorMeter:
 
 
 def parts_of(trainer: Trainer) -> dict[str, int]:
-    """Bytes of what the training loop itself holds at the moment; a storage that several share counts once.
+    """Bytes of what the training loop itself holds now; a storage that several tensors share counts once.
 
-    gathered: whole weights of FSDP. Buckets are gradients, for those are views of them.
+    gathered: FSDP's whole weights. Buckets count as gradients, because gradients are views of them.
     """
     counted: set[int] = set()
 
@@ -110,7 +110,7 @@ def parts_of(trainer: Trainer) -> dict[str, int]:
 
 
 class Moments:
-    """Notes of a trainer's memory: at once that it is `initialised`, the others by `note` around one step."""
+    """Records of a trainer's memory: INITIALISED at once, the other moments by `note` around one step."""
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self.found: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ class Moments:
 
     @contextlib.contextmanager
     def note(self) -> Iterator[None]:
-        """While active, a step is noted. Peaks are those since the moment before, of the first since the start."""
+        """While active, record a step. Each peak is since the moment before; that of the first is since the start."""
         strategy, optimizer = self._trainer.strategy, self._trainer.optimizer
         with ExitStack() as stack:
             for handle in (
@@ -148,12 +148,12 @@ class Moments:
 def measure_memory(
     config: DDPBench, device: torch.device, looking: Callable[[Trainer], dict[str, Any]] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """On this rank: memory of the step after `warmup` others, by moment; the times of more; what `looking` returns."""
+    """On this rank: memory by moment in the step after the warm-up, the times of more steps, what `looking` returns."""
     on_gpu = device.type == "cuda"
     counter = StorageMeter()
     meter: Meter = _AllocatorMeter(device) if on_gpu else counter
     with ExitStack() as stack:
-        with nullcontext() if on_gpu else counter:  # which slows each operator, so not while steps are timed
+        with nullcontext() if on_gpu else counter:  # it slows each operator, so it is off while steps are timed
             trainer = stack.enter_context(closing(build_trainer(config.run_config(), device)))
             moments = Moments(trainer, meter)
             for _ in range(config.warmup):
@@ -167,7 +167,7 @@ def measure_memory(
 
 
 def fullest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of what the ranks have measured: the memory of the one that has most, the times of the one that takes longest."""
+    """Combine what the ranks measured: the memory of the rank that has most, the times of the slowest rank."""
 
     def peak(rank: dict[str, Any]) -> int:
         return max(moment["peak_bytes"] for moment in rank["moments"].values())
@@ -192,8 +192,8 @@ def rows_of_memory(
     at_work: Callable[[Any], None],
     look: Look | None = None,
 ) -> Iterator[Row]:
-    """A row each, the same on all ranks, with what the planner predicts beside what was measured."""
-    is_first = comm.rank() == 0  # asked here: alone, each is its own first
+    """A row per configuration, the same on all ranks, with the planner's prediction beside what was measured."""
+    is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
     for config in configs:
         at_work(config)
         free_memory()

@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Around some work, gives it a name for whoever profiles it. Nobody profiling, it costs the host microseconds."""
+    """Give the work inside a name that profilers show. Without a profiler this costs the host microseconds."""
     on_gpu = torch.cuda.is_initialized()
     with torch.profiler.record_function(name):
         if on_gpu:

@@ -1,7 +1,7 @@
-"""Cases that several ranks measure together: started in one launch, measured by all of them; rank 0 writes the rows.
+"""Cases that several ranks measure together: one launch starts the ranks, all measure, and rank 0 writes the rows.
 
-The module of such a case has a function `measure_on_rank` (see `OnRank`), its configurations have `devices`, the number
-of processes, and `device`, cpu or cuda; they may have what `_GROUP_OPTIONS` names, alike in all of a launch.
+The module of such a case has a function `measure_on_rank` (see `OnRank`). Its configurations have `devices`, the number
+of processes, and `device`, cpu or cuda. They may have the fields in `_GROUP_OPTIONS`, the same throughout a launch.
 """
 
 import json
@@ -25,16 +25,16 @@ from .sweep import as_json, is_of, is_of_fewer_rounds
 from .worker import SCRATCH
 
 OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]
-"""Rows of some configurations, the same on all ranks; tells the last argument which of them it is at work on."""
+"""Yields rows of configurations, the same on all ranks; tells its last argument which configuration is at work."""
 _PROGRAM = ["-m", "cs336_systems.bench.ranks"]
 _GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas")
 _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
 
 
 def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
-    """The `measure` of the case of this module: one launch of processes measures its configurations.
+    """Make the `measure` of this module's case: one launch of processes measures all configurations.
 
-    Where one of them ends it, that is a row too, and the others are measured in another launch. Before the last round
+    If a configuration ends the launch, that is a row too, and another launch measures the others. Before the last round
     there are rows of the rounds so far (`is_of_fewer_rounds`).
     """
 
@@ -52,7 +52,7 @@ def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
                         yield row
                     return
                 except Exception as error:  # whatever the first rank to fail has raised
-                    if not left:  # only the end of it has failed
+                    if not left:  # only the end of the launch failed
                         return
                     at_work = folder / _AT_WORK
                     culprit = asked[int(at_work.read_text())] if at_work.exists() else left[0]
@@ -82,9 +82,9 @@ def _launch(module: str, devices: int, folder: Path) -> Iterator[Row]:
 
 
 def write_rows(module: str, folder: Path, device: torch.device | None = None) -> None:
-    """What each process does: measure together with the others what is asked for in a folder; rank 0 writes rows there.
+    """The work of each process: measure what a folder asks for, together with the others; rank 0 writes rows there.
 
-    device: this rank's, where the ranks have met already.
+    device: of this rank, if the ranks have already met.
     """
     case = import_module(module)
     configs = [case.CASE.config(**fields) for fields in json.loads((folder / _CONFIGS).read_text())]

@@ -27,12 +27,14 @@ def run_case(
 ) -> Iterator[Row]:
     """Measure; append each row to the file at `path`, then yield it.
 
-    Processes of their own measure, and whatever ends one is a row of status error: the others are measured by the next.
-    resume: leave out what there are rows of on this kind of GPU, but for errors: in the file, or in one of its name in
-    a folder below, where further launches are kept. timeout_s: for each configuration. isolated: whether each group has
-    a process of its own (default: as the case says). progress: called with the number of configurations done, that of
-    all, and the one at work, as `describe_among` all of them. Where what takes turns ends before its last round, rows
-    of the rounds that were over are appended, and not yielded.
+    Separate processes measure. Whatever ends a process is a row of status error, and the next process measures the
+    rest. If configurations that take turns end before their last round, rows of the finished rounds are appended but
+    not yielded.
+
+    resume: skip configurations that have a row other than an error from this kind of GPU, in the file or in one of its
+    name in a folder below, where further launches are kept. timeout_s: for each configuration. isolated: whether each
+    group has a process of its own (default: as the case says). progress: called with the number of configurations done,
+    the number of all, and the one at work in the words of `describe_among`.
     """
     if path.exists():
         read_rows(path)  # a damaged file is refused beforehand
@@ -55,7 +57,7 @@ def run_case(
                         yield row
             except WorkerEndedError as error:
                 workplace.leave()
-                if len(missing) > 1:  # one of them has ended it: each by itself
+                if len(missing) > 1:  # one of them ended it: measure each by itself
                     waiting[:0] = [[config] for config in missing]
                 elif missing:
                     row = failed(case.name, case.variant(missing[0]), as_json(missing[0]), error)
@@ -66,16 +68,16 @@ def run_case(
 
 
 def rows_on_this_gpu(case: Case, path: Path) -> list[Row]:
-    """A case's rows of this kind of GPU in a file and in those of its name in folders below; the file's come last."""
+    """A case's rows from this kind of GPU, in a file and in others of its name in folders below; the file's last."""
     files = [*sorted(path.parent.glob(f"*/**/{path.name}")), *([path] if path.exists() else [])]
     return [row for file in files for row in read_rows(file)
             if row.case == case.name and row.env.get("gpu") == gpu_name()]  # fmt: skip
 
 
 def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> Generator[Row]:
-    """The rows but for those of fewer rounds, which are kept and written where those of all rounds do not come.
+    """The rows of all rounds; rows of fewer rounds are kept, and written if the row of all rounds does not come.
 
-    Whatever the reason: an interrupt, a failure, the end of the process that measures.
+    The reason may be an interrupt, a failure, or the end of the process that measures.
     """
     kept: dict[Any, Row] = {}
     try:
@@ -87,7 +89,7 @@ def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> G
                     if row.status != "ok":
                         _append_unless_known(path, so_far, config)
                 yield row
-            # After a failure the others begin anew: until they have come as far, there is more in the row of before.
+            # After a failure the others start over: until they have come as far, the earlier row has more rounds.
             elif of not in kept or row.config["rounds"] >= kept[of].config["rounds"]:
                 kept[of] = row
     finally:
@@ -96,13 +98,13 @@ def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> G
 
 
 def _append_unless_known(path: Path, row: Row, config: Any) -> None:
-    """Append a row of fewer rounds, but not behind one of all rounds, in the place of which it would be shown."""
+    """Append a row of fewer rounds unless there is one of all rounds, in whose place it would be shown."""
     if not any(is_of(known, config) and known.status == "ok" for known in (read_rows(path) if path.exists() else [])):
         append_row(path, row)
 
 
 def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:
-    """Say what is measured next: a line for those that are measured together, `done` of all being over."""
+    """Log what is measured next: one line for configurations measured together, after `done` that are over."""
     which = f"{done + 1}" if len(group) == 1 else f"{done + 1} to {done + len(group)}"
     fields = describe_among(configs, without=case.together)(group[0])
     variants = ", ".join(dict.fromkeys(map(case.variant, group)))
@@ -111,12 +113,12 @@ def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -
 
 
 def _count(*lists: Any) -> int:
-    """Configurations in groups of them, and in groups of groups."""
+    """Number of configurations in groups, and in groups of groups."""
     return sum(_count(*each) if isinstance(each, list) else 1 for each in lists)
 
 
 class _Workplace:
-    """The process at work: started when there is work, and another one where the case or a failure asks for it."""
+    """The process that measures: started when there is work, and replaced when the case or a failure requires it."""
 
     def __init__(self, case: Case, isolated: bool) -> None:
         self._case, self._isolated = case, isolated
@@ -142,5 +144,5 @@ class _Workplace:
 
     def __exit__(self, kind: object, *exception: object) -> None:
         if kind is not None and self._worker is not None:
-            self._worker.kill()  # it may be at work for long
+            self._worker.kill()  # it may be busy for long
         self.leave()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage that backward needs."""
+    """A storage that the backward pass needs."""
 
     kind: str
     """activation, input, weight (parameters and buffers), or weight copy: a parameter in another type."""
@@ -28,9 +28,9 @@ class Saved:
 
 
 class SavedTensors:
-    """While active, records what is saved for the backward pass of a module. `inputs` are what it is called with.
+    """While active, records what a module saves for its backward pass. `inputs` are the module's arguments.
 
-    named: also in which of the module's own modules, by which operation; compiled code would be compiled anew for that.
+    named: also record in which submodule and by which operation; compiled code would be recompiled for that.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor], named: bool = True) -> None:
@@ -59,11 +59,11 @@ class SavedTensors:
         self._kept.clear()
 
     def bytes(self, kind: str) -> int:
-        """All of a kind."""
+        """Total bytes of a kind."""
         return sum(saved.bytes for saved in self.found if saved.kind == kind)
 
     def by(self, key: Callable[[Saved], str]) -> dict[str, int]:
-        """Bytes of activations by something that they have in common."""
+        """Bytes of activations by a key that they have in common."""
         counted: Counter[str] = Counter()
         for saved in self.found:
             if saved.kind == "activation":
@@ -88,7 +88,7 @@ class SavedTensors:
         return tensor
 
     def _is_weight_copy(self, tensor: Tensor) -> bool:
-        """Told by its values: from where a tensor was cast, autograd does not say here."""
+        """Recognized by its values, because autograd does not say here what a tensor was cast from."""
         candidates = [p for p in self._parameters.values() if p.numel() == tensor.numel() and p.dtype != tensor.dtype]
         turned = [tensor, tensor.mT] if tensor.ndim == 2 else [tensor]
         return any(p.shape == t.shape and torch.equal(p.detach().to(t.dtype), t) for p in candidates for t in turned)
@@ -99,7 +99,7 @@ def _place(tensor: Tensor) -> int:
 
 
 class _Operations(TorchFunctionMode):
-    """While active, knows the name of PyTorch's function that is being called."""
+    """While active, knows the name of the PyTorch function that is being called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What ran when in one step: work that computes and work that communicates, and how much they overlap.
+"""What ran when in one step: compute and communication, and how much they overlap.
 
-On a GPU that is its kernels and copies. On a CPU it is PyTorch's operators, and the transfers in gloo's threads.
+On a GPU, work is kernels and copies. On a CPU, it is PyTorch's operators and the transfers in gloo's threads.
 """
 
 import json
@@ -20,7 +20,7 @@ Streams = dict[str, list[Interval]]
 
 
 class Piece(NamedTuple):
-    """A piece of work: what it was, of which of KINDS, from when to when in us."""
+    """A piece of work: its name, its kind (one of KINDS), and its start and end in us."""
 
     name: str
     kind: str
@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 
 def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.device, host: bool = True) -> list[Event]:
-    """Call `step` twice, the second time under the profiler; the events of its trace.
+    """Call `step` twice, the second time under the profiler; return the events of its trace.
 
-    All ranks of a run call it together; those that are not profiled only take part, and get none.
-    host: with PyTorch's operators too, whose recording holds up the host; a CPU's trace always has them.
+    All ranks of a run call it together; those that are not profiled only take part, and get no events.
+    host: also record PyTorch's operators, which slows the host; a CPU's trace always has them.
     """
     step()
     if not is_profiled:
@@ -54,10 +54,10 @@ def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.devic
 def record_step(
     step: Callable[[], Any], is_profiled: bool, device: torch.device, path: Path | None = None, named: bool = False
 ) -> Streams:
-    """What ran when in a step, by `profile_step`; ranks that are not profiled only take part and get {}.
+    """What ran when in a step, from `profile_step`; ranks that are not profiled only take part and get {}.
 
-    path: where to write it as JSON too. named: the file also has each piece of work with its name, for a page that can
-    be pointed at.
+    path: where to write it as JSON too. named: the file also has each piece of work with its name, for a page that
+    shows the name of what is pointed at.
     """
     events = profile_step(step, is_profiled, device, host=False)
     if not is_profiled:
@@ -71,7 +71,7 @@ def record_step(
 
 
 def gpu_pieces(events: Iterable[Event]) -> list[Piece]:
-    """What the GPU did: what is not communication, copies too, counts as computing."""
+    """What the GPU did: all that is not communication, copies too, counts as compute."""
     return [
         Piece(event["name"], KINDS["nccl" in event["name"].lower()], event["ts"], event["ts"] + event["dur"])
         for event in gpu_events(events)
@@ -79,7 +79,7 @@ def gpu_pieces(events: Iterable[Event]) -> list[Piece]:
 
 
 def cpu_pieces(events: Iterable[Event]) -> list[Piece]:
-    """PyTorch's operators, without those that others call, and transfers as gloo's threads carry them out."""
+    """PyTorch's operators, without those that others call, and the transfers that gloo's threads carry out."""
     found = []
     ends: dict[Any, float] = {}
     for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["ts"], -e["dur"])):
@@ -104,7 +104,7 @@ def streams_of(found: Sequence[Piece]) -> Streams:
 
 
 def by_name(found: Sequence[Piece]) -> dict[str, Any]:
-    """Work one by one: names, and by kind [number of the name, start, end] in ms from the first."""
+    """Each piece of work: the names, and by kind [index of the name, start, end] in ms from the first."""
     first, names = _first(found), list(dict.fromkeys(each.name for each in found))
     number = {name: i for i, name in enumerate(names)}
     lanes = {kind: [[number[p.name], *_ms(p, first)] for p in found if p.kind == kind] for kind in KINDS}
@@ -120,7 +120,7 @@ def _ms(piece: Piece, first: float) -> Interval:
 
 
 def totals(streams: Streams) -> dict[str, float | None]:
-    """In ms from first to last, computing, communicating, both; and what share of communication was overlapped."""
+    """Times in ms (first to last, computing, communicating, both), and the share of communication that overlaps."""
     compute, communication = (streams[kind] for kind in KINDS)
     both, sent = overlap(compute, communication), length(communication)
     return {

@@ -1,7 +1,7 @@
 """Cases as data: what a configuration is, which ones are measured, and which of them take turns.
 
-A case's configuration is a frozen dataclass, each field one value. On the command line a field takes several; their
-product is what is measured.
+A case's configuration is a frozen dataclass, each field one value. On the command line a field takes several values;
+their product is measured.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ def swept(
     also: str | None = None,
     beside: str | None = None,
 ) -> Any:
-    """A field of a configuration whose default is the first of some values, all of which are measured by default.
+    """A field of a configuration with several values: all are measured by default, and the first is its default.
 
-    sweep: those that are measured where the field is named by `--sweep`. quick: the value, or a tuple of those, in a
-    quick run, which takes seconds on a CPU. parse: makes a value of what is written on the command line. also: another
-    name for it there. beside: of a path, which says nothing of what is measured, its name in the folder of the rows,
-    where the command takes it to be unless told otherwise.
+    sweep: the values that are measured if `--sweep` names the field. quick: the value, or a tuple of values, in a quick
+    run, which takes seconds on a CPU. parse: makes a value from text on the command line. also: another name for the
+    field there. beside: for a path, which says nothing about what is measured, its name in the folder of the rows,
+    where the command expects it unless told otherwise.
     """
     quick = quick if isinstance(quick, tuple) else (quick,)
     metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse, "also": also,
@@ -42,38 +42,38 @@ def swept(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something to measure, over and over at different configurations."""
+    """Something to measure, in many configurations."""
 
     name: str
     about: str
     """One line for a person."""
     module: str
-    """Where the case stands, as CASE: a process that measures imports it."""
+    """The module that has the case as CASE; a process that measures imports it."""
     config: type[Any]
     """The dataclass of one configuration; raises ValueError naming a field that is wrong."""
     measure: Callable[[Sequence[Any]], Iterable[Row]]
-    """Rows of some configurations, at least one each, as they are done. What fails is a row too."""
+    """Yields rows of configurations, at least one each, as they are done. A failure is a row too."""
     variant: Callable[[Any], str]
     """The name of a configuration among those it is compared with."""
     together: tuple[str, ...] = ()
-    """Fields whose values are measured by one call, to take turns; all other fields are the same within it."""
+    """Fields whose values are measured by one call, to take turns; all other fields are the same within a call."""
     isolated: bool = False
-    """Whether each call has a process of its own: where memory or compiled code of those before would show."""
+    """Whether each call has a process of its own, for when memory or compiled code of earlier calls would show."""
     empty_caches: bool = False
-    """With isolated: whether the caches of compiled code are empty at the start of each."""
+    """With isolated: whether the caches of compiled code are empty at the start of each call."""
     check: Callable[[Any], None] = lambda config: None
-    """Raises ValueError for those of a product of fields that are left out, where not all of them mean something."""
+    """Raises ValueError for combinations of fields that mean nothing; they are left out of the product."""
 
     @property
     def quick_is_on_cpu(self) -> bool:
-        """Whether a quick run takes a CPU, because the usual sizes are those of a GPU."""
+        """Whether a quick run uses a CPU, because the usual sizes are for a GPU."""
         return any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in dataclasses.fields(self.config))
 
 
 def check_sized_for_gpu(what: str, device: str) -> None:
-    """What is sized for a GPU and not quick, a CPU measures only where it is asked to; what that means is said.
+    """Let a CPU measure what is sized for a GPU and not quick only if it is asked to, and say what that means.
 
-    Raises ValueError where `auto` would be a CPU.
+    Raises ValueError if `auto` would be a CPU.
     """
     if device == "auto" and not gpu_count():
         raise ValueError(
@@ -86,7 +86,7 @@ def check_sized_for_gpu(what: str, device: str) -> None:
 
 
 def value_type(case: Case, name: str) -> Any:
-    """The type of a field's values: of `X | None` X, of a Literal that of its alternatives."""
+    """The type of a field's values: X for `X | None`, and for a Literal the type of its alternatives."""
     hint = get_type_hints(case.config)[name]
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     first = kinds[0] if kinds else hint
@@ -102,10 +102,10 @@ def configurations(
 ) -> list[Any]:
     """The configurations to measure: the product of each field's values.
 
-    Of a field these are the given ones; else, where it is in `sweep`, all of its sweep; else, in a quick run, the quick
-    ones; else its own. Those that the case's `check` is against are left out. beside: values of paths that are not
-    given, for the configurations that can do with them; what keeps others from it is logged. Raises ValueError for a
-    field that there is not, and where nothing is left, of all or of a value that is given.
+    A field's values are the given ones; else, if it is in `sweep`, all of its sweep; else, in a quick run, the quick
+    ones; else its own. Configurations that the case's `check` rejects are left out. beside: values for paths that are
+    not given, used by the configurations that can; why others cannot is logged. Raises ValueError for an unknown field,
+    and if nothing is left, overall or for a value that was given.
     """
     given, beside = given or {}, beside or {}
     lacking: dict[str, None] = {}
@@ -131,7 +131,7 @@ def configurations(
         try:
             config = case.config(**{**asked, **beside})
         except (ValueError, OSError) as error:
-            config = case.config(**asked)  # which raises the same where it is not what is beside
+            config = case.config(**asked)  # raises again if the reason is not what is beside
             lacking[str(error)] = None
         try:
             case.check(config)
@@ -149,7 +149,7 @@ def configurations(
 
 
 def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
-    """Configurations that are measured by one call, in their order."""
+    """Configurations grouped by the call that measures them, in their order."""
     found: dict[Any, list[Any]] = {}
     for config in configs:
         key = tuple(
@@ -160,9 +160,9 @@ def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
 
 
 def is_of(row: Row, config: Any) -> bool:
-    """Whether a row is of this configuration, wherever its files are. It may say more of itself than it was asked.
+    """Whether a row is of this configuration, wherever its files are. The row may have more fields.
 
-    Of a field that there was not yet when it was measured it has the default.
+    A field that did not exist yet when the row was measured counts as its default.
     """
     asked = as_json(config)
     return all(
@@ -173,7 +173,7 @@ def is_of(row: Row, config: Any) -> bool:
 
 
 def is_of_fewer_rounds(row: Row, config: Any) -> bool:
-    """Whether a row is of this configuration but for its rounds, of which there were fewer when it was made."""
+    """Whether a row is of this configuration except that it was made after fewer rounds."""
     asked, had = getattr(config, "rounds", 1), row.config.get("rounds")
     if not isinstance(had, int) or had >= asked:
         return False
@@ -181,19 +181,19 @@ def is_of_fewer_rounds(row: Row, config: Any) -> bool:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """A configuration, or the fields of one, as a row that was read has it."""
+    """A configuration, or its fields, in the form that a row has after it is read."""
     fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def differing(configs: Sequence[Any]) -> list[str]:
-    """The fields in which some configurations differ."""
+    """The fields in which the configurations differ."""
     everyone = [as_json(config) for config in configs]
     return [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
 
 
 def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Callable[[Any], str]:
-    """What names a configuration, or that of a row, among some: the fields in which they differ, but for some."""
+    """A function that names a configuration, or that of a row, by the fields that differ, except those in `without`."""
     told = [name for name in differing(configs) if name not in without]
 
     def describe(config: Any) -> str:

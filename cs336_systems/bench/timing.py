@@ -1,7 +1,7 @@
-"""Times of a piece of work, many times over, on a GPU or a CPU.
+"""Times a piece of work many times, on a GPU or a CPU.
 
-Kernels, which are short, by events on the GPU and with a cold cache (`time_ms`); steps, which are long, by the host's
-clock around work that is waited for (`Stopwatch`).
+Kernels are short: events on the GPU time them, with a cold cache (`time_ms`). Steps are long: the host's clock times
+them, and the host waits for the work to be done (`Stopwatch`).
 """
 
 import time
@@ -16,18 +16,18 @@ from torch import Tensor
 def time_ms(
     work: Callable[[], Any], device: torch.device, warmup_ms: float, rep_ms: float, gradients_of: Sequence[Tensor] = ()
 ) -> list[float]:
-    """The time of each call of `work` in ms, over about `rep_ms` after about `warmup_ms`; once at least.
+    """The time of each call of `work` in ms, over about `rep_ms` after about `warmup_ms`; at least one call.
 
-    A call that alone takes longer than both is not called again: what comes before it has warmed it up, or it itself.
+    If one call takes longer than both together, it is not repeated: earlier work, or the call itself, has warmed it up.
 
-    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does it; time on the
-    host counts as far as the flush, about 0.1 ms, does not hide it. On a CPU: the clock around each call. The gradients
-    of some tensors are set to None before each call, so that nothing is added up.
+    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does; host time
+    counts as far as the flush, about 0.1 ms, does not hide it. On a CPU: the clock around each call. The gradients of
+    the tensors in `gradients_of` are set to None before each call, so that nothing is accumulated.
     """
     measure = _gpu_times if device.type == "cuda" else _cpu_times
     estimate = measure(work, 1, gradients_of, device)[0]
     if 0 < estimate <= rep_ms:
-        estimate = min(estimate, *measure(work, 4, gradients_of, device))  # one alone may be the host's hiccup
+        estimate = min(estimate, *measure(work, 4, gradients_of, device))  # a single one may be a hiccup of the host
     elif estimate > warmup_ms + rep_ms:
         return [estimate]
     measure(work, int(warmup_ms / estimate), gradients_of, device)
@@ -35,7 +35,7 @@ def time_ms(
 
 
 def timer(device: torch.device) -> str:
-    """What `time_ms` does on a device, for the row."""
+    """How `time_ms` measures on a device, for the row."""
     if device.type == "cuda":
         return "CUDA events around each call, the L2 cache flushed before it"
     return "time.perf_counter around each call"
@@ -71,13 +71,13 @@ def _cpu_times(
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when a GPU has done what was asked of it so far; at once for a CPU."""
+    """Wait until a GPU has done all work so far; on a CPU, return at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Stopwatch:
-    """Laps of work on a device, each until the device is done with it. Starts at once."""
+    """Times laps of work on a device, each until the device is done with it. Starts at once."""
 
     METHOD = "timeit.default_timer around work that ends in torch.cuda.synchronize()"
 
@@ -87,7 +87,7 @@ class Stopwatch:
         self._last = clock()
 
     def lap_ms(self) -> float:
-        """Wait for the device; the time since the start or the last lap, in ms."""
+        """Wait for the device; return the time since the start or the last lap, in ms."""
         wait_for(self._device)
         now = self._clock()
         elapsed, self._last = now - self._last, now

@@ -1,4 +1,4 @@
-"""Training steps of several strategies on all ranks together, timed; where the host is not steady, they take turns."""
+"""Times training steps of several strategies on all ranks together; if the host is not steady, they take turns."""
 
 import dataclasses
 import time
@@ -24,7 +24,7 @@ from .timing import wait_for
 
 
 class StepBench(Protocol):
-    """What is asked of a configuration: a frozen dataclass."""
+    """What a configuration, a frozen dataclass, must have."""
 
     @property
     def warmup(self) -> int: ...
@@ -41,7 +41,7 @@ class StepBench(Protocol):
 
 Config = TypeVar("Config", bound=StepBench)
 Look = Callable[[Any, bool, Trainer], dict[str, Any]]
-"""Looks at a step of a configuration: called with it, whether this is the first rank, and what does its steps."""
+"""Looks at a step: called with the configuration, whether this is the first rank, and the trainer."""
 
 
 def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
@@ -55,7 +55,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
 
 
 def time_steps(trainer: Trainer, steps: int) -> list[float]:
-    """The times of steps in ms, as the loop measures them, after a step that all ranks begin together."""
+    """The times of steps in ms, as the loop measures them, after an untimed step that all ranks start together."""
     with objects_set_aside():
         comm.barrier("start of the measurement")
         trainer.reset_clock()
@@ -64,13 +64,13 @@ def time_steps(trainer: Trainer, steps: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Built:
-    """What does the steps of a configuration, after its warm-up, and what was measured on the way."""
+    """The trainer of a configuration after its warm-up, and what was measured on the way."""
 
     trainer: Trainer
     first_loss: float
     startup_s: float
     held_before_bytes: int
-    """What was held when it was built, by a variant before; in its peak too, where it stays."""
+    """What an earlier variant still held when this one was built; part of the peak if it stays."""
 
 
 def measure_in_turns(
@@ -79,14 +79,14 @@ def measure_in_turns(
     at_work: Callable[[Any], None],
     look: Look | None = None,
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """Each configuration after each of its rounds, with the metrics so far: those of the slowest rank, the same on all.
+    """Yield each configuration after each round, with the metrics so far: the slowest rank's, the same on all ranks.
 
-    Before its last round it is the configuration of so many rounds. look: called in the last round; what it returns on
-    the first rank is among the metrics. What is `built_once` is built before the first round and held to the end, and
-    memory is not among its metrics; else each is built anew for each of its rounds.
+    Before the last round, the configuration has the number of rounds so far. look: called in the last round; what it
+    returns on the first rank joins the metrics. With `built_once`, all are built before the first round and held to the
+    end, and memory is not among the metrics; otherwise each is built anew for each round.
     """
     built_once = configs[0].built_once
-    is_first = comm.rank() == 0  # asked here: alone, each is its own first
+    is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
     everything: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
     held: dict[Config, Built] = {}
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def measure_in_turns(
                     everything[config].append(_measure(built, config, with_memory=not built_once))
                     seen = look(config, is_first, built.trainer) if look is not None and is_last else {}
                 del building, built
-                free_memory()  # what the variant before has held, compiled code's references too
+                free_memory()  # what this variant held, including references of compiled code
                 ranks = comm.gather_objects((merged(everything[config]), seen), "what was measured")
                 so_far: Any = config
                 yield (
@@ -123,7 +123,7 @@ def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
     free_memory()
     held = torch.cuda.memory_allocated(device) if on_gpu else 0
     with closing(build_trainer(config.run_config(), device)) as trainer:
-        free_memory()  # of weights as they were drawn, whole, and of a variant before that gave back late
+        free_memory()  # of the initial weights, unsharded, and of an earlier variant that was released late
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
@@ -136,7 +136,7 @@ def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
 
 
 def _measure(built: Built, config: StepBench, with_memory: bool) -> dict[str, Any]:
-    """What a round tells."""
+    """The measurements of one round."""
     times = time_steps(built.trainer, config.steps)
     memory = {"peak_memory_bytes": built.trainer.memory_bytes(), "held_before_bytes": built.held_before_bytes}
     first = {"first_loss": built.first_loss, "startup_s": built.startup_s}
@@ -144,20 +144,20 @@ def _measure(built: Built, config: StepBench, with_memory: bool) -> dict[str, An
 
 
 def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank has measured, over its rounds."""
+    """What one rank has measured over all its rounds."""
     times = [time for each in rounds for time in each["steps_ms"]]
     first = {"first_loss": rounds[0]["first_loss"], "startup_s": max(each["startup_s"] for each in rounds)}
     return {"step_ms": summarise(times), "steps_ms": times, **first, **_largest_memory(rounds)}
 
 
 def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The times of the rank that took longest, the largest memory, and how far apart the ranks were."""
+    """The times of the slowest rank, the largest memory, and how far apart the ranks were."""
     medians = [metrics["step_ms"]["p50"] for metrics in ranks]
     times = max(ranks, key=lambda metrics: metrics["step_ms"]["p50"])
     return {**times, "spread_ms": max(medians) - min(medians), **_largest_memory(ranks)}
 
 
 def _largest_memory(found: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Of ranks or rounds; nothing where it was not measured."""
+    """The largest of ranks or rounds; empty if memory was not measured."""
     names = ("peak_memory_bytes", "held_before_bytes")
     return {name: max(each[name] for each in found) for name in names if name in found[0]}

@@ -1,4 +1,4 @@
-"""A process that measures for another one, which survives its end: by a crash, a full memory, or taking too long."""
+"""A process that measures for another, so that the other survives a crash, a full memory or a timeout of the first."""
 
 import contextlib
 import multiprocessing
@@ -19,26 +19,26 @@ from .case import Row
 from .outcome import is_sound
 from .sweep import Case
 
-# From a server that has PyTorch loaded and has never touched CUDA, which does not survive a fork: that spares each
-# process seconds.
+# Processes are forked from a server that has loaded PyTorch, which saves each of them seconds. The server has never
+# touched CUDA, which does not survive a fork.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "cs336_systems.bench.workload"])
 
 
 SCRATCH = "CS336_SCRATCH"
-"""Names, in the environment of a case that measures, a folder that is removed however its process ends."""
+"""Environment variable that gives a measuring case a folder that is removed however its process ends."""
 
 
 class WorkerEndedError(RuntimeError):
-    """The process has ended, or was ended, before all rows were there; the message says how."""
+    """The process ended, or was ended, before all rows had come; the message says how."""
 
 
 class Worker:
     """A process for some calls of a case's `measure`. Closed by `close`, or as a context manager."""
 
     def __init__(self, module: str, empty_caches: bool = False) -> None:
-        """`module` is that of the case, which is imported in the process."""
-        self.is_sound = True  # false where what has failed makes what comes after it fail too
+        """`module` is the case's, which the process imports."""
+        self.is_sound = True  # false if a failure makes everything after it fail too
         self._stack = ExitStack()
         self._pipe, theirs = _CONTEXT.Pipe()
         lifeline, self._lifeline = _CONTEXT.Pipe(duplex=False)
@@ -47,10 +47,10 @@ class Worker:
         if empty_caches:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
-        resource_tracker.ensure_running()  # which the server needs; where it is started, it lets interrupts through
-        with _later(), _no_interrupts_inherited():  # the server is to get none: a terminal's Ctrl-C is for this process
+        resource_tracker.ensure_running()  # the server needs it; starting it unblocks interrupts
+        with _later(), _no_interrupts_inherited():  # a terminal's Ctrl-C is for this process, not for the server
             forkserver.ensure_running()
-        with _later():  # half of a request would be a traceback of the server's
+        with _later():  # half a request would make the server print a traceback
             self._process.start()
         theirs.close()
         lifeline.close()
@@ -80,7 +80,7 @@ class Worker:
         self._process.kill()
 
     def close(self) -> None:
-        """End the process: it has a moment to end by itself."""
+        """End the process, which first has a moment to end by itself."""
         self._pipe.close()
         self._lifeline.close()
         self._process.join(5)
@@ -98,13 +98,14 @@ class Worker:
 
 @contextlib.contextmanager
 def _later() -> Iterator[None]:
-    """A signal that is to end this process is not lost but comes afterwards.
+    """Delay signals that would end this process until the block is over; none is lost.
 
-    By its handler, not by a mask, which is of one thread: a signal then comes by another, such as that of a bar.
+    This replaces handlers and does not mask signals, because a mask holds for one thread only: a signal would then
+    arrive in another thread, such as that of a progress bar.
     """
     came: list[int] = []
     before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # only there may handlers be set, and are they run
+    if threading.current_thread() is threading.main_thread():  # only there can handlers be set, and do they run
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, lambda number, _: came.append(number))
@@ -119,7 +120,7 @@ def _later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_interrupts_inherited() -> Iterator[None]:
-    """A process that is started now, by this thread, gets no interrupts."""
+    """A process that this thread starts inside gets no interrupts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -138,9 +139,9 @@ def _how(code: int | None) -> str:
 
 
 def _work(pipe: Connection, lifeline: Connection, module: str, environ: Mapping[str, str]) -> None:
-    """What the process does: measure what it is sent, send rows."""
+    """The work of the process: measure what it is sent, and send rows."""
     os.environ.update(environ)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other process ends this one
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     case: Case = import_module(module).CASE
     _refuse_eager_fallback()
@@ -153,20 +154,20 @@ def _work(pipe: Connection, lifeline: Connection, module: str, environ: Mapping[
             for row in case.measure(configs):
                 pipe.send(row)
             pipe.send(is_sound())
-        except Exception as error:  # what no row is of: the configurations that are left are measured one by one
+        except Exception as error:  # it has no row: the configurations left are measured one by one
             pipe.send(f"{type(error).__name__}: {error}")
             return
 
 
 def _refuse_eager_fallback() -> None:
-    """Let what is compiled too often fail. PyTorch would go on without compiling it, and its row say it is compiled."""
+    """Make too many recompilations an error. PyTorch would fall back to eager, and the row would say compiled."""
     from torch._dynamo import config
 
     config.fail_on_recompile_limit_hit = True
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process when the one that started it lets go of it, which it also does when it is killed."""
+    """End this process when the one that started it closes the lifeline, as it also does when it is killed."""
     with contextlib.suppress(EOFError):
         lifeline.recv()
     os._exit(1)

@@ -1,6 +1,7 @@
-"""A model and what is done with it over and over: what is timed, profiled and looked at in memory.
+"""A model and a step that is repeated on it: what is timed, profiled and examined in memory.
 
-`Workload` says it, `Workbench` is it: model, batch and optimizer on their device, and the phases of a step to call.
+`Workload` describes it, `Workbench` builds it: model, batch and optimizer on their device, and the phases of a step to
+call.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
-    """The architecture of a named size or of `quick`, or of fields alone. Raises ValueError for one that is none."""
+    """The architecture of a named size, of `quick`, or of fields alone. Raises ValueError for an invalid one."""
     named: dict[str, Any] = _QUICK if size == QUICK_SIZE else {"size": size}
     if vocab_size is not None:
         named = {**named, "vocab_size": vocab_size}
@@ -40,22 +41,22 @@ def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, its input, how it computes, and how much of a training step is done."""
+    """A model, its input, how it computes, and how much of a training step it does."""
 
     size: str = "small"
-    """Named size of the model, or quick: one that computes at once on a CPU."""
+    """Named size of the model, or quick, a tiny one for a CPU."""
     vocab_size: int | None = None
     """Size of the vocabulary (default: the size's, else 10,000)."""
     context_length: int = 512
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     batch_size: int = 4
-    """Sequences a batch."""
+    """Sequences per batch."""
     mode: Literal["forward", "forward_backward", "train_step"] = "forward_backward"
-    """forward: the loss alone, without gradients, as in inference. train_step: with the optimizer's step."""
+    """forward: only the loss, without gradients, as in inference. train_step: with the optimizer step."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type; weights are float32."""
     compile: bool = False
-    """torch.compile, block by block."""
+    """Use torch.compile, block by block."""
     attention: str = "naive"
     """Attention kernel by its registered name."""
     activation_checkpointing: str = "none"
@@ -63,7 +64,7 @@ class Workload:
     optimizer: Literal["own", "torch", "torch_foreach", "torch_fused"] = "torch_fused"
     """Implementation of AdamW."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
+    """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -78,17 +79,17 @@ class Workload:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The architecture. Raises ValueError for one that is none."""
+        """The architecture. Raises ValueError for an invalid one."""
         return model_of(self.size, self.vocab_size, context_length=self.context_length, attention=self.attention)
 
     @property
     def train_config(self) -> TrainConfig:
-        """How it computes. Raises ValueError where that cannot be."""
+        """How it computes. Raises ValueError for what is impossible."""
         names = ("batch_size", "precision", "compile", "activation_checkpointing", "device")
         return TrainConfig(**{name: getattr(self, name) for name in names})
 
     def check_checkpointed(self) -> None:
-        """Raise ValueError where more blocks are to be checkpointed than there are."""
+        """Raise ValueError if more blocks are to be checkpointed than there are."""
         with without_groups():
             self.train_config.check_checkpointed(self.shape.num_layers)
 
@@ -124,11 +125,11 @@ class Workbench:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """What a step of this mode consists of, of PHASES."""
+        """The phases of a step in this mode, out of PHASES."""
         return PHASES[: ("forward", "forward_backward", "train_step").index(self.config.mode) + 1]
 
     def forward(self) -> Tensor:
-        """The mean loss of the batch, in nats a token; with a graph for `backward` unless the mode is forward."""
+        """The mean loss of the batch, in nats per token; with a graph for `backward` unless the mode is forward."""
         with named_range("forward"), torch.set_grad_enabled(self.config.mode != "forward"), self._autocast():
             logits = self.model(self.inputs)
             self._logits_dtype = logits.dtype
@@ -140,7 +141,7 @@ class Workbench:
             loss.backward()
 
     def optimizer_step(self) -> None:
-        """Update the weights, where there is an optimizer, and clear the gradients."""
+        """Update the weights if there is an optimizer, and clear the gradients."""
         if self.optimizer is not None:
             with named_range("optimizer"):
                 self.optimizer.step()
@@ -159,7 +160,7 @@ class Workbench:
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
     def read_back(self) -> dict[str, Any]:
-        """The workload and the resolved architecture, as what was built and has run shows them: for its row."""
+        """The workload and the resolved architecture for the row, read from what was built and has run."""
         blocks: list[Any] = list(self.model.layers)
         precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         return dataclasses.asdict(self.config) | dict(
@@ -177,12 +178,12 @@ class Workbench:
 
 
 def is_compiled(block: Any) -> bool:
-    """Whether a block's forward is compiled, also where it is checkpointed."""
+    """Whether a block's forward is compiled, even if it is also checkpointed."""
     return any(hasattr(function, "_torchdynamo_orig_callable") for function in wrapped(block.forward))
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and those inside it: of partials their first arguments."""
+    """A function and those inside it, which for a partial are its function and first argument."""
     yield function
     if isinstance(function, functools.partial):
         for inner in (function.func, *function.args[:1]):

@@ -1,13 +1,13 @@
 """What kind of work a kernel does, by its name: on a GPU the kernel's, on a CPU the operator's.
 
-The table is read from above; the first pattern that is found in the name counts. Names are those of PyTorch, cuBLAS,
+The table is read from the top; the first pattern found in the name counts. Names are those of PyTorch, cuBLAS,
 cuDNN, CUTLASS, NCCL, Triton, TorchInductor and of this project's own kernels.
 """
 
 import re
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    # What TorchInductor generates says in its prefix what shape of loop it is; the rest of the name, which operators of
+    # The prefix of a TorchInductor kernel says what shape of loop it is; the rest of the name says which operators of
     # the model it comes from or stands beside. A reduction fused around a softmax counts as the softmax.
     ("attention", r"^triton_tem_\w*flex"),
     ("softmax", r"^triton_(red|per)_fused\w*softmax"),
@@ -48,7 +48,7 @@ CLASSES = (
 
 
 def kernel_class(name: str, phase: str = "") -> str:
-    """The class of a kernel, one of CLASSES. In the phase `optimizer` all but communication is the optimizer's."""
+    """The class of a kernel, one of CLASSES. In the phase `optimizer`, all but communication is optimizer."""
     for found, pattern in _PATTERNS:
         if re.search(pattern, name):
             return "optimizer" if phase == "optimizer" and found != "communication" else found

@@ -14,10 +14,10 @@ LIFETIMES = ("alive all along", "alive before, freed", "allocated, kept", "alloc
 
 @dataclass(slots=True)
 class Allocation:
-    """A piece of memory, from when it was given until it could be used again.
+    """A piece of memory, from its allocation until it could be used again.
 
     It is alive at moments `start` to `end` - 1; moment 0 is before the first event of the trace, moment i after the
-    i-th. Times are None where it was alive before the recording, or still after it.
+    i-th. Times are None if it was alive before the recording, or still after it.
     """
 
     address: int
@@ -46,7 +46,7 @@ class History:
     warnings: tuple[str, ...]
 
     def phase_at(self, moment: int) -> str:
-        """The phase of a moment; the nearest for one outside all of them."""
+        """The phase of a moment; outside all phases, the nearest one."""
         return self.phases[max(i for i, start in enumerate(self.boundaries[:-1]) if start <= moment or i == 0)]
 
 
@@ -84,7 +84,7 @@ def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
 
 
 class _Walk:
-    """Forward through the trace: which memory was given when, and when it could be used again."""
+    """Walks forward through the trace: which memory was allocated when, and when it could be used again."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.allocations: list[Allocation] = []
@@ -109,7 +109,7 @@ class _Walk:
         )
         self._alive[event.address] = new
         if any(frame.function == MARKER for frame in event.frames):
-            self.markers.append(moment)  # tracked, so that its free is its own, but not memory of the step
+            self.markers.append(moment)  # tracked so that its free is matched to it, but not memory of the step
         else:
             self.allocations.append(new)
 
@@ -129,7 +129,7 @@ class _Walk:
         self._requested.pop(address, None)
 
     def _close_unseen(self, address: int, moment: int, time_us: int) -> None:
-        """End what the trace shows no completed free of: at its request, or at the last moment it can have lived."""
+        """End what has no completed free in the trace: at the request for it, or at the last moment possible."""
         if address in self._requested:
             self._close(address, *self._requested[address])
         else:
@@ -175,16 +175,16 @@ def _categorize_by_lifetime(allocations: list[Allocation], last: int) -> None:
 
 
 def _out_of_memory(snapshot: Snapshot) -> int:
-    """The last moment at which memory was asked for that there was not; the end where none was."""
+    """The last moment at which a request ran out of memory; the end if none did."""
     moments = [moment for moment, event in enumerate(snapshot.events) if event.action == "oom"]
     return moments[-1] if moments else len(snapshot.events)
 
 
 def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple[int, ...], failed: int) -> int:
-    """Set categories by the tensors, else by lifetime; the number of tensors that no memory was found for.
+    """Set categories by the tensors, else by lifetime; return the number of tensors without memory in the snapshot.
 
-    Activations are what the forward pass leaves to the backward pass, and where that did not begin, what there was
-    when the step `failed`.
+    Activations are what the forward pass leaves to the backward pass or, if that did not begin, what there was when the
+    step `failed`.
     """
     at_address: dict[int, list[Allocation]] = defaultdict(list)
     for a in allocations:

@@ -48,7 +48,7 @@ class KernelProfile:
         return replace(self.workload, mode=mode)  # type: ignore[arg-type]
 
     def check_device(self) -> torch.device:
-        """The device. Raises ValueError where it is not there, or does not compute in the precision."""
+        """The device. Raises ValueError if it is not there or does not compute in the precision."""
         try:
             device = select_device(self.workload.device)
             check_precision(device, self.workload.precision)
@@ -68,9 +68,9 @@ Tool = Callable[[KernelProfile, str, Path], Profiled]
 def measure(
     config: KernelProfile, out: Path, profile: Tool, rows: Path | None = None
 ) -> Iterator[tuple[Row, list[KernelTotal]]]:
-    """Profile mode by mode with a tool, append a row a mode to a file, and yield it with its kernels.
+    """Profile mode by mode with a tool; append a row per mode to a file, and yield it with its kernels.
 
-    rows: the file (default: `rows.jsonl` in `out`). What does not fit into memory is a row of status oom.
+    rows: the file (default: `rows.jsonl` in `out`). A mode that does not fit into memory gives a row of status oom.
     """
     modes = list(dict.fromkeys(config.modes))
     for number, mode in enumerate(modes, 1):
@@ -79,7 +79,7 @@ def measure(
         totals: list[KernelTotal] = []
         try:
             if config.workload.device.startswith("cuda"):
-                use_device(config.workload.device)  # its state before is asked for next
+                use_device(config.workload.device)  # its state is read next
             before = current_gpu_state()
             ran, metrics, totals = profile(config, mode, out)
             row = Row(case=CASE, variant=mode, config=ran | given, metrics=metrics)
@@ -114,7 +114,7 @@ def warm_bench(config: KernelProfile, mode: str) -> tuple[Workbench, bool]:
 
 
 def wall_times(bench: Workbench, steps: int) -> dict[str, Any]:
-    """Without a profiler: the time of a step in ms by the host's clock, and of each phase, waited for one by one."""
+    """Without a profiler: the time of a step in ms by the host's clock, and of each phase, with a wait after each."""
     watch = Stopwatch(bench.device)
     for _ in range(steps):
         bench.step()
@@ -126,7 +126,7 @@ def wall_times(bench: Workbench, steps: int) -> dict[str, Any]:
         if "backward" in laps:
             bench.backward(loss)
             laps["backward"] += watch.lap_ms()
-            bench.optimizer_step()  # without an optimizer it clears the gradients, which is no phase
+            bench.optimizer_step()  # without an optimizer it clears the gradients, which is not a phase
             cleared = watch.lap_ms()
             if "optimizer" in laps:
                 laps["optimizer"] += cleared
@@ -163,7 +163,7 @@ def profile_with_torch(config: KernelProfile, mode: str, out: Path) -> Profiled:
 
 
 def _record(bench: Workbench, steps: int, trace: Path) -> float:
-    """Write the trace of some steps; the time of each in ms, under the profiler."""
+    """Write the trace of some steps; return the time of a step in ms, under the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -174,7 +174,7 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
         for _ in range(steps + 1):
             watch = Stopwatch(bench.device)
             bench.step()
-            # Waited for: a kernel that were still running when recording begins would have no launch.
+            # Wait, because a kernel still running when recording begins would have no launch.
             times.append(watch.lap_ms())
             profiler.step()
     with written_whole(trace) as beside:

@@ -36,9 +36,9 @@ def profile(
     detail: int = 5000,
     min_bytes: int = 0,
 ) -> Row:
-    """Record a step of a workload into a folder and draw it there; the row, which is appended to a file of rows.
+    """Record a step of a workload into a folder and draw it there; return the row, also appended to a file of rows.
 
-    rows: that file (default: the folder's own). A model that does not even fit without a step gives a row with status
+    rows: that file (default: the folder's own). A model that does not fit even without a step gives a row with status
     oom and no picture.
     """
     rows = rows or folder / ROWS_FILE
@@ -61,11 +61,11 @@ def profile(
 def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int = 5000, min_bytes: int = 0) -> Row:
     """Draw a snapshot into a folder, and append its row to a file of rows, the folder's own if no other is given.
 
-    Nothing but the file, and the phases beside it, counts.
+    Only the file, and the phases beside it, matter.
 
     Phases are read from `phases.json` beside a `snapshot.pickle`. Without them, categories come from lifetimes alone.
-    In the page, the `detail` largest allocations of at least `min_bytes` are drawn one by one at first. Raises
-    FileNotFoundError, or ValueError naming the file, for what is no snapshot.
+    The page at first draws the `detail` largest allocations of at least `min_bytes` one by one. Raises
+    FileNotFoundError, or ValueError naming the file, for what is not a snapshot.
     """
     beside = snapshot.parent / PHASES_FILE
     phases = read_phases(beside) if snapshot.name == SNAPSHOT_FILE and beside.exists() else None
@@ -80,7 +80,7 @@ def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int 
 
 
 def check_out(rows: Path) -> None:
-    """Raise ValueError where the rows, and so all else, cannot be written."""
+    """Raise ValueError if the rows, and so everything else, cannot be written."""
     folder_to_write(str(rows.parent))
     check_row_file(rows)
 
@@ -102,9 +102,9 @@ def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
 
 
 def counted(config: dict[str, Any]) -> dict[str, int]:
-    """What a workload's shapes say, in bytes: one residual-stream activation, and the parameters; both float32.
+    """Bytes counted from a workload's shapes: one residual-stream activation, and the parameters; both float32.
 
-    batch x context x d_model x 4, and 4 a parameter. Empty where the configuration has not all of it.
+    batch x context x d_model x 4, and 4 per parameter. Empty if the configuration lacks one of these.
     """
     names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads", "batch_size")
     sizes = {name: value for name in names if type(value := config.get(name)) is int}

@@ -1,10 +1,10 @@
-"""The profile `kernels` by NVIDIA Nsight Systems: runs a step under `nsys profile`, reads what `nsys stats` says of it.
+"""The profile `kernels` by NVIDIA Nsight Systems: runs a step under `nsys profile`, reads it with `nsys stats`.
 
 As a program it is what runs under `nsys profile`: `python -m cs336_systems.profiling.nsys CONFIG_JSON FACTS_FILE`.
 
-`nvtx_kern_sum` counts a kernel in every range that its launch lies in on the same thread. The backward pass has a
-thread of its own, so backward is what is in neither of the other phases, and its attention is not split. Copies are not
-in these reports. Source: the descriptions of the reports in the Nsight Systems post-collection analysis guide.
+`nvtx_kern_sum` counts a kernel in every range that contains its launch on the same thread. The backward pass has a
+thread of its own, so backward is everything outside the other phases, and its attention is not split. Copies are not in
+these reports. Source: the descriptions of the reports in the Nsight Systems post-collection analysis guide.
 """
 
 import csv
@@ -29,7 +29,7 @@ _COUNTS, _TIME = ("Kern Inst", "Instances"), "Total Time (ns)"
 
 
 def check_nsys(device: torch.device) -> None:
-    """Raise ValueError where Nsight Systems is not installed, or the device is none that it sees."""
+    """Raise ValueError if Nsight Systems is not installed, or does not see this kind of device."""
     if shutil.which("nsys") is None:
         raise ValueError("tool is 'nsys', which is not on the PATH: install Nsight Systems, or use --tool torch")
     if device.type != "cuda":
@@ -37,7 +37,7 @@ def check_nsys(device: torch.device) -> None:
 
 
 def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
-    """What profiles one mode: `nsys profile` of this module, recording from after the warm-up. Writes nsys_MODE.*."""
+    """The command that profiles one mode: `nsys profile` of this module, after the warm-up. Writes nsys_MODE.*."""
     fields = asdict(config.workload_of(mode))
     changed = {name: value for name, value in fields.items() if value != getattr(Workload(), name)}
     given = json.dumps({"workload": changed, "warmup": config.warmup, "steps": config.steps})
@@ -46,12 +46,12 @@ def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
 
 
 def record_command(out: Path) -> list[str]:
-    """What comes before a command that is to be recorded, between its calls of cudaProfilerStart and -Stop."""
+    """What to put before a command to record it between its calls of cudaProfilerStart and -Stop."""
     return [
         "nsys",
         "profile",
         "--trace=cuda,nvtx",
-        "--cuda-memory-usage=true",  # a line of its own below the kernels, where a person opens the recording
+        "--cuda-memory-usage=true",  # a line of its own below the kernels when a person opens the recording
         "--sample=none",
         "--cpuctxsw=none",
         "--capture-range=cudaProfilerApi",
@@ -62,7 +62,7 @@ def record_command(out: Path) -> list[str]:
 
 
 def stats_command(report: str, recorded: Path) -> list[str]:
-    """What prints a report of a recording as CSV."""
+    """The command that prints a report of a recording as CSV."""
     return ["nsys", "stats", f"--report={report}", "--format=csv", "--force-export=true", str(recorded)]
 
 
@@ -86,8 +86,8 @@ def profile_with_nsys(config: KernelProfile, mode: str, out: Path) -> Profiled:
 def _output(command: list[str]) -> str:
     """What a command prints.
 
-    Raises, where it fails, OutOfMemoryError with the line that says so, which nsys and libraries may have lines after,
-    or else RuntimeError with its last line.
+    If it fails, raises OutOfMemoryError with the line that says so, which lines of nsys and libraries may follow, or
+    else RuntimeError with the last line.
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -100,9 +100,9 @@ def _output(command: list[str]) -> str:
 
 
 def nsys_totals(kernels: str, ranges: str, mode: str, steps: int) -> list[KernelTotal]:
-    """Kernel totals a step, from the CSV of `cuda_gpu_kern_sum` and of `nvtx_kern_sum`; times there are in ns.
+    """Kernel totals per step, from the CSV of `cuda_gpu_kern_sum` and of `nvtx_kern_sum`; times there are in ns.
 
-    Raises ValueError for a text that is no such CSV.
+    Raises ValueError for a text that is not such a CSV.
     """
     rows, rest = _read_csv(ranges), _sum_by_name(_read_csv(kernels))
     found: dict[tuple[str, str | None], dict[str, list[float]]] = {}
@@ -126,7 +126,7 @@ def nsys_totals(kernels: str, ranges: str, mode: str, steps: int) -> list[Kernel
 
 
 def _read_csv(text: str) -> list[dict[str, str]]:
-    """The rows of a report, without the lines that nsys says before it."""
+    """The rows of a report, without the lines that nsys prints before it."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
         if _TIME in line and any(name in line for name in _NAMES):
@@ -135,11 +135,11 @@ def _read_csv(text: str) -> list[dict[str, str]]:
 
 
 def _range_of(row: dict[str, str]) -> str:
-    return (row.get(_RANGE) or "").lstrip(":")  # before the colon stands the domain, and PyTorch's is the unnamed one
+    return (row.get(_RANGE) or "").lstrip(":")  # the domain is before the colon, and PyTorch's has no name
 
 
 def _sum_by_name(rows: list[dict[str, str]]) -> dict[str, list[float]]:
-    """Count and ns, kernel by kernel."""
+    """Count and ns of each kernel."""
     found: dict[str, list[float]] = {}
     for row in rows:
         name, count = (next(row[key] for key in keys if key in row) for keys in (_NAMES, _COUNTS))

@@ -1,4 +1,4 @@
-"""What a snapshot does not say: which phases the step had, and which addresses were whose tensors. A file beside it."""
+"""What a snapshot does not say, in a file beside it: the phases of the step, and whose tensors the addresses were."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARIES, OTHER)
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A tensor whose memory starts at `address` at a boundary: the number of it, from 0, the start of the recording."""
+    """A tensor whose memory starts at `address` at a boundary; boundary 0 is the start of the recording."""
 
     boundary: int
     address: int
@@ -28,7 +28,7 @@ class Held:
 class Phases:
     """The phases of a recorded step and the tensors that were alive between them.
 
-    Phase k lies between boundaries k and k + 1; the last of the phases may be without an end, where it failed.
+    Phase k lies between boundaries k and k + 1; the last phase has no end if it failed.
     """
 
     names: tuple[str, ...]

@@ -24,7 +24,7 @@ _COLUMNS = 1600
 
 
 def plot_timeline(history: History, path: Path, title: str) -> None:
-    """Draw the history into a PNG. Of moments that share a column of pixels, the highest is drawn: no peak is lost."""
+    """Draw the history into a PNG. Where moments share a column of pixels, the highest is drawn: no peak is lost."""
     write_figure(timeline_figure(timeline_of(history, _COLUMNS), title), path)
 
 
@@ -63,7 +63,7 @@ def _mark_phases(axes: Any, timeline: Timeline) -> None:
         if k % 2:
             axes.axvspan(start, end, color="#000000", alpha=0.04, linewidth=0, zorder=0)
         axes.axvline(start, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
-        is_narrow = end - start < 0.1 * span  # its name ends where it ends, and covers the lines that it crosses
+        is_narrow = end - start < 0.1 * span  # its name ends where the phase ends, and covers the lines that it crosses
         label = dict(ha="right", backgroundcolor="#ffffffcc") if is_narrow and k else dict(ha="left")
         at = end if is_narrow and k else start
         axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="#333333", **label)

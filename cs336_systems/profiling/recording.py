@@ -1,4 +1,4 @@
-"""Recording what a step does to memory: the allocator's own history on a GPU, tensors' storages on a CPU.
+"""Records what a step does to memory: the allocator's own history on a GPU, tensors' storages on a CPU.
 
 Both write the same two files: `snapshot.pickle`, which pytorch.org/memory_viz opens as well, and `phases.json`.
 """
@@ -25,16 +25,16 @@ MAX_ENTRIES = 1_000_000
 
 
 class Recorder(Protocol):
-    """What records, while it is entered; `save` writes the snapshot and is called after the step, inside."""
+    """Records while it is entered; `save` writes the snapshot, and is called inside, after the step."""
 
     def save(self, path: Path) -> None: ...
 
 
 def record(config: Workload, warmup: int, folder: Path) -> Phases:
-    """Run `warmup` steps, record one more, write both files; returns what is in the second.
+    """Run `warmup` steps, record one more, write both files; return what is in the second.
 
-    A step that runs out of memory is recorded up to there. Raises ValueError for a negative warmup, and for a compiled
-    step on a CPU, where only what is called operator by operator can be seen.
+    A step that runs out of memory is recorded up to that point. Raises ValueError for a negative warmup, and for a
+    compiled step on a CPU, where only operators called one by one can be seen.
     """
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}: it must be at least 0")
@@ -66,7 +66,7 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
 
 
 def _warm_up(bench: Workbench, warmup: int) -> None:
-    """Steps before the recorded one. One that runs out of memory is the last: the recorded one will show why."""
+    """Run steps before the recorded one. One that runs out of memory is the last; the recorded step will show why."""
     with contextlib.suppress(torch.OutOfMemoryError):
         for _ in range(warmup):
             bench.step()
@@ -86,7 +86,7 @@ class _Step:
         self.held: list[Held] = []
 
     def run(self) -> str | None:
-        """Run it; why it stopped early, if it did."""
+        """Run the step; return why it stopped early, if it did."""
         bench = self.bench
         try:
             self._boundary()
@@ -120,7 +120,7 @@ def mark_boundary(device: torch.device) -> None:
 
 
 def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
-    """Category, name and tensor of all that a workload itself holds at the moment."""
+    """Category, name and tensor of everything that a workload itself holds now."""
     names: dict[Tensor, str] = {}
     for name, parameter in bench.model.named_parameters():
         names[parameter] = name

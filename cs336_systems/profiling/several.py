@@ -1,7 +1,7 @@
 """Profiles of several workloads, one after the other, each in a process of its own and into a folder of its own.
 
-As `cs336 bench` measures: nothing that one has left in memory is in the next one's way, and what does not fit, or ends
-a process, is a row.
+As in `cs336 bench`, nothing that one leaves in memory gets in the way of the next, and a profile that does not fit, or
+ends its process, is a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from ..bench.workload import Workload
 from ..console import ended_in_order
 
 SEVERAL = ("size", "context_length", "mode", "precision")
-"""Fields of a workload that the commands take several values of."""
+"""Fields of a workload for which the commands take several values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +26,18 @@ class Profile:
     case: str
     workload: Workload
     run: Callable[[Path, Path], Row]
-    """Profiles into a folder, and appends the row to a file. Called in another process: to be pickled."""
+    """Profiles into a folder, and appends the row to a file. Called in another process, so it must be picklable."""
     out: Path
-    """Where the folders are, and the file with the rows of all, rows.jsonl."""
+    """Where the folders of all profiles are, and the file with all rows, rows.jsonl."""
 
     @property
     def folder(self) -> Path:
-        """Its own, named by what there may be several of."""
+        """The folder of this profile, named by the fields in SEVERAL."""
         return self.out / "-".join(str(getattr(self.workload, name)) for name in SEVERAL)
 
 
 def profile_each(profiles: Iterable[Profile]) -> Iterator[tuple[Profile, Row]]:
-    """Each profile with its row, as they are done."""
+    """Yield each profile with its row when it is done."""
     for profile in profiles:
         profile.folder.mkdir(parents=True, exist_ok=True)
         with ended_in_order(), Worker(__name__) as worker:
@@ -68,4 +68,4 @@ CASE = Case(
     measure=_measure,
     isolated=True,
 )
-"""What the process imports."""
+"""Imported by the process that profiles."""

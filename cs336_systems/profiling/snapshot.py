@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one device's allocator did, in order, and what was in use in the end."""
+    """What one device's allocator did, in order, and what was in use at the end."""
 
     events: list[Event]
     blocks: list[Block]
@@ -57,9 +57,9 @@ class Snapshot:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot of one device: the busiest, where there are several.
+    """Read a snapshot of one device: the busiest, if there are several.
 
-    Raises FileNotFoundError, or ValueError naming the file, for what is no snapshot. Nothing in the file is executed.
+    Raises FileNotFoundError, or ValueError naming the file, if it is not a snapshot. Nothing in the file is executed.
     """
     try:
         return _Reader().snapshot(load_plain(path))
@@ -99,7 +99,7 @@ class _Reader:
         return Snapshot(events, blocks, device, warnings)
 
     def _counted(self, entries: list[Any]) -> list[Any]:
-        """The entries, while they are not too many: a small file can hold the same list a million times."""
+        """The entries, unless they are too many: a small file can hold the same list a million times."""
         self.entries += len(entries)
         if self.entries > _MOST_ENTRIES:
             raise _WrongError(f"it has more than {_MOST_ENTRIES:,} entries")
@@ -117,7 +117,7 @@ class _Reader:
         return Event(action[:40], address, size, time_us, _number(entry, "stream", where, 0), frames)
 
     def _active_blocks(self, segment: dict[str, Any]) -> Iterable[Block]:
-        """Those in use. Older snapshots give a block no address: blocks lie one behind the other."""
+        """The blocks in use. Older snapshots have no addresses of blocks, which follow one another in memory."""
         address = _number(segment, "address", "a segment")
         stream = _number(segment, "stream", "a segment", 0)
         for block in self._counted(_get(segment, "blocks", list, "a segment")):
@@ -170,18 +170,18 @@ def _number(content: dict[str, Any], name: str, where: str, default: int | None 
 
 def _size(content: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
     value = _number(content, name, where, default)
-    if value >= _MOST_BYTES:  # so that sums of them are numbers of 64 bits
+    if value >= _MOST_BYTES:  # so that their sums fit into 64 bits
         raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be below 2^48")
     return value
 
 
 def printable(text: str) -> str:
-    """Text with everything replaced that a terminal, a table or a font might stumble over."""
+    """The text, with all characters replaced that a terminal, a table or a font might stumble over."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _shown(value: Any) -> str:
-    """A value in few characters; a container by its type, for it may be nested without end."""
+    """A value in few characters; a container by its type, because it may be nested without end."""
     if type(value) is int:
         return str(value) if abs(value) < 1 << 80 else "an integer of many digits"
     if type(value) is str:

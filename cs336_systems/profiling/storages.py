@@ -1,6 +1,6 @@
 """A memory history on a CPU, where PyTorch's allocator keeps none: the storages of tensors as they come and go.
 
-What an operator uses inside and gives back before it returns is not seen; on a GPU the allocator sees it.
+What an operator allocates inside and frees before it returns is not seen; on a GPU the allocator sees it.
 """
 
 import pickle
@@ -23,7 +23,7 @@ _MOST_FRAMES = 40
 class StorageRecorder(StorageFollower):
     """While entered, notes each storage that an operator makes, and when it is freed; `save` writes a snapshot.
 
-    `held` are tensors that were there before. The snapshot has the form of those of the GPU's allocator.
+    `held` are tensors that existed before. The snapshot has the format of those by the GPU's allocator.
     """
 
     def __init__(self, held: Iterable[Tensor]) -> None:
@@ -36,14 +36,14 @@ class StorageRecorder(StorageFollower):
                 self.follow(storage, storage.data_ptr())
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Note it and who asked for it; `freed` knows it by its address."""
+        """Note it and who asked for it; `freed` gets its address."""
         address, size, frames = storage.data_ptr(), storage.nbytes(), _stack(_caller_of_operator())
         self._note("alloc", address, size, frames)
         self._alive[address] = size, frames
         return address
 
     def freed(self, number: int) -> None:
-        """Note it."""
+        """Note that it is freed."""
         size, _ = self._alive.pop(number)
         for action in ("free_requested", "free_completed"):
             self._note(action, number, size, [])
@@ -71,7 +71,7 @@ class StorageRecorder(StorageFollower):
 
 
 def _caller_of_operator() -> FrameType | None:
-    """The frame in which the operator was called that is followed: the one outside of the dispatch."""
+    """The frame that called the followed operator: the one outside of the dispatch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not StorageFollower.__torch_dispatch__.__code__:
         frame = frame.f_back
@@ -79,7 +79,7 @@ def _caller_of_operator() -> FrameType | None:
 
 
 def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The Python frames from one outward, as a snapshot has them."""
+    """The Python frames from one outward, in the form of a snapshot."""
     frames: list[dict[str, Any]] = []
     while frame is not None and len(frames) < _MOST_FRAMES:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Kernels in numbers: totals a kernel, shares a class, what attention consists of."""
+"""Kernels in numbers: totals per kernel, shares per class, and what attention consists of."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from .trace import OUTSIDE, Kernel
 
 KERNELS_FILE = "kernels.csv"
 TOP = 10
-# What a step of each mode is looked at as: the phases together that count in each.
+# The spans into which a step of each mode is divided, and the phases that count in each span.
 SPANS: dict[str, dict[str, tuple[str, ...]]] = {
     "forward": {"inference": ("forward", OUTSIDE)},
     "forward_backward": {
@@ -33,7 +33,7 @@ SPANS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """All calls of one kernel in one phase and range of attention: how many a step, and how long together."""
+    """All calls of one kernel in one phase and range of attention: how many per step, and how long together."""
 
     name: str
     phase: str
@@ -48,7 +48,7 @@ class KernelTotal:
 
 
 def add_up(kernels: Iterable[Kernel], steps: int) -> list[KernelTotal]:
-    """The totals a step of what has run in `steps` steps, the longest first."""
+    """The totals per step of what ran in `steps` steps, the longest first."""
     found: dict[tuple[str, str, str | None], list[float]] = {}
     for kernel in kernels:
         found.setdefault((kernel.name, kernel.phase, kernel.part), []).append(kernel.duration_us)
@@ -57,7 +57,7 @@ def add_up(kernels: Iterable[Kernel], steps: int) -> list[KernelTotal]:
 
 
 def busy_ms(kernels: Iterable[Kernel], steps: int) -> float:
-    """For how long of a step at least one kernel was running: what overlaps on several streams counts once."""
+    """How long of a step at least one kernel was running; what overlaps on several streams counts once."""
     return length(merge((k.start_us, k.start_us + k.duration_us) for k in kernels)) / 1e3 / steps
 
 
@@ -88,7 +88,7 @@ def _top(totals: Iterable[KernelTotal], whole: float) -> list[dict[str, Any]]:
 
 
 def attention_metrics(totals: Iterable[KernelTotal]) -> dict[str, dict[str, dict[str, float]]]:
-    """Time inside attention in ms: range, phase, class. Empty where no kernel is in a range of attention."""
+    """Time inside attention in ms, by range, phase and class. Empty if no kernel is in a range of attention."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for total in totals:
         if total.part in ATTENTION_RANGES:
@@ -107,7 +107,7 @@ def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
 
 
 def write_kernels(path: Path, profiles: Mapping[str, Sequence[KernelTotal]]) -> None:
-    """All kernels of some modes as CSV: a line a kernel, phase and range, the longest first."""
+    """Write all kernels of some modes as CSV: one line per kernel, phase and range, the longest first."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(

@@ -48,7 +48,7 @@ class Timeline:
     ms: list[float]
     """Times, on the host's clock, since the start of the step."""
     in_use: dict[str, list[int]]
-    """Bytes at these times of each category that there was anything of."""
+    """Bytes at these times, for each category that was ever in use."""
     phases: dict[str, list[float]]
     """Where each phase begins and ends, in ms."""
 
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def timeline_of(history: History, columns: int) -> Timeline:
-    """The history at two moments a column, those of the most and of the end, and at the first: no peak is lost."""
+    """The history at two moments per column, its highest and its last, and at the first of all: no peak is lost."""
     active, ms = levels(history), np.array(history.times_us) / 1e3
     moments = np.unique(np.append(_column_peaks(ms, active.total, columns), 0))
     spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
@@ -86,9 +86,9 @@ def _column_peaks(times: np.ndarray, total: np.ndarray, columns: int) -> np.ndar
 
 
 def facts(history: History, largest: int = 10) -> dict[str, Any]:
-    """The peak, when and of what; the peak of each phase; the largest allocations, with the code that made them.
+    """The peak, its time and contents; the peak of each phase; the largest allocations, with the code that made them.
 
-    And what a report draws, which has the row and not the snapshot: a `Timeline`.
+    Also a `Timeline`, which a report draws, because it has the row and not the snapshot.
     """
     active = levels(history)
     peak = active.peak
@@ -122,7 +122,7 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
 
     The backward pass on a GPU runs in a thread without Python: there it is the operation that autograd went back
-    through, such as "autograd: MulBackward0", where the stack has PyTorch's C++ frames. Empty where nothing is known.
+    through, such as "autograd: MulBackward0", if the stack has PyTorch's C++ frames. Empty if nothing is known.
     """
     own: list[str] = []
     others: list[str] = []
@@ -140,7 +140,7 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     return (own or others or operations)[:most]
 
 
-@functools.lru_cache(maxsize=10_000)  # a page asks for it once a frame, and files are few
+@functools.lru_cache(maxsize=10_000)  # a page asks for it once per frame, and files are few
 def project_path(file: str) -> str:
     """A file's path from the project's package on; empty for other code."""
     parts = PurePath(file.replace("\\", "/")).parts

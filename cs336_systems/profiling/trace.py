@@ -1,9 +1,9 @@
-"""Kernels out of a trace, each with the phase and range that it belongs to.
+"""Kernels from a trace, each with the phase and range that it belongs to.
 
-On a GPU work runs after the host has launched it, so a kernel belongs to the range in which its launch lies: kernel and
-launch carry the same `correlation`. The backward pass is launched by a thread of its own. Its phase goes by time alone;
-its range of attention is that of the forward operation which it differentiates, by the links (`fwdbwd`) that the
-profiler draws from autograd's sequence numbers.
+On a GPU, work runs after the host has launched it, so a kernel belongs to the range that contains its launch; kernel
+and launch have the same `correlation`. The backward pass is launched by a thread of its own. Its phase is decided by
+time alone. Its range of attention is that of the forward operation that it differentiates, according to the links
+(`fwdbwd`) that the profiler draws from autograd's sequence numbers.
 """
 
 import re
@@ -18,7 +18,7 @@ from .annotated import ATTENTION_RANGES
 
 OUTSIDE = "outside"
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-# What autograd does around its operators: time of the host, as Python's is.
+# What autograd does around its operators is host time, as is Python's.
 _AUTOGRAD = re.compile(r"^autograd::engine|torch::autograd::|Backward\d*$|^TorchDynamo|^AOTDispatcher|^Pregraph")
 
 Thread = tuple[Any, Any]
@@ -60,9 +60,9 @@ def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
 
 
 def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
-    """The operators that a CPU ran, in order of time, each with the time that it did not spend in others.
+    """The operators that a CPU ran, in order of time, each with the time that it did not spend in other operators.
 
-    The loops that TorchInductor generates for a CPU bear no names: they are its graphs' own time.
+    The loops that TorchInductor generates for a CPU have no names; they count as the own time of its graphs.
     """
     where = _Ranges(events)
     operators = [event for event in events if event.get("cat") == "cpu_op" and event.get("ph") == "X"]
@@ -74,7 +74,7 @@ def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
 
 
 def _own_times(operators: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Operators in order of time, each with its duration less that of the operators directly in it."""
+    """Operators in order of time, each with its duration minus that of the operators directly inside it."""
     ordered = sorted(operators, key=lambda event: (event["ts"], -event["dur"]))
     own = [float(event["dur"]) for event in ordered]
     open_calls: dict[Thread, list[int]] = {}
@@ -93,7 +93,7 @@ def _thread(event: Event) -> Thread:
 
 
 class _Spans:
-    """Named spans of time on several threads, on each thread one after the other."""
+    """Named spans of time on several threads, one after the other on each thread."""
 
     def __init__(self, spans: Iterable[tuple[Thread, float, float, str]]) -> None:
         self._of: dict[Thread, list[tuple[float, float, str]]] = {}
@@ -110,7 +110,7 @@ class _Spans:
 
 
 class _Ranges:
-    """Which phase, and which range of attention, something that the host does belongs to."""
+    """The phase and the range of attention that an event on the host belongs to."""
 
     _ANY: Thread = (None, None)
 
@@ -121,7 +121,7 @@ class _Ranges:
         self._differentiated = _Spans(self._backward_nodes(events))
 
     def _backward_nodes(self, events: Sequence[Event]) -> Iterator[tuple[Thread, float, float, str]]:
-        """Backward operations, each as its thread, start, duration and the range of the forward operation it is of."""
+        """Backward operations as thread, start, duration, and the range of the forward operation they belong to."""
         links = [event for event in events if event.get("cat") == "fwdbwd"]
         forward = {event["id"]: self._parts.at(_thread(event), event["ts"]) for event in links if event["ph"] == "s"}
         backward = {(_thread(event), event["ts"]): forward.get(event["id"]) for event in links if event["ph"] == "f"}

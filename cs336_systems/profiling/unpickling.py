@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 _MOST_BYTES = 2**30
-# What makes plain values, and what asks for more and is then named in the error; anything else is no opcode here.
+# Opcodes that make plain values, and those that ask for more, which the error then names; all others are unknown here.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2),
@@ -24,13 +24,13 @@ _OPCODES = (
 
 
 class _Refused(ValueError):
-    """What a pickle asks for and does not get."""
+    """A pickle asks for what it does not get."""
 
 
 class PlainUnpickler(pickle._Unpickler):
     """An unpickler that calls nothing. Raises ValueError naming what else was asked for.
 
-    Python's own implementation, not the one in C: that one allocates as much as an index in the file tells it to.
+    It builds on the implementation in Python, because the one in C allocates as much as an index in the file says.
     """
 
     dispatch: ClassVar[dict[int, Any]] = {ord(code): pickle._Unpickler.dispatch[ord(code)] for code in _OPCODES}
@@ -47,7 +47,7 @@ class PlainUnpickler(pickle._Unpickler):
     def get_extension(self, code: int) -> NoReturn:
         raise _Refused(f"asks for the registered extension {code}")
 
-    # Keys are looked at before they are hashed: a tuple of few bytes can take for ever to hash.
+    # Keys are checked before they are hashed, because a tuple of few bytes can take forever to hash.
 
     def load_dict(self) -> None:
         items = self.pop_mark()  # first: it sets self.append anew

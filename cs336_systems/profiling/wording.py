@@ -1,4 +1,4 @@
-"""Memory in words: sizes, headings, and what the numbers are numbers of."""
+"""Memory in words: sizes, headings, and what the numbers count."""
 
 from ..bench.case import Row
 
@@ -12,7 +12,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def title_of(row: Row) -> str:
-    """What a row is of, for a heading."""
+    """A heading that says what a row is of."""
     config = row.config
     if "snapshot" in config:
         return f"Memory of {config['snapshot']}"
@@ -25,7 +25,7 @@ def title_of(row: Row) -> str:
 
 
 def note_of(row: Row) -> str:
-    """What the numbers are numbers of."""
+    """A note on what the numbers count."""
     counts = {
         "allocator": "Counted: what the GPU's allocator was asked for, without its rounding. Times are the host's, "
         "which asks for memory before the GPU comes to use it.",

@@ -1,1 +1,1 @@
-"""Tables and plots out of rows and of runs' own files. Reads only what was measured; types no number."""
+"""Tables and plots from rows and from runs' own files. Reads only what was measured; types no number."""

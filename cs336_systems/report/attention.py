@@ -14,10 +14,10 @@ PEERS = ("sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_math", "flex", "fa4")
 
 
 def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *references: Any) -> list[Row]:
-    """Rows with, as metric `name`, how many times as fast each is as the fastest of its references, by p50 of `metric`.
+    """Rows with a metric `name`: how many times as fast each is as the fastest of its references, by p50 of `metric`.
 
-    References are the rows whose `field` has one of those values and whose other fields, machine and software are the
-    same.
+    A row's references are those whose `field` has one of the values in `references`, and whose other fields, machine
+    and software are the same.
     """
     best: dict[str, float] = {}
     for row in rows:
@@ -58,7 +58,7 @@ def _against_eager(rows: Sequence[Row]) -> list[Row]:
 
 
 def _with_kernel(rows: Sequence[Row]) -> list[Row]:
-    """Rows with the kernel among their fields, which older ones have as their variant alone."""
+    """Rows with the kernel as a field; older rows have it only as their variant."""
     return [replace(row, config={"kernel": row.variant, **row.config}) for row in rows]
 
 
@@ -153,7 +153,7 @@ ATTENTION_VIEWS: dict[str, View] = {
         ),
     ),
 }
-"""By case; `kernels` has a table of its own besides."""
+"""By case; `kernels` also has a table of its own."""
 
 
 def attention_table(rows: Sequence[Row]) -> str:
@@ -165,7 +165,7 @@ def attention_table(rows: Sequence[Row]) -> str:
 
 
 def _setting(row: Row) -> str:
-    """What the times of a row are times of, besides kernel and shape: "bf16, causal, NVIDIA H200, "."""
+    """The setting of a row's times besides kernel and shape: "bf16, causal, NVIDIA H200, "."""
     config, device = row.config, row.config.get("device")
     is_causal = config.get("is_causal")
     mask = None if is_causal is None else "causal" if is_causal else "not causal"
@@ -174,14 +174,14 @@ def _setting(row: Row) -> str:
 
 
 def _tables(setting: str, rows: Sequence[Row]) -> str:
-    """Medians, a line a kernel and a column a shape; then the handout's call, memory and start-up in the same way."""
-    cells = {(row.variant, _shape(row)): row for row in rows}  # the last, where there are several
+    """Medians, with a line per kernel and a column per shape; then likewise the handout's call, memory and start-up."""
+    cells = {(row.variant, _shape(row)): row for row in rows}  # the last, if there are several
     kernels = list(dict.fromkeys(kernel for kernel, _ in cells))
     shapes = list(dict.fromkeys(shape for _, shape in cells))
 
     def times(row: Row) -> str:
         if row.status != "ok":
-            refused = (row.error or "").startswith("ValueError:")  # as a kernel does with what it does not serve
+            refused = (row.error or "").startswith("ValueError:")  # a kernel raises it for what it does not serve
             return "not served" if refused else OUTCOMES[row.status]
         fields = row_fields(row)
         three = (fields.number(f"metrics.{n}_ms.p50", ".3g") for n in ("forward", "backward", "forward_backward"))

@@ -1,4 +1,4 @@
-"""What the case `attention-sweep` writes: a CSV file, three plots and a report of them, by names of their own."""
+"""What the case `attention-sweep` writes: a CSV file, three plots and a report of them, with names of their own."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def derive(rows: Sequence[Row]) -> list[Row]:
 
 
 def write(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write all of it into a folder; the files. CSV and table have all rows, plots those of the last row's setting."""
+    """Write all into a folder; return the files. CSV and table have all rows, plots those of the last row's setting."""
     drawn = [row for row in rows if _setting(row) == _setting(rows[-1])]
     write_whole(folder / CSV, csv_text(rows, VIEW))
     bars = Plot(name="forward", y=_TIME, x="tier", lines=("kernel",), kind="bar", log="y")
@@ -118,7 +118,7 @@ def draw_scaling(rows: Sequence[Row], path: Path) -> None:
 
 
 def _points(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
-    """Times by queries and keys, of those rows that have one."""
+    """Times by queries and keys, for the rows that have one."""
     points = {}
     for row in rows:
         n_q, n_k = map(int, row.config["tier"].split(":"))

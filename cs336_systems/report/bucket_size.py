@@ -1,4 +1,4 @@
-"""What is shown of the case `bucket-size`: what buckets add to a step of one GPU alone, by their size."""
+"""What is shown of the case `bucket-size`: what buckets add to a step of one GPU alone, by bucket size."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ _PREDICTED = Column("predicted (ms)", "predicted.added_ms", ".2f")
 
 
 def with_added(rows: Sequence[Row]) -> list[Row]:
-    """Rows with what their step takes more than that of one GPU alone, where that was measured too."""
+    """Rows with what their step takes more than that of one GPU alone, if that was measured too."""
     alone: dict[int, float] = {}
     for group in grouped(rows, _SETTING):
         times = [row.metrics["step_ms"]["p50"] for row in group if row.variant.startswith("alone") and _is_ok(row)]

@@ -11,8 +11,8 @@ _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 
 
 def ddp_table(rows: Sequence[Row]) -> str:
-    """Tables of a machine and setting: the median step of each variant, eager and compiled, what it adds, its memory;
-    and, where rows have them, the times of communication in a profiled step."""
+    """Tables per machine and setting: the median step of each variant, eager and compiled, what it adds, its memory;
+    and, if rows have them, the times of communication in a profiled step."""
     return "\n\n".join(map(_setting_table, grouped(rows, _SETTING)))
 
 
@@ -35,7 +35,7 @@ def _setting_table(rows: Sequence[Row]) -> str:
         fields, added = row_fields(row), "-"
         if by_itself is not None and by_itself.status == "ok":
             added = f"{row.metrics['step_ms']['p50'] / by_itself.metrics['step_ms']['p50'] - 1:+.1%}"
-        peak = "metrics.peak_memory_bytes"  # not there of variants that were held together
+        peak = "metrics.peak_memory_bytes"  # variants that were held together have none
         return (
             fields.number("metrics.step_ms.p50", ".1f"),
             added,
@@ -59,7 +59,7 @@ _HOWS = {"eager": "", "compiled": " compiled"}
 
 
 def _side_by_side(variants: Sequence[str], columns: Sequence[str], cells: Callable[[str, str], Sequence[str]]) -> str:
-    """A table with a line a variant: its cells eager and compiled, of which those are left out that no variant has."""
+    """A table with a line per variant: its cells eager and compiled, without those that no variant has."""
     found = {how: [cells(variant, end) for variant in variants] for how, end in _HOWS.items()}
     shown = [how for how, lines in found.items() if any(set(line) != {"-"} for line in lines)]
     header = ["variant", *(f"{how} {what}" for how in shown for what in columns)]
@@ -72,7 +72,7 @@ _COMMUNICATION = ("profiled", "communicating", "share", "not hidden")
 
 
 def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str]:
-    """A line and a table of the profiled steps, of the variants that have one."""
+    """A line and a table about the profiled steps, for the variants that have one."""
 
     def cells(variant: str, how: str) -> tuple[str, ...]:
         row = last.get(variant + how)

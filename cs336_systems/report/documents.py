@@ -38,7 +38,7 @@ def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
         if not words or words[0] in _NO_BLOCK or not _MEASURES.isdisjoint(words):
             raise ValueError(f"a block is of `cs336 report {match['arguments']}`, which is no text to fill it with")
         body = f"\n{make(words)}\n\n"
-        if "<!--" in body:  # from a row, say: the next time it would be taken for a command
+        if "<!--" in body:  # from a row, say; next time it would be taken for a command
             raise ValueError(f"`cs336 report {match['arguments']}` gives text with a comment (<!--) in it")
         return match["begin"] + body.replace("\n", match["newline"]) + match["end"]
 
@@ -46,9 +46,9 @@ def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
 
 
 def update_documents(paths: Sequence[Path], make: Callable[[Sequence[str]], str]) -> list[str]:
-    """Fill the blocks of several files; a line for each, what has become of it.
+    """Fill the blocks of several files; return a line for each that says what became of it.
 
-    All are tried. Raises ValueError with the line of each where one could not be filled.
+    All are tried. If one could not be filled, raises ValueError with the lines of all.
     """
     lines: dict[Path, str] = {}
     failed = False
@@ -63,7 +63,7 @@ def update_documents(paths: Sequence[Path], make: Callable[[Sequence[str]], str]
 
 
 def update_document(path: Path, make: Callable[[Sequence[str]], str]) -> bool:
-    """Fill the blocks of a file in place; returns whether that changed it."""
+    """Fill the blocks of a file in place; return whether that changed it."""
     if not path.is_file():
         raise FileNotFoundError(f"document {path} does not exist")
     before = path.read_bytes()  # bytes keep their line endings

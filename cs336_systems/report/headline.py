@@ -1,7 +1,7 @@
-"""What was reached beside what others reach: a table of the comparisons that rows allow, and two pictures.
+"""Our results beside those of others: a table of the comparisons that rows allow, and two pictures.
 
-Rows are compared that are of one run, by their file and by all that they say of machine, software and commit, and of
-equal work. What is chosen does not depend on who is faster; of what was measured again, the last run is shown.
+Rows are compared if they are of one run, judged by their file and by all they say of machine, software and commit, and
+of equal work. The choice does not depend on who is faster; if something was measured again, the last run is shown.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +19,8 @@ from .views import naming_the_case, naming_the_files
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
 _PRECISION = "bf16"  # what models are trained in
-_KERNEL = "flash_triton"  # of this project's the one that is made for speed
-_SHORTEST = 2048  # of shorter ones the picture would show the host's launches
+_KERNEL = "flash_triton"  # this project's kernel that is made for speed
+_SHORTEST = 2048  # for shorter ones the picture would show the host's launch overhead
 _TRAINERS = ("cs336", "cs336_graph")
 _STRATEGIES = ("overlap:100", "overlap:100+graph", "bucketed:100", "bucketed:100+graph", "fsdp", "fsdp+graph")
 _PEERS = ("hf_llama", "torch_ddp", "torch_fsdp")
@@ -30,7 +30,7 @@ _OF_A_STEP = ("size", "devices", "context_length", "batch_size", "precision", "c
 
 @dataclass(frozen=True)
 class Comparison:
-    """The time of something here and of the same at a peer's, in one run."""
+    """The time of something here and of the same with a peer, in one run."""
 
     what: str
     ours: str
@@ -40,14 +40,14 @@ class Comparison:
     theirs: str
     theirs_ms: float
     share: float
-    """Of the peer's time."""
+    """Our time as a share of the peer's."""
     machine: str = ""
 
 
 def comparisons(files: Sequence[Path]) -> list[Comparison]:
     """All that can be compared in the rows of some files, case by case.
 
-    Raises ValueError where nothing can.
+    Raises ValueError if nothing can.
     """
     found: dict[tuple[str, ...], Comparison] = {}
     read = _runs(files)
@@ -103,7 +103,7 @@ def _leaderboard(rows: Sequence[Row]) -> Iterator[Comparison]:
 
 
 def _lengths(rows: Sequence[Row]) -> Iterator[Comparison]:
-    """Of each head size the longest sequence: the short ones measure the host."""
+    """For each head size the longest sequence, because short ones measure the host."""
     for group in grouped(rows, ("is_causal", "batch_size", "head_size")):
         times: dict[int, dict[str, float]] = {}
         for row in group:
@@ -159,7 +159,7 @@ def _beside_fastest(what: str, times: dict[str, float]) -> Iterator[Comparison]:
 
 
 def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Draw the two pictures into a folder; the files. One that would show nothing is left out."""
+    """Draw the two pictures into a folder; return the files. A picture that would show nothing is left out."""
     read = _runs(files)
     written = []
     for name, make in ((ATTENTION_PICTURE, _attention_figure), (TRAINING_PICTURE, _training_figure)):
@@ -173,7 +173,7 @@ def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
 def _last(
     read: Iterable[Sequence[Row]], case: str, fields: Sequence[str], ours: Iterable[str], peers: Iterable[str]
 ) -> list[dict[str, Row]]:
-    """Rows by name, for each setting of the fields those of the last run that has one of ours and one of the peers'."""
+    """Rows by name, for each setting of the fields those of the last run that has one of ours and one of a peer's."""
     found = {}
     with naming_the_case(case):
         for run in read:
@@ -185,7 +185,7 @@ def _last(
 
 
 def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
-    """TFLOP/s over length, a panel a head size."""
+    """TFLOP/s over length, a panel per head size."""
     groups = _last(read, "flash", ("batch_size", "head_size", "length", "is_causal"), [_KERNEL], PEERS)
     rows = [row for group in groups for row in group.values() if row.config["length"] >= _SHORTEST]
     if not rows:
@@ -261,7 +261,7 @@ _COLORS = {
 
 
 def _draw_sizes(axes: Any, sizes: Sequence[dict[str, Row]]) -> None:
-    """MFU, because it can be compared between sizes; a group of bars a size."""
+    """MFU, because it can be compared between sizes; a group of bars per size."""
     labels = []
     for i, group in enumerate(sizes):
         names = [name for name in (*_TRAINERS, *_PEERS) if name in group]

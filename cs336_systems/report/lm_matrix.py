@@ -1,4 +1,4 @@
-"""What the case `lm-matrix` writes: a CSV file, three plots and a report of them, by names of their own."""
+"""What the case `lm-matrix` writes: a CSV file, three plots and a report of them, with names of their own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ _SETTING = ("size", "d_model", "num_layers", "vocab_size", "context_length", "ba
 
 
 def write(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write all of it into a folder; the files. CSV and table have all rows, plots those of the last row's setting."""
+    """Write all into a folder; return the files. CSV and table have all rows, plots those of the last row's setting."""
     drawn = next(group for group in grouped(rows, _SETTING) if rows[-1] in group)
     plain = [replace(row, config={k: v for k, v in row.config.items() if k != "run"}) for row in rows]
     write_whole(folder / CSV, csv_text(plain, VIEW))

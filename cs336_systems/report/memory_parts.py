@@ -1,4 +1,4 @@
-"""The tables of `optimizer-sharding` and `fsdp-accounting`: what memory is made of at each moment, what is saved."""
+"""The tables of `optimizer-sharding` and `fsdp-accounting`: the parts of memory at each moment, and what is saved."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,17 +26,17 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
-    """For each machine and setting: memory by part and moment, what is saved beside the first variant, all gathers."""
+    """For each machine and setting: memory by part and moment, savings over the first variant, and all gathers."""
     return "\n\n".join(_setting_tables(group, _gathers_table) for group in grouped(latest(rows, _KEYS), _SETTING))
 
 
 def memory_parts_in_short(rows: Sequence[Row]) -> str:
-    """The same with a line for the gathers of a direction instead of one for each."""
+    """The same with one line for the gathers of each direction, instead of one for each gather."""
     return "\n\n".join(_setting_tables(group, _gathers_in_short) for group in grouped(latest(rows, _KEYS), _SETTING))
 
 
 def predicted_today(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what the planner of today predicts of them, rather than that of when they were measured."""
+    """The rows with what today's planner predicts for them, not the planner of when they were measured."""
     return [_predicted_today(row) for row in rows]
 
 
@@ -69,7 +69,7 @@ def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Sequence[Mappi
 
 
 def _parts_table(rows: Sequence[Row], size: int) -> str:
-    """A line a moment of each variant, and one of what is predicted of the parts."""
+    """A line per variant and moment, and one with the predicted parts."""
     lines = []
     for row in rows:
         for name in MOMENTS:
@@ -84,7 +84,7 @@ def _parts_table(rows: Sequence[Row], size: int) -> str:
 
 
 def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
-    """A line a variant: its step, its peak measured and predicted, and what it saves beside the first one."""
+    """A line per variant: its step, its measured and predicted peak, and what it saves compared with the first one."""
     first = rows[0]
     lines = []
     for row in rows:
@@ -104,7 +104,7 @@ def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
 
 
 def _times_and_peaks(row: Row) -> tuple[float, float, float | None]:
-    """Median step in ms, peak in bytes, and the peak that is predicted, of a GPU."""
+    """Median step in ms, peak in bytes, and the predicted peak, which only a GPU has."""
     metrics = row.metrics
     return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics["predicted"].get("peak")
 
@@ -134,7 +134,7 @@ def _gathers_text(row: Row, table: Callable[[Sequence[Mapping[str, Any]]], str])
 
 
 def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
-    """A line a gather."""
+    """A line per gather."""
     lines = [
         [each["unit"], str(each["turn"]), f"{each['ms']:.3f}", f"{each['slack_ms']:+.3f}", f"{each['stall_ms']:.3f}"]
         for each in gathers
@@ -144,7 +144,7 @@ def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _gathers_in_short(gathers: Sequence[Mapping[str, Any]]) -> str:
-    """A line a direction: the first gather of a unit is for the forward pass."""
+    """A line per direction: the first gather of a unit is for the forward pass."""
     lines = []
     for name, is_forward in (("forward", True), ("backward", False)):
         own = [each for each in gathers if (each["turn"] == 1) is is_forward]
@@ -162,7 +162,7 @@ def _gathers_in_short(gathers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw what is in memory at each moment of each row, by part, with the peak of the time before it, into a PNG."""
+    """Draw the memory at each moment of each row, by part, with the peak since the moment before, into a PNG."""
     from matplotlib.figure import Figure
 
     done = [row for row in rows if row.status == "ok"]

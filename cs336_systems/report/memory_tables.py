@@ -14,7 +14,7 @@ SHOWN = ("parameters", "optimizer state", "gradients", "activations", "temporari
 
 
 def memory_table(rows: Sequence[Row]) -> str:
-    """A line a row: the peak, when, and what it consists of, in GiB. Raises ValueError for a row without these."""
+    """A line per row: the peak, its phase and its parts, in GiB. Raises ValueError for a row without these."""
 
     def line(row: Row) -> tuple[str, ...]:
         fields, config = row_fields(row), row.config

@@ -16,14 +16,14 @@ _TIMELINE = "timeline"
 
 
 def draw_timeline(row: Row, path: Path) -> Path:
-    """Draw the timeline that a row has into a PNG; the path. Raises ValueError for one that is none."""
+    """Draw a row's timeline into a PNG; return the path. Raises ValueError for an invalid timeline."""
     return save_picture(timeline_figure(Timeline(**row.metrics[_TIMELINE]), title_of(row)), path)
 
 
 def draw_timelines(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw the timeline of each row into a folder; the files. Rows from when they had none are left out.
+    """Draw the timeline of each row into a folder; return the files. Older rows, which had none, are left out.
 
-    A picture of several is named by the fields in which their rows differ.
+    If there are several pictures, they are named by the fields in which their rows differ.
     """
     drawn = [row for row in rows if _TIMELINE in row.metrics]
     differing = [name for name in (*KEYS, "mode", MACHINE) if differ(drawn, name)]

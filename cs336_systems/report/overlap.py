@@ -22,7 +22,7 @@ _ASKED = ("variant", "devices", "size", "context_length", "batch_size", "precisi
 
 
 def nsys_command(row: Row) -> str:
-    """What records the same step with Nsight Systems, as a line for a shell."""
+    """The shell command that records the same step with Nsight Systems."""
     words = []
     for name in _ASKED:
         value = row.config[name]
@@ -34,7 +34,7 @@ def nsys_command(row: Row) -> str:
 
 
 def streams_file(row: Row, folder: Path) -> Path | None:
-    """What ran when in the step of a row: where that was written, else beside the rows, which are in a folder."""
+    """The file of what ran when in a row's step: where it was written, else in the folder of the rows."""
     if not row.metrics.get("streams"):
         return None
     written = Path(row.metrics["streams"])
@@ -46,7 +46,7 @@ def streams_file(row: Row, folder: Path) -> Path | None:
 
 
 def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write the picture and the page of the rows' steps into a folder; what is not on this machine is left out."""
+    """Write the picture and the page of the rows' steps into a folder; steps without a file here are left out."""
     found = {file: row for row in rows if (file := streams_file(row, folder)) is not None}
     if not found:
         return []
@@ -57,9 +57,9 @@ def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
-    """The page of some steps, as `record_step` has written them with names: to zoom into and to point at.
+    """Write the page of some steps, to zoom into and to point at, from files that `record_step` wrote with names.
 
-    Raises ValueError or FileNotFoundError naming a file that is none.
+    Raises ValueError or FileNotFoundError naming a file that is not one.
     """
     steps = [_step(path) for path in paths]
     data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}

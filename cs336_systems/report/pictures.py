@@ -1,7 +1,7 @@
-"""Pictures as PNG files that bear a hash of what is drawn in them.
+"""Pictures as PNG files with a hash of what is drawn in them.
 
 Pixels differ between versions of matplotlib and between machines; what is drawn does not. So a picture is stale if it
-has another hash when it is drawn anew from the rows.
+has another hash when it is drawn again from the rows.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _KEYWORD = "Drawn"
 
 
 def save_picture(figure: Any, path: Path) -> Path:
-    """Write a figure as PNG with the hash of what is drawn in it; the path."""
+    """Write a figure as PNG with the hash of what is drawn in it; return the path."""
     return write_figure(figure, path, **{_KEYWORD: drawn_hash(figure)})
 
 
@@ -38,7 +38,7 @@ def _axes_content(axes: Any) -> list[Any]:
 
 
 def _tick_labels(axis: Any) -> list[str]:
-    """Those that were given; others are matplotlib's choice."""
+    """The tick labels that were given; others are matplotlib's choice."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
 
     locator, formatter = axis.get_major_locator(), axis.get_major_formatter()
@@ -51,7 +51,7 @@ def _digits(points: Any) -> list[str]:
 
 
 def hash_in(path: Path) -> str | None:
-    """The hash that a PNG bears; None where it bears none."""
+    """The hash in a PNG; None if it has none."""
     from PIL import Image
 
     with Image.open(path) as image:

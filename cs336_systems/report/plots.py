@@ -29,10 +29,10 @@ KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhHpd*8", strict=False))
 
 
 def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
-    """Draw rows into a PNG, or one for each value of the fields in `plot.files`; the files.
+    """Draw rows into a PNG, or one for each value of the fields in `plot.files`; return the files.
 
-    Rows without the number are left out, and lines where all is of one x: they show no more than the table. keys:
-    fields that stand above the picture where they are the same in all rows.
+    Rows without the number are left out. So are line plots with a single x, which show no more than the table. keys:
+    fields to show above the picture if they are the same in all rows.
     """
     parts = _parts(_measured(plot, rows), plot.files)
     files = []
@@ -46,7 +46,7 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) 
 
 
 def redraw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()) -> list[Path]:
-    """`draw` where there is a number, and remove what an earlier drawing has left that is drawn no more; the files."""
+    """`draw` if there is a number, and remove earlier drawings that are not drawn any more; return the files."""
     files = draw(plot, rows, path, keys) if _measured(plot, rows) else []
     ends = itertools.product(*plot.files.values()) if plot.files else ()
     for known in (path, *(path.with_name("-".join([path.stem, *map(show, end)]) + path.suffix) for end in ends)):
@@ -56,12 +56,12 @@ def redraw(plot: Plot, rows: Sequence[Row], path: Path, keys: Sequence[str] = ()
 
 
 def _measured(plot: Plot, rows: Sequence[Row]) -> list[Row]:
-    """What is drawn of rows."""
+    """The points that are drawn of rows."""
     return [point for row in rows for point in plot.each(row) if plot.y.value(point) is not None]
 
 
 def _parts(rows: Sequence[Row], fields: Collection[str]) -> list[list[Row]]:
-    """Rows by their values of some fields, those in rising order where they have one."""
+    """Rows by their values of some fields, in rising order if the values have an order."""
     parts: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row.config.get(name) for name in fields), []).append(row)
@@ -126,7 +126,7 @@ def _check_axes(plot: Plot, rows: Sequence[Row]) -> None:
 
 
 def _differing(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Fields that make the lines: also those that the plot does not name, where rows differ in them."""
+    """Fields that tell the lines apart, including those that the plot does not name but in which rows differ."""
     elsewhere = (plot.x, *plot.panels, *plot.files)
     return [
         name for name in dict.fromkeys((*plot.lines, *keys, MACHINE)) if name not in elsewhere and differ(rows, name)
@@ -134,7 +134,7 @@ def _differing(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> list[str
 
 
 def _one_group(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
-    """Bars that would all stand in one place: lying, named, the shortest on top, each with its number at the end."""
+    """Bars that share a single x: horizontal, named, the shortest on top, each with its number at the end."""
     from matplotlib.figure import Figure
 
     lines = _lines(plot, rows, plot.y, _differing(plot, rows, keys))
@@ -168,7 +168,7 @@ def _x(plot: Plot, row: Row) -> Any:
 
 
 def _lines(plot: Plot, rows: Sequence[Row], column: Column, differing: Sequence[str]) -> dict[str, dict[Any, float]]:
-    """A column over the field of the plot, by the name of its line."""
+    """The values of a column over the plot's field, by the name of their line."""
     lines: dict[str, dict[Any, float]] = {}
     for row in rows:
         name = " ".join(label(field, row) for field in differing) or row.case
@@ -193,12 +193,12 @@ def _tick(x: Any, field: str) -> str:
 
 
 def _is_wide(values: Sequence[float]) -> bool:
-    """Whether values span so much that equal steps would hide the small ones."""
+    """Whether values span so much that a linear axis would hide the small ones."""
     return min(values, default=1.0) > 0 and max(values, default=1.0) > 10 * min(values, default=1.0)
 
 
 def _plain_number(value: float, _: Any = None) -> str:
-    """A label of a logarithmic axis: of a decade only its first numbers, 0.2 and not 2 x 10^-1."""
+    """A label of a logarithmic axis, only if its first digit is 1, 2 or 5; written as 0.2 and not as 2 x 10^-1."""
     return f"{value:g}" if f"{value:e}"[0] in "125" else ""
 
 

@@ -10,7 +10,7 @@ from ..profiling.classes import CLASSES
 from .tables import markdown_table
 from .view import latest
 
-_PARTS = (  # label, range, and whether its matrix products alone, all but them, or everything
+_PARTS = (  # label, range, and what counts: True its matrix products, False all but them, None everything
     ("scores: Q K^T", SCORES, True),
     ("scores: scale, mask, types", SCORES, False),
     ("softmax", SOFTMAX, None),
@@ -22,7 +22,7 @@ _NOISE = ("void ", "at::native::", "(anonymous namespace)::", "at_cuda_detail::"
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without what all have, cut where it is long: what tells kernels apart stands in front."""
+    """A kernel's name without common parts, cut if it is long, because what tells kernels apart comes first."""
     for noise in _NOISE:
         kernel = kernel.replace(noise, "")
     return kernel if len(kernel) <= _NAME_LENGTH else kernel[: _NAME_LENGTH - 3] + "..."
@@ -56,7 +56,7 @@ def setting(row: Row) -> str:
 
 
 def _get(row: Row, name: str) -> Any:
-    """What stands in a row under a dotted name. Raises ValueError where nothing does."""
+    """What a row has under a dotted name. Raises ValueError if it has nothing there."""
     value: Any = {"config": row.config, "metrics": row.metrics}
     for key in name.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -135,7 +135,7 @@ def top_kernels_tables(row: Row) -> str:
 
 
 def _attention(rows: Sequence[Row]) -> str:
-    """Time and operations of attention's parts: products apart from what surrounds them."""
+    """Time and operations of attention's parts, with products apart from what surrounds them."""
     operations = _get(rows[0], "metrics.attention_operations")
     columns = [
         (row, phase)

@@ -5,7 +5,7 @@ from .tables import markdown_table
 
 
 def tensors_table(row: Row) -> str:
-    """The tensors that a block saves, those that are alike in a line, under what the row is of."""
+    """The tensors that a block saves, equal ones in one line, under a line that says what the row is of."""
     lines = [
         (t["what"], "x".join(map(str, t["shape"])), t["dtype"], str(t["count"]), f"{t['bytes'] / 2**20:.4g}")
         for t in row.metrics["tensors"]

@@ -1,4 +1,4 @@
-"""What the streams of a GPU did in one step: how long they computed, communicated and did both; as numbers, drawn."""
+"""What the streams of a GPU did in one step: how long they computed, communicated and did both; in numbers, drawn."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def read_streams(path: Path) -> Streams:
 
 
 def streams_table(paths: Sequence[Path]) -> str:
-    """A line a step: its length, how long the GPU computed and communicated, and how much of that was at once."""
+    """A line per step: its length, how long the GPU computed and communicated, and how much of that was at once."""
     lines = []
     for path in paths:
         *times, hidden = totals(read_streams(path)).values()

@@ -14,11 +14,11 @@ from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
 
 logger = logging.getLogger(__name__)
 _LONGEST = 500
-"""Letters of a text that comes from elsewhere."""
+"""Maximum number of letters of a text that comes from elsewhere."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table: the first `left` columns to the left, numbers after them to the right."""
+    """A Markdown table: the first `left` columns are aligned left, the numbers after them right."""
     rule = [*["---"] * left, *["---:"] * (len(header) - left)]
     escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in (header, rule, *rows))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
@@ -28,14 +28,14 @@ _ACTIVE = re.compile(r"[\\`*<>\[\]!]")
 
 
 def plain(text: str) -> str:
-    """Text that comes from elsewhere, such as an error's, as one line of Markdown that means nothing but itself."""
+    """Text from elsewhere, such as an error message, as one line of Markdown without active characters."""
     line = " ".join(text.split())
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
     return _ACTIVE.sub(r"\\\g<0>", "".join(letter if letter.isprintable() else "?" for letter in line))
 
 
 class Fields:
-    """A JSON object by dotted names, list items by number. ValueError says where one is missing, or is no number."""
+    """A JSON object by dotted names, list items by number. Raises ValueError for what is missing, or not a number."""
 
     def __init__(self, where: str, content: Mapping[str, Any]) -> None:
         self.where, self.content = where, content
@@ -59,7 +59,7 @@ class Fields:
             return False
 
     def number(self, name: str, form: str, unit: int = 1) -> str:
-        """A number in a format and a unit; n/a for None."""
+        """A number as text in a format and a unit; n/a for None."""
         if self.get(name) is None:
             return "n/a"
         value = self.value(name)
@@ -96,7 +96,7 @@ def row_fields(row: Row) -> Fields:
 
 
 def runs_table(run_dirs: Sequence[Path]) -> str:
-    """One line a run: model, machine, losses beside the baselines, speed (of its last part, where it was resumed)."""
+    """One line per run: model, machine, losses beside the baselines, speed (of its last part if it was resumed)."""
     lines = []
     for run_dir in run_dirs:
         if run_dir.is_dir() and not (run_dir / "result.json").exists():
@@ -161,7 +161,7 @@ def summary_block(run_dir: Path) -> str:
 
 
 def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
-    """The loss curves of some runs in one picture."""
+    """Draw the loss curves of some runs into one picture."""
     names = [run_dir.name for run_dir in run_dirs]
     if len(set(names)) < len(names):
         names = [str(run_dir) for run_dir in run_dirs]

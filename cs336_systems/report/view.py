@@ -1,4 +1,4 @@
-"""What is shown of rows, as data: the columns of a table, the axes of a plot. And tables out of it."""
+"""What is shown of rows, as data: the columns of a table, the axes of a plot. And the tables made from it."""
 
 import csv
 import io
@@ -16,22 +16,22 @@ _WORDS = {  # true, false
     "is_causal": ("causal", "not causal"),
     "cuda_graph": ("CUDA graph", "no CUDA graph"),
 }
-_UNITS = {"bucket_size_mb": "bucket size (MiB)"}  # whose name says another
+_UNITS = {"bucket_size_mb": "bucket size (MiB)"}  # its name says another unit
 OUTCOMES = {"oom": "out of memory", "error": "failed"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a row: its name with the unit, where it is in `metrics`, how it is written; or, with "s", a text."""
+    """A number of a row: its name with the unit, its place in `metrics`, its format; with the format "s", a text."""
 
     name: str
     where: str
     form: str = ".2f"
     unit: int = 1
-    """What it is divided by: 2**30 makes GiB of bytes."""
+    """What it is divided by: 2**30 turns bytes into GiB."""
 
     def text(self, fields: Fields) -> str:
-        """As it stands in a table; "-" where this row has none."""
+        """Its text in a table; "-" if this row has none."""
         where = f"metrics.{self.where}"
         if not fields.has(where):
             return "-"
@@ -55,10 +55,10 @@ class Spread(Column):
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A picture: a column of the rows over one of their fields, a line or a group of bars for each of some others.
+    """A picture: a column of the rows over one of their fields, with a line or bars for each value of some others.
 
-    A row without that field is a level line of its own: what it measures does not depend on it.
-    Bars that are all of one x lie one below the other.
+    A row without that field is a horizontal line, because what it measures does not depend on it.
+    Bars that share a single x are horizontal, one below the other.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Plot:
     panels: tuple[str, ...] = ()
     """Fields whose values have axes of their own, in one file."""
     files: Mapping[str, Iterable[Any]] = field(default_factory=dict)
-    """Fields whose values have a file of their own, and the values that there are."""
+    """Fields whose values have a file of their own, and their possible values."""
     beside: Column | None = None
-    """Of a line plot, a second column, dashed: a prediction of the first."""
+    """In a line plot, a second, dashed column: a prediction of the first."""
     each: Callable[[Row], Sequence[Row]] = lambda row: [row]
-    """What is drawn of a row, should it have several points."""
+    """The points that are drawn of a row, if it has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,26 +83,26 @@ class View:
     """The table and the plots of a case."""
 
     keys: tuple[str, ...]
-    """Fields that tell rows apart: those that differ among the rows are columns, the others stand above.
+    """Fields that tell rows apart: those that differ among the rows are columns, the others are shown above.
 
-    Of rows that are equal in all of them, and in variant and machine, the last is shown.
+    Of rows with equal keys, variant and machine, the last is shown.
     """
     columns: tuple[Column, ...]
     plots: tuple[Plot, ...] = ()
     derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
     """Rows with what follows from several of them, such as speed-ups."""
     note: Column | None = None
-    """A text of the rows that stands below the table, once where they have the same: what their times are times of."""
+    """A text of the rows for below the table, once if all have the same: what their times measure."""
     details: Callable[[Row], str] | None = None
     """What follows the table for each row that is ok."""
     write: Callable[[Sequence[Row], Path], list[Path]] | None = None
-    """Writes files of other names than the case's into a folder, instead of the table and the plots."""
+    """Writes files with names of their own into a folder, instead of the table and the plots."""
     more: Callable[[Sequence[Row], Path], list[Path]] | None = None
-    """Writes files into a folder besides those."""
+    """Writes more files into a folder, besides the table and the plots."""
 
 
 MACHINE = "machine"
-"""Stands among the fields of rows for the machine that a row is of."""
+"""The name, among the fields of rows, of the machine that a row is of."""
 
 
 def machine(row: Row) -> str:
@@ -121,7 +121,7 @@ def differ(rows: Sequence[Row], name: str) -> bool:
 
 
 def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
-    """Rows that are of one machine and have the same values of some fields, in their order."""
+    """Rows grouped by their machine and their values of some fields, in their order."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(str([value_of(row, name) for name in (MACHINE, *names)]), []).append(row)
@@ -129,7 +129,7 @@ def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
 
 
 def runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows of a file by the run that they are of: by all of their environment but the moment's state of the GPU."""
+    """Rows of a file by their run, that is, by all of their environment except the momentary state of the GPU."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(str(sorted((k, v) for k, v in row.env.items() if not isinstance(v, dict))), []).append(row)
@@ -137,10 +137,10 @@ def runs(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def latest(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
-    """Of rows of one variant, machine and of the same keys the last, in the order in which they first came.
+    """The last of all rows with the same variant, machine and keys, in the order in which they first came.
 
-    The keys of a view, and not the whole configuration: what failed says less of itself than what ran, and a row of
-    today may have fields that there were not yet.
+    The keys are those of a view, not the whole configuration, because a failed row says less of itself than one that
+    ran, and a row of today may have fields that did not exist before.
     """
     found: dict[str, Row] = {}
     for row in rows:
@@ -166,7 +166,7 @@ def table(rows: Sequence[Row], view: View) -> str:
         cells = [column.text(fields) for column in shown]
         if row.status == "ok" and all(cell == "-" for cell in cells):
             raise ValueError(f"{fields.where} has no metrics that its table shows")
-        if row.status != "ok":  # it may have some numbers all the same, such as those of what it would have needed
+        if row.status != "ok":  # it may still have some numbers, such as what it would have needed
             cells[:1] = [OUTCOMES[row.status]]
         what = [show(value_of(row, name), name) for name in differing] or [row.variant]
         lines.append([*map(plain, what), *cells])
@@ -184,13 +184,13 @@ def _notes(rows: Sequence[Row], note: Column | None) -> list[str]:
 
 
 def show(value: Any, name: str = "") -> str:
-    """A configuration's value for a person; name: of its field, should it have a unit."""
+    """A configuration's value for a person; name: of its field, which may have a unit."""
     if name == "bytes" and isinstance(value, int):
-        return f"{value / 1e6:g} MB"  # of all the same unit, so that a column of them can be sorted
+        return f"{value / 1e6:g} MB"  # always the same unit, so that a column of them can be sorted
     if isinstance(value, list | tuple):
         return "x".join(map(str, value))
     if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)  # as short as it stays the same number
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)  # the short form if it is the same number
     return {True: "yes", False: "no", None: "-"}[value] if isinstance(value, bool | None) else str(value)
 
 
@@ -200,7 +200,7 @@ def field_in_words(name: str) -> str:
 
 
 def label(name: str, row: Row) -> str:
-    """A field of a row in a legend: the value, with the name of a number; of what is on or off the name alone."""
+    """A field of a row in a legend: the value, with the name if it is a number; only the name if it is on or off."""
     value = value_of(row, name)
     if isinstance(value, bool):
         return _WORDS.get(name, (name, f"no {name}"))[not value]

@@ -1,4 +1,4 @@
-"""The tables and plots of every case, and the files that are made of a row file: Markdown, CSV and PNG."""
+"""The tables and plots of every case, and the files that are made from a row file: Markdown, CSV and PNG."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,7 +32,7 @@ _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "pr
 
 
 def _steps(row: Row) -> list[Row]:
-    """A row for each step that a row has the time of, numbered from the first step of the process."""
+    """A row for each step whose time a row has, numbered from the first step of the process."""
     return [
         replace(row, config={**row.config, "step": row.config["warmup"] + i}, metrics={"step_ms": {"p50": ms}})
         for i, ms in enumerate(row.metrics.get("steps_ms", ()), 1)
@@ -43,7 +43,7 @@ _FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
 
 def _fraction_bits(row: Row) -> list[Row]:
-    """A row for each type that a row of `autocast-dtypes` has, which a plot cannot show by its name."""
+    """A row for each type in a row of `autocast-dtypes`, as bits, because a plot cannot show the type's name."""
     return [
         replace(row, config={**row.config, "of": name.replace("_", " ")}, metrics={"bits": _FRACTION_BITS[dtype]})
         for name, dtype in row.metrics["dtypes"].items()
@@ -187,15 +187,15 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "profile-kernels": kernels_table,
     "profile-memory": memory_table,
 }
-"""Tables that are more than a line a row."""
+"""Tables that are more than a line per row."""
 
 
 def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
-    """Write a table (.md, .csv) and plots (.png) a case into a folder, or what the case writes instead; the files.
+    """Write a table (.md, .csv) and plots (.png) per case into a folder, or what the case writes; return the files.
 
-    swept: fields that tell rows apart besides those of the view, since they were measured for several values. A plot
-    that would show nothing is left out. Raises ValueError for rows of a case that has no table, or not as its table
-    needs them.
+    swept: fields that tell rows apart besides those of the view, because they were measured for several values. A plot
+    that would show nothing is left out. Raises ValueError for rows of a case that has no table, and for rows that are
+    not as their table needs them.
     """
     files = []
     for case, own in _by_case(rows).items():
@@ -226,9 +226,9 @@ def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
-    """Tables of rows, one a case, in Markdown; swept: as `write_views` has it.
+    """Tables of rows in Markdown, one per case; swept: as in `write_views`.
 
-    Raises ValueError for a case that there is no table for, and for a row without what its table shows.
+    Raises ValueError for a case that has no table, and for a row without what its table shows.
     """
     tables = []
     for case, own in _by_case(rows).items():
@@ -238,11 +238,11 @@ def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
 
 
 UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopIteration)
-"""What code raises that meets a row without a field, or with a value that it cannot compute with."""
+"""What code raises when a row lacks a field, or has a value that it cannot compute with."""
 
 
 def in_words(error: BaseException) -> str:
-    """What an error, should it be one of UNFIT, says of the rows."""
+    """What an error says about the rows, if it is one of UNFIT."""
     match error:
         case KeyError():
             return f"there is no {error.args[0]!r}" if error.args else "something is missing"
@@ -259,7 +259,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming_the_case(case: str) -> Iterator[None]:
-    """Rows may come from anywhere: what a table or a plot stumbles over is said as what is wrong with them."""
+    """Turn what a table or a plot stumbles over into what is wrong with the rows, which may come from anywhere."""
     try:
         yield
     except UNFIT as error:
@@ -267,10 +267,10 @@ def naming_the_case(case: str) -> Iterator[None]:
 
 
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
-    """What is made of the rows of some files.
+    """What `show` makes of the rows of some files.
 
     Raises ValueError for rows that cannot be shown, naming file and line of the first that cannot be shown by itself,
-    or the files where each can.
+    or the files if each can.
     """
     rows = [row for path in paths for row in read_rows(path)]
     if not rows:
@@ -281,9 +281,9 @@ def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) ->
 
 @contextlib.contextmanager
 def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None) -> Iterator[None]:
-    """Say of an error which line of some files is the first that cannot be shown by itself; or name the files.
+    """Add to an error which line of some files is the first that cannot be shown by itself; or name the files.
 
-    cases: those whose rows are shown, should it not be all.
+    cases: those whose rows are shown, if it is not all of them.
     """
     try:
         yield
@@ -296,7 +296,7 @@ def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None
 
 
 def _complaint(row: Row) -> str | None:
-    """Why a row cannot be shown by itself; None where it can."""
+    """Why a row cannot be shown by itself; None if it can."""
     try:
         rows_table([row])
     except ValueError as error:
@@ -305,7 +305,7 @@ def _complaint(row: Row) -> str | None:
 
 
 def _view(case: str, swept: Sequence[str]) -> View | None:
-    """A case's view, with some more fields to tell rows apart by."""
+    """A case's view, with more fields that tell rows apart."""
     view = VIEWS.get(case)
     return view and replace(view, keys=(*view.keys, *(name for name in swept if name not in view.keys)))
 

@@ -1,1 +1,1 @@
-"""As much model as a time and a machine allow: which (choice.py), how fast it is (measure.py), its run (run.py)."""
+"""The best model for a time and a machine: which one (choice.py), how fast it is (measure.py), its run (run.py)."""

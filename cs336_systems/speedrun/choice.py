@@ -1,6 +1,6 @@
-"""Which model to train in a given time: sizes, the loss to expect of each, its batch and its learning rate.
+"""Which model to train in a given time: sizes, their expected losses, batch sizes and learning rates.
 
-Arithmetic with published laws; how fast a size trains is asked of whoever measures it.
+This is arithmetic with published scaling laws; the caller measures how fast a size trains.
 """
 
 import math
@@ -12,8 +12,8 @@ from cs336_basics.shape import ModelShape
 from ..accounting import num_parameters, training_flops
 from ..model_config import MODEL_SIZES
 
-# From what a CPU trains in a minute to what fills a card: heads of 32 or 64, feed-forward layers of about 8/3 d_model,
-# as SwiGLU is used (Shazeer 2020), and then the named sizes.
+# From what a CPU trains in a minute to what fills a card: heads of 32 or 64 and feed-forward layers of about 8/3
+# d_model, as is usual with SwiGLU (Shazeer 2020); then the named sizes.
 SIZES: dict[str, dict[str, int]] = {
     "nano": dict(d_model=128, d_ff=384, num_layers=4, num_heads=4),
     "micro": dict(d_model=256, d_ff=704, num_layers=6, num_heads=4),
@@ -23,20 +23,20 @@ SIZES: dict[str, dict[str, int]] = {
     **{name: MODEL_SIZES[name] for name in ("small", "medium", "large", "xl", "2.7B")},
 }
 TOKENS_A_PARAMETER = 20
-MOST_EPOCHS = 16  # after which another pass over the text is worth a third of the first, and a model learns it by heart
-_LEAST_GAIN = 0.01  # in nats, for which a larger size is worth its trial
-_FIRST_SEQUENCES = 8  # a GPU's, as long as nothing is known of how fast it is
+MOST_EPOCHS = 16  # after which another pass over the text is worth a third of the first, and the model memorises it
+_LEAST_GAIN = 0.01  # in nats; the search stops at a size that gains less than this over the smaller one
+_FIRST_SEQUENCES = 8  # per GPU, until its speed is known
 _LARGEST_LR = 3e-3
 
 
 def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
     """E + A / N^a + B / D^b: the loss of N parameters after D tokens (Hoffmann et al. 2022, approach 3).
 
-    With the constants of Besiroglu et al. 2024, who fitted it anew. Of a text of U tokens that is read several times
-    both N and D are worth less than they are (Muennighoff et al. 2023): D counts as U + U R (1 - exp(-r / R)) with
-    R = 15.4, r being how often U is repeated after the first time; N likewise, with R = 5.3, where it is above the
-    number of parameters that U is for. The constants are of web text: of another one the loss says which of two models
-    will be better, not how good they are.
+    The constants are those of the new fit by Besiroglu et al. 2024. If a text of U tokens is read several times, both N
+    and D count for less (Muennighoff et al. 2023): D counts as U + U R (1 - exp(-r / R)) with R = 15.4,
+    where r is how often U is repeated after the first pass; N likewise with R = 5.3, as far as it exceeds the number of
+    parameters that suits U. The constants are for web text: on other text, the loss tells which of two models will be
+    better, not how good they are.
     """
     tokens = _worth(tokens, unique_tokens, 15.4)
     parameters = _worth(parameters, unique_tokens / TOKENS_A_PARAMETER, 5.3)
@@ -44,41 +44,41 @@ def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.
 
 
 def _worth(amount: float, unique: float, decay: float) -> float:
-    """The amount, and of what is above `unique` ever less: an exponential saturation."""
+    """The amount, of which the part above `unique` counts less and less: an exponential saturation."""
     if amount <= unique:
         return amount
     return unique - unique * decay * math.expm1(-(amount / unique - 1) / decay)
 
 
 def batch_tokens(flops: float) -> float:
-    """Tokens a step, 0.2920 C^0.3271, of a run of C operations (Bi et al. 2024, DeepSeek LLM; from 1e17 on)."""
+    """Tokens per step for a run of C operations: 0.2920 C^0.3271 (Bi et al. 2024, DeepSeek LLM; from 1e17 on)."""
     return 0.2920 * flops**0.3271
 
 
 def learning_rate(flops: float) -> float:
-    """Largest learning rate, 0.3118 C^-0.1250, of a run of C operations (as `batch_tokens`); at most 3e-3."""
+    """Peak learning rate for a run of C operations: 0.3118 C^-0.1250 (source: see `batch_tokens`), at most 3e-3."""
     return min(_LARGEST_LR, 0.3118 * flops**-0.1250)
 
 
 class TrialFailed(RuntimeError):
-    """A trial that did not work, for another reason than memory."""
+    """A trial failed for another reason than memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is to be timed: a size, its batch and its kernel."""
+    """What to time: a size, its batch and its kernel."""
 
     size: str
     kernel: str
     sequences: int
-    """Of a step, a GPU."""
+    """Per step and GPU."""
     micro_batches: int = 1
-    """In which they go through the model."""
+    """Parts in which the sequences go through the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How fast a trial went."""
+    """How fast a trial ran."""
 
     step_s: float
     startup_s: float
@@ -87,15 +87,15 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A trial that worked, and what a run of it comes to."""
+    """A trial that worked, and what its run would reach."""
 
     trial: Trial
     timing: Timing
     shape: ModelShape
     tokens: float
-    """That the run would train on."""
+    """Tokens that the run would train on."""
     loss: float
-    """What `expected_loss` says of that."""
+    """The `expected_loss` of the run."""
 
     @property
     def flops(self) -> float:
@@ -105,42 +105,42 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is searched: what there is to choose from, and how long, or on how many tokens, the run is to train."""
+    """The task of a search: what there is to choose from, and how long, or on how many tokens, the run will train."""
 
     shapes: Mapping[str, ModelShape]
     """By name, smallest first."""
     kernels: tuple[str, ...]
     devices: int
     unique_tokens: int
-    """Of the training text."""
+    """Tokens in the training text."""
     seconds: float | None = None
-    """Time of the run's steps, which makes at most MOST_EPOCHS passes; None where `tokens` is given."""
+    """Time for the steps of the run, which makes at most MOST_EPOCHS passes; None if `tokens` is given."""
     tokens: float | None = None
-    """That the run trains on."""
+    """Tokens that the run trains on."""
     most_sequences: Callable[[ModelShape], int]
-    """How many a GPU has room for at once, 0 if not even for one."""
+    """How many sequences fit on a GPU at once; 0 if not even one does."""
     measure: Callable[[Trial], Timing | None]
-    """Times a trial; None where memory does not do. Raises TrialFailed for anything else."""
+    """Times a trial; None if memory does not suffice. Raises TrialFailed for any other failure."""
     is_time_left: Callable[[], bool]
-    """Whether to go on looking."""
+    """Whether to continue the search."""
 
 
 def run_flops(shape: ModelShape, tokens: float) -> float:
-    """Matrix-product operations of training on so many tokens."""
+    """Matrix-product operations of training on this many tokens."""
     return training_flops(shape, 1, shape.context_length) * tokens / shape.context_length
 
 
 def search(task: Task) -> Iterator[Candidate]:
-    """Candidates as they are found, the one to train last.
+    """Yield candidates as they are found; the last one is the one to train.
 
-    From the smallest size on, as long as the loss to expect gets lower; then the kernels of the best. With a number of
-    tokens the size is the largest that has `TOKENS_A_PARAMETER` a parameter (or the smallest there is).
-    Raises RuntimeError where not even the smallest works.
+    Sizes are tried from the smallest on, as long as the expected loss falls; then the kernels, at the best size. With a
+    number of tokens, the size is the largest that gets `TOKENS_A_PARAMETER` tokens per parameter (or the smallest there
+    is). Raises RuntimeError if not even the smallest works.
     """
     best: Candidate | None = None
     for size in _sizes(task):
         found = _try(task, size, task.kernels[0], None if best is None else best.flops)
-        if found is None:  # a larger one needs more memory still
+        if found is None:  # a larger one needs even more memory
             break
         yield found
         if best is not None and found.loss > best.loss - _LEAST_GAIN:
@@ -163,7 +163,7 @@ def search(task: Task) -> Iterator[Candidate]:
 
 
 def _sizes(task: Task) -> list[str]:
-    """The sizes to try, in turn; with a number of tokens only the one that it is for."""
+    """The sizes to try, in order; with a number of tokens, only the size that suits it."""
     if task.tokens is None:
         return list(task.shapes)
     for name, shape in reversed(list(task.shapes.items())):
@@ -173,7 +173,7 @@ def _sizes(task: Task) -> list[str]:
 
 
 def _try(task: Task, size: str, kernel: str, flops: float | None, known: Candidate | None = None) -> Candidate | None:
-    """The size with the batch of a run of so many operations; where memory is short, in ever smaller pieces."""
+    """Try a size with the batch for a run of this many operations; if memory is short, in ever smaller pieces."""
     shape = task.shapes[size]
     most = task.most_sequences(shape)
     if task.tokens is not None:

@@ -1,4 +1,4 @@
-"""Some steps of any run, timed in processes of its own: what does not fit, or crashes, takes nothing else with it."""
+"""Times some steps of any run in separate processes, so that a crash or a lack of memory takes down nothing else."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class StepTimes:
 
     name: str
     run: str
-    """Its configuration, as JSON."""
+    """The configuration of the run, as JSON."""
     devices: int
     device: str
     """cpu or cuda."""
@@ -32,14 +32,14 @@ class StepTimes:
     is_alone: bool = False
 
     def run_config(self) -> RunConfig:
-        """The run."""
+        """The configuration of the run."""
         return RunConfig.from_dict(json.loads(self.run))
 
 
 def measure_on_rank(
     configs: Sequence[StepTimes], device: torch.device, at_work: Callable[[StepTimes], None]
 ) -> Iterator[Row]:
-    """Time each, together with the other ranks."""
+    """Time each run together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work):
         yield measured("speedrun", config.name, as_json(config), {}, metrics)
 
@@ -55,9 +55,9 @@ CASE = Case(
 
 
 def time_trial(trial: Trial, run: RunConfig, device: str, tell: Callable[[Row], None]) -> Timing | None:
-    """The times of a trial's run on `device`, cpu or cuda; None where memory does not do. `tell` gets its row.
+    """Time a trial's run on `device`, cpu or cuda; None if memory does not suffice. `tell` gets its row.
 
-    Raises TrialFailed for what else goes wrong.
+    Raises TrialFailed for any other failure.
     """
     warmup, steps = (3, 10) if device == "cuda" else (1, 3)
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,

@@ -1,4 +1,4 @@
-"""One speedrun up to its training: data, the search, the configuration, and the commands that train it."""
+"""One speedrun up to its training: the data, the search, the configuration, and the commands to train it."""
 
 import contextlib
 import dataclasses
@@ -36,14 +36,14 @@ _CHOSEN = {
     **dict.fromkeys(("train.batch_size", "train.gradient_accumulation_steps"), "the batch is what is looked for"),
     **dict.fromkeys(("train.max_steps", "train.max_minutes"), "--minutes or --epochs says it"),
 }
-# By source: words of the tokenizer, and how the sample at the end begins.
+# By source: the tokenizer's vocabulary size, and the prompt of the sample at the end.
 _VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
 _PROMPTS = {"tinystories": "Once upon a time", "stories": "One day"}
-_GIVEN = "given"  # the name of a size that is on the command line, field by field
-_SEARCH_SHARE = 0.2  # of the time, after which no larger size is tried
+_GIVEN = "given"  # the name of a size that the command line gives field by field
+_SEARCH_SHARE = 0.2  # of the time; after this share no larger size is tried
 _STEPS_SHARE = 0.93  # of what is left: the rest is for validations, a checkpoint and the sample
 _VALIDATIONS = 10
-_MEMORY_SHARE = 0.85  # of a card's, or half of a machine's: for the planner does not count what an allocator wastes
+_MEMORY_SHARE = 0.85  # of a card's, or of half a machine's, because the planner does not count what an allocator wastes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,11 @@ class _Way:
 
 
 class Speedrun:
-    """One search, and what comes of it.
+    """One search, and the run that it leads to.
 
-    make_config: the run of arguments of `cs336 train`, with those that a person has given, whose names are `given`.
-    Exactly one of minutes, for the search and the training together, and epochs, passes over the text, is a number.
-    Raises ValueError naming what is wrong.
+    make_config: makes a run from arguments of `cs336 train` and adds those of the user, whose names are in `given`.
+    Exactly one of `minutes` (for search and training together) and `epochs` (passes over the text) is a number. Raises
+    ValueError naming what is wrong.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Speedrun:
         check_devices(first.train.device, self.devices)
         if self.devices > 1:
             self.fields["parallel.devices"] = self.devices
-        # flash_triton is asked too, because it is faster than PyTorch's choice on some cards and at some lengths.
+        # flash_triton is tried too, because it is faster than PyTorch's choice on some cards and at some lengths.
         self.kernels: tuple[str, ...] = ("auto", "flash_triton") if self.device.type == "cuda" else ("auto",)
         if "model.attention" in given:
             self.kernels = (first.model.attention,)
@@ -112,14 +112,14 @@ class Speedrun:
         self.started = 0.0
 
     def _config(self, size: str, fields: Mapping[str, Any]) -> RunConfig:
-        """The run of a size with some fields; what the command line has given stands above them."""
+        """The run of a size with some fields; those given on the command line override them."""
         shape = {f"model.{name}": value for name, value in SIZES.get(size, {}).items()}
         chosen = {**self.fields, **shape, **fields}
         words = [f"--{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in chosen.items()]
         return self.make_config(words)
 
     def prepare(self) -> Path:
-        """Make the data, search, say the commands; the file of the run to train."""
+        """Make the data, search, print the commands; return the configuration file of the run to train."""
         shapes = {size: self._config(size, {}).model.shape for size in self.sizes}
         tokens = len(prepare_data(self._config(self.sizes[0], {})).train)
         self.started = time.perf_counter()
@@ -132,7 +132,7 @@ class Speedrun:
         return file
 
     def _search(self, shapes: Mapping[str, ModelShape], unique_tokens: int) -> Candidate:
-        """The candidate to train, each said as it is found."""
+        """The candidate to train; all candidates are printed as they are found."""
         seconds = None if self.minutes is None else 60 * self.minutes
         task = Task(
             shapes=shapes,
@@ -170,7 +170,7 @@ class Speedrun:
         )
 
     def _fields_of(self, trial: Trial, way: _Way) -> dict[str, Any]:
-        """What a trial says of a run."""
+        """The fields of a run that a trial determines."""
         return {
             "model.attention": trial.kernel,
             "train.batch_size": trial.sequences * self.devices,
@@ -181,7 +181,7 @@ class Speedrun:
         }
 
     def _measure(self, trial: Trial) -> Timing | None:
-        """Time a trial, in the first way that works; all trials after it in that one."""
+        """Time a trial in the first way that works; all later trials use that one."""
         while True:
             way = self.ways[0]
             try:
@@ -201,7 +201,7 @@ class Speedrun:
             say(f"  {row.variant}: {row.status} {row.error}")
 
     def _most_sequences(self, shape: ModelShape) -> int:
-        """What the planner says that a GPU has room for at once."""
+        """How many sequences fit on a GPU at once, according to the planner."""
         there = memory_bytes(self.device)
         if there is None:
             return 1 << 20
@@ -214,7 +214,7 @@ class Speedrun:
             job = training_job(
                 "speedrun", "alone" if self.devices == 1 else "", {"run": config.to_dict(), "devices": self.devices}
             )
-        except ValueError:  # of what the planner does not know; then it is found by trying
+        except ValueError:  # the planner does not know it; then trials find out
             return 1 << 20
         most = largest_batch(job, _MEMORY_SHARE * there)
         if not most:
@@ -226,7 +226,7 @@ class Speedrun:
         return time.perf_counter() - self.started
 
     def _final(self, best: Candidate, unique_tokens: int) -> RunConfig:
-        """The run of the candidate: steps for the time that is left, or for the tokens."""
+        """The run of the candidate, with the steps for the remaining time or for the tokens."""
         batch = best.trial.sequences * self.devices * best.shape.context_length
         fields = self._fields_of(best.trial, self.ways[0]) | {"optimizer.lr": round(learning_rate(best.flops), 6)}
         if self.minutes is None:
@@ -248,7 +248,7 @@ class Speedrun:
             steps = min(steps, passes)
             seconds = steps * best.timing.step_s
             fields["train.max_minutes"] = round(left / 60, 3)
-        # Validations cost a third of a step a token, and may take 3 % of the time together.
+        # A token of validation costs a third of one of training; all validations may take 3 % of the time together.
         tokens = 0.03 * seconds / _VALIDATIONS * 3 * batch / best.timing.step_s
         fields |= {
             "train.max_steps": steps,
@@ -268,14 +268,14 @@ class Speedrun:
         say("\ncommands:")
         say(f"  {train}                 # trains it")
         say(f"  {train} --resume auto   # goes on where it was stopped")
-        if config.data.source != "random":  # of which there is no tokenizer
+        if config.data.source != "random":  # it has no tokenizer
             words = [program(), "generate", str(config.run_dir), "--prompt", config.sample.prompt or "The"]
             say(f"  {shlex.join(words)}")
         say("")
 
 
 def _new_folder(out: Path) -> Path:
-    """A folder of this speedrun's own, named by the time."""
+    """Make a new folder for this speedrun, named by the time."""
     stamp = f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
     for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 100))):
         with contextlib.suppress(FileExistsError):
@@ -285,12 +285,12 @@ def _new_folder(out: Path) -> Path:
 
 
 def _ways(device: torch.device) -> list[_Way]:
-    """How steps may be computed on a device, the fastest first: not every machine can compile."""
+    """Ways to compute steps on a device, the fastest first, because not every machine can compile."""
     if device.type != "cuda":
         return [_Way("fp32", False, False)]
     try:
         check_precision(device, "bf16")
-    except ValueError:  # a T4 has float16 alone, whose loss scaling no graph can record
+    except ValueError:  # a T4 has only float16, whose loss scaling no graph can record
         return [_Way("fp16", True, False), _Way("fp16", False, False)]
     return [_Way("bf16", True, True), _Way("bf16", True, False), _Way("bf16", False, False)]
 

@@ -1,9 +1,9 @@
-"""What is measured: one file a case, named as the case, with the case as CASE."""
+"""The cases that can be measured: one file per case, named after it, with the case as CASE."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # names are told without PyTorch
+if TYPE_CHECKING:  # the names must not need PyTorch
     from ..sweep import Case
 
 NAMES = (
@@ -31,7 +31,7 @@ NAMES = (
 
 
 def get_case(name: str) -> "Case":
-    """The case of that name. Raises ValueError where there is none."""
+    """The case of that name. Raises ValueError if there is none."""
     if name not in NAMES:
         raise ValueError(f"case is {name!r}: it must be one of {', '.join(NAMES)}")
     return import_module(f".{name.replace('-', '_')}", __package__).CASE

@@ -1,8 +1,8 @@
-"""The case `all-reduce`: what collectives take, by size, number of ranks and backend.
+"""The case `all-reduce`: the time of collectives by size, number of ranks and backend.
 
-The handout's distributed_communication_single_node, and the other three collectives that strategies use. The planner
-fits what a transfer costs to its rows (`cs336 plan ddp-overhead --rows`). gloo makes an all-reduce of a reduce-scatter,
-of which each rank keeps its part.
+This is the handout's distributed_communication_single_node, with the other three collectives that strategies use. The
+planner fits the cost of a transfer to its rows (`cs336 plan ddp-overhead --rows`). gloo turns a reduce-scatter into an
+all-reduce of which each rank keeps its part.
 """
 
 import os
@@ -20,29 +20,29 @@ from ..outcome import free_memory, measured
 from ..ranks import launched
 from ..sweep import Case, as_json, swept
 
-_ALWAYS = 6  # processes of gloo that are measured on any machine, as the handout asks
+_ALWAYS = 6  # gloo processes that any machine measures, as the handout asks
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveBench:
-    """A collective of float32 numbers, how large, over how many processes of this machine, carried by what."""
+    """A collective of float32 numbers: its size, the number of processes on this machine, and the backend."""
 
     collective: Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast"] = swept(
         "all-reduce", "reduce-scatter", "all-gather", "broadcast"
     )
-    """Which one."""
+    """Collective to measure."""
     backend: Literal["gloo", "nccl"] = swept("gloo", "nccl", quick="gloo")
     """gloo between CPUs, nccl between GPUs; without enough GPUs nccl is left out."""
     world_size: int = swept(2, 4, 6, 8, quick=2)
-    """Processes; more than 6 of gloo where each has a core."""
+    """Number of processes; with gloo, more than 6 only if each has a core."""
     bytes: int = swept(10**6, 10**7, 10**8, 10**9, quick=(10**4, 10**6))
-    """Of the whole buffer: what is reduced or gathered or sent."""
+    """Size of the whole buffer that is reduced, gathered or sent."""
     warmup: int = swept(5, quick=1)
-    """Calls before the measured ones, at most."""
+    """Maximum number of calls before the measured ones."""
     calls: int = swept(100, quick=5)
-    """Measured calls, at most."""
+    """Maximum number of measured calls."""
     budget_s: float = swept(10.0, quick=1.0)
-    """Seconds for warm-up and calls: of what takes longer there are fewer, at least 3."""
+    """Seconds for warm-up and calls: slow collectives get fewer calls, but at least 3."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -63,12 +63,12 @@ class CollectiveBench:
 
 
 def variant(config: CollectiveBench) -> str:
-    """What, by what, over how many: "all-reduce nccl 2"."""
+    """Collective, backend and number of processes: "all-reduce nccl 2"."""
     return f"{config.collective} {config.backend} {config.world_size}"
 
 
 def check_machine(config: CollectiveBench) -> None:
-    """Raise ValueError where this machine has not what it takes: a GPU a process, or for many of gloo a core each."""
+    """Raise ValueError if this machine lacks a GPU per process, or with many gloo processes a core for each."""
     cores = os.cpu_count() or 1
     most, what = (gpu_count(), "a GPU each") if config.backend == "nccl" else (max(_ALWAYS, cores), f"{cores} cores")
     accepted = f"at most {most} here with backend {config.backend!r}, {what}"
@@ -78,7 +78,7 @@ def check_machine(config: CollectiveBench) -> None:
 def measure_on_rank(
     configs: Sequence[CollectiveBench], device: torch.device, at_work: Callable[[CollectiveBench], None]
 ) -> Iterator[Row]:
-    """Measure one after the other, together with the other ranks."""
+    """Measure the configurations one after the other, together with the other ranks."""
     for config in configs:
         at_work(config)
         ran, metrics = measure_collective(

@@ -1,7 +1,7 @@
-"""The case `attention`: attention as it is written, without heads, eager and compiled: its time and its memory.
+"""The case `attention`: time and memory of plain attention without heads, eager and compiled.
 
-The handout's pytorch_attention and torch_compile: batch 8, 100 forward and 100 backward passes in float32. The handout
-leaves the mask open; it is causal here, as a language model's attention is, unless `is_causal` says otherwise.
+These are the handout's pytorch_attention and torch_compile: batch 8, 100 forward and 100 backward passes in float32.
+The handout leaves the mask open; here it is causal, as in a language model, unless `is_causal` says otherwise.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,25 +30,25 @@ class AttentionBench:
     kernel: str = swept("naive", also="kernels")
     """Attention kernel by its registered name."""
     batch_size: int = swept(8, quick=2)
-    """Sequences a batch, of one head each."""
+    """Sequences per batch, with one head each."""
     head_size: int = swept(16, 32, 64, 128, quick=(8, 16))
-    """Numbers a query, a key or a value has."""
+    """Length of each query, key and value vector."""
     length: int = swept(
         256, 1024, 4096, 8192, 16384, sweep=(256, 1024, 4096, 8192, 16384, 32768, 65536), quick=(16, 32)
     )
-    """Queries and keys; those of --sweep are more than a GPU of 140 GB holds."""
+    """Number of queries and of keys; those of --sweep are more than a GPU of 140 GB holds."""
     compile: bool = swept(False, True, quick=False)
-    """torch.compile."""
+    """Use torch.compile."""
     is_causal: bool = swept(True, sweep=(True, False))
     """Whether query i sees only the keys up to i."""
     dtype: Literal["bf16", "fp16", "fp32"] = swept("fp32")
     """Type of q, k and v."""
     device: str = swept("auto", quick="cpu")
-    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
+    """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
     warmup: int = swept(10, quick=1)
     """Passes before the measured ones."""
     repeats: int = swept(100, quick=3)
-    """Measured forward passes, and backward passes."""
+    """Number of measured forward passes, and of backward passes."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -65,7 +65,7 @@ def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]
     held = _held_bytes(device)
     attention: Any = get_attention(config.kernel)
     if config.compile:
-        torch._dynamo.reset()  # or the next size would be compiled for all sizes
+        torch._dynamo.reset()  # otherwise the next size would be compiled for all sizes
         attention = torch.compile(attention, dynamic=False)
     times, shape, in_use = _time_passes(attention, config, Stopwatch(device))
     metrics: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def measure_one(config: AttentionBench) -> tuple[dict[str, Any], dict[str, Any]]
 def _time_passes(
     attention: Any, config: AttentionBench, watch: Stopwatch
 ) -> tuple[dict[str, list[float]], torch.Size, int]:
-    """The times of forward and backward passes in ms, the output's shape, and a GPU's bytes in use between the two."""
+    """Times of forward and backward passes in ms, the output's shape, and the GPU's bytes in use between the two."""
     torch.manual_seed(0)
     shape, dtype = (config.batch_size, config.length, config.head_size), DTYPES[config.dtype]
     q, k, v = (torch.randn(shape, device=config.device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -109,7 +109,7 @@ def _time_passes(
 
 
 def _held_bytes(device: torch.device) -> int:
-    """What a GPU's allocator holds of what came before, and of cuBLAS: a workspace since its first product a thread."""
+    """Bytes that a GPU's allocator holds from before, and for cuBLAS: a workspace per thread from its first product."""
     if device.type != "cuda":
         return 0
     x = torch.ones(2, 2, device=device, requires_grad=True)
@@ -124,7 +124,7 @@ def variant(config: AttentionBench) -> str:
 
 
 def measure(configs: Sequence[AttentionBench]) -> Iterable[Row]:
-    """Rows, each with the memory that eager attention needs by count: also where it was not there."""
+    """Rows, each with the memory that eager attention needs by count, even if there was not enough."""
     for row in each("attention", variant, measure_one)(configs):
         if row.config["kernel"] == "naive":
             length, on_gpu = row.config["length"], row.config["device"] != "cpu"

@@ -13,13 +13,13 @@ _RECTANGLES = ((128, 2048), (512, 2048), (2048, 128), (2048, 512))
 
 
 def parse_tier(text: str) -> tuple[int, ...]:
-    """A tier written as QUERIES:KEYS. Raises ValueError for what is none."""
+    """Parse a tier written as QUERIES:KEYS. Raises ValueError for anything else."""
     return parse_sizes(text, "tier", "QUERIES:KEYS, such as 256:128", 2, ":")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSweepBench(KernelBench):
-    """A kernel with so many queries and keys."""
+    """A kernel at a number of queries and of keys."""
 
     kernel: str = swept(
         "naive", "vectorized_torch", "flash_torch", "flash_triton", "sdpa", quick=QUICK_KERNELS, also="kernels"
@@ -28,17 +28,17 @@ class AttentionSweepBench(KernelBench):
     dtype: Literal["bf16", "fp16", "fp32"] = swept("bf16", sweep=("bf16", "fp32"), quick="fp32")
     """Type of q, k and v."""
     is_causal: bool = swept(False, sweep=(False, True))
-    """Whether query i sees only the keys up to i: in a rectangle some keys are then seen by none."""
+    """Whether query i sees only the keys up to i; in a rectangle, some keys are then seen by no query."""
     tier: tuple[int, int] = swept(
         *_SQUARES, *_RECTANGLES, quick=((16, 16), (32, 32), (32, 16)), parse=parse_tier, also="tiers"
     )
     """QUERIES:KEYS, such as 256:128 (default: squares from 128 to 2048 and four rectangles)."""
     batch_size: int = swept(4, quick=1)
-    """Sequences a batch."""
+    """Sequences per batch."""
     num_heads: int = swept(16, quick=2)
-    """Heads."""
+    """Number of heads."""
     head_size: int = swept(64, quick=16)
-    """Numbers a query, a key or a value has."""
+    """Length of each query, key and value vector."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +51,7 @@ class AttentionSweepBench(KernelBench):
         return q, k
 
     def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        """The fields that say the shape, as an output and the keys show them."""
+        """The fields of the shape, read from an output and the keys."""
         batch_size, num_heads, n_q, head_size = o.shape
         return dict(batch_size=batch_size, num_heads=num_heads, head_size=head_size, tier=[n_q, k.shape[-2]])
 

@@ -1,9 +1,9 @@
-"""The case `autocast-dtypes`: which type autocast gives to what in a small model, read while it computes.
+"""The case `autocast-dtypes`: the types that autocast gives to the parts of a small model, read while it computes.
 
-Weights, and with them gradients, stay float32; autocast casts what goes into matrix products. What is sensitive it
-computes in float32: on a GPU layer norm and the loss. An own RMSNorm is to autocast a row of element-wise operations,
-which keep the type they are given, so it casts by itself and returns the type of its input. A CPU has other lists than
-a GPU, so a row says on which of them it was read.
+Weights, and with them gradients, stay float32; autocast casts the inputs of matrix products. It computes sensitive
+operations in float32: on a GPU, layer norm and the loss. To autocast, a custom RMSNorm is a series of element-wise
+operations, which keep the type they are given, so the RMSNorm casts by itself and returns the type of its input. A CPU
+has different lists of operations than a GPU, so a row says on which of them it was read.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _BATCH, _IN, _OUT = 8, 20, 5
 
 
 class ToyModel(nn.Module):
-    """The handout's: two linear layers without biases, ReLU and a norm between them."""
+    """The handout's toy model: two linear layers without biases, with ReLU and a norm between them."""
 
     def __init__(self, in_features: int, out_features: int, norm: str = "layer_norm") -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class AutocastDtypesBench:
     norm: Literal["layer_norm", "rms_norm"] = swept("layer_norm", "rms_norm")
     """Normalisation of the model: PyTorch's LayerNorm, or the RMSNorm of cs336_basics."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", "fp16", "bf16")
-    """Autocast type; fp32 is without autocast."""
+    """Autocast type; fp32 means no autocast."""
     device: str = swept("auto")
     """auto, cpu, cuda or cuda:N."""
 

@@ -1,7 +1,7 @@
-"""The case `bucket-size`: what gradients in buckets add to a step of one GPU alone, by the size of a bucket.
+"""The case `bucket-size`: what gradients in buckets add to a step of one GPU alone, by bucket size.
 
-The handout's ddp_bucketed_benchmarking: the case `ddp` with one strategy, in turns, beside what the planner's model
-predicts of each size from times of all-reduces.
+This is the handout's ddp_bucketed_benchmarking: the case `ddp` with one strategy, in turns, beside what the planner's
+model predicts for each size from the times of all-reduces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ _BEST = "bucketed:best"
 
 @dataclass(frozen=True, kw_only=True)
 class BucketBench(DDPBench):
-    """A size of a bucket, or one GPU alone; otherwise as the case `ddp` has it."""
+    """A bucket size, or one GPU alone; otherwise as in the case `ddp`."""
 
     variant: str = swept(
         ALONE,
@@ -39,25 +39,25 @@ class BucketBench(DDPBench):
         _BEST,
         quick=(ALONE, "bucketed:0.01", "bucketed:0.1"),
     )
-    """alone, bucketed:BUCKET_MB, or bucketed:best, which becomes the planner's optimum; then, where wanted, +graph."""
+    """alone, bucketed:BUCKET_MB, or bucketed:best, which becomes the planner's optimum; with +graph if wanted."""
     compile: bool = swept(False, sweep=(False, True))
-    """Blocks compiled."""
+    """Compile the blocks."""
     rounds: int = swept(3, quick=2)
-    """How often the variants take turns, each built anew."""
+    """Number of rounds in which the variants take turns, each built anew."""
     rows: str = swept("", beside="all-reduce.jsonl")
-    """Row file of all-reduces that the prediction is fitted to (default: all-reduce.jsonl beside the rows, where it has
-    such of so many processes, else what is known of the card)."""
+    """Row file of all-reduces that the prediction is fitted to (default: all-reduce.jsonl beside the rows if it has
+    some of this many processes, else what is known of the card)."""
 
     def __post_init__(self) -> None:
         if self.rows:
-            self.transfer_cost()  # a file that does not tell is refused now, not when all is measured
+            self.transfer_cost()  # refuse a useless file now, not after everything is measured
         if self.variant.partition("+")[0] == _BEST:
             cost = self.transfer_cost()
             without = f"without rows of {self.devices} processes' all-reduces (cs336 bench all-reduce) and a known card"
             require(cost is not None, "variant", self.variant, f"bucketed:BUCKET_MB {without}")
             assert cost is not None
             overhead_s, bandwidth = cost
-            # A bucket of no bytes, where calls cost nothing, is one of a gradient each.
+            # If calls cost nothing, the best bucket has no bytes, which means one bucket per gradient.
             size = max(best_bucket_bytes(self._gradient_bytes(), bandwidth, overhead_s) / MIB, 1e-3)
             object.__setattr__(self, "variant", self.variant.replace(_BEST, f"bucketed:{size:.3f}"))
         super().__post_init__()
@@ -66,13 +66,13 @@ class BucketBench(DDPBench):
 
     @property
     def bucket_size_mb(self) -> float | None:
-        """Size of a bucket in 2^20 bytes; None alone."""
+        """Bucket size in 2^20 bytes; None for one GPU alone."""
         return None if self.is_alone else self.run_config().parallel.bucket_size_mb
 
     def transfer_cost(self) -> tuple[float, float] | None:
-        """Overhead in s and bandwidth in bytes/s of an all-reduce over these processes; None where nothing tells.
+        """Overhead in s and bandwidth in bytes/s of an all-reduce over these processes; None if they are unknown.
 
-        Raises ValueError or FileNotFoundError where a row file is given that does not tell.
+        Raises ValueError or FileNotFoundError if a row file is given that does not have them.
         """
         kind = select_device(self.device).type
         if self.rows:
@@ -87,7 +87,7 @@ class BucketBench(DDPBench):
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 
     def predicted(self) -> dict[str, Any]:
-        """What the planner's model says of this size: seconds added, and the best size; {} where nothing tells."""
+        """What the planner's model predicts for this size: time added, and the best size; {} if the cost is unknown."""
         cost, size = self.transfer_cost(), self.bucket_size_mb
         if cost is None or size is None:
             return {}
@@ -105,7 +105,7 @@ class BucketBench(DDPBench):
 def measure_on_rank(
     configs: Sequence[BucketBench], device: torch.device, at_work: Callable[[BucketBench], None]
 ) -> Iterator[Row]:
-    """Measure every size, in turns, together with the other ranks."""
+    """Measure all sizes in turns, together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _count_buckets):
         assert isinstance(config, BucketBench)
         recorded = config.run_config().train.cuda_graph
@@ -119,7 +119,7 @@ def _count_buckets(config: BucketBench, is_first: bool, trainer: Trainer) -> dic
 
 CASE = Case(
     name="bucket-size",
-    about="A training step with gradients in buckets, by their size, beside one GPU alone and the planner's model.",
+    about="A training step with gradients in buckets, by bucket size, beside one GPU alone and the planner's model.",
     module=__name__,
     config=BucketBench,
     variant=name_of,

@@ -1,11 +1,11 @@
 """The case `checkpointing`: peak memory and time of a step by how many blocks are checkpointed together.
 
-What a group of K blocks keeps is its input; in the backward pass one group at a time is whole again. Small groups keep
-many inputs, large ones much of a group, and all cost one more forward pass. Were a block as small as its input, the
-least would be at the square root of the number of blocks; it is an order of magnitude larger, so groups are small.
-Beside the measured memory stands what `accounting.checkpointed_activation_bytes` counts. Of eager blocks under autocast
-a floor is left that no checkpointing lowers: copies of all weights, which autocast keeps until forward is over.
-Compiled blocks cast inside.
+A group of K blocks keeps only its input; the backward pass has one whole group in memory at a time. Small groups keep
+many inputs, large groups are large when they are whole, and all cost one more forward pass. If a block were as small as
+its input, the minimum would be at the square root of the number of blocks; a block is an order of magnitude larger, so
+groups are small. Rows have the measured memory beside what `accounting.checkpointed_activation_bytes` counts. For eager
+blocks under autocast there is a floor that no checkpointing lowers: copies of all weights, which autocast keeps until
+the forward pass is over. Compiled blocks cast inside.
 """
 
 import dataclasses
@@ -30,29 +30,29 @@ from .model import time_steps
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingBench(Workload):
-    """A workload, and how often it is done."""
+    """A workload, and how often it is repeated."""
 
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
     num_layers: int | None = swept(None, quick=8)
     """Number of blocks (default: the size's)."""
     context_length: int = swept(1024, sweep=(256, 512, 1024, 2048), quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     batch_size: int = swept(4, quick=2)
-    """Sequences a batch."""
+    """Sequences per batch."""
     mode: Literal["forward_backward", "train_step"] = swept("forward_backward")
-    """train_step: with the optimizer's step, in the time; memory is that of forward and backward."""
+    """train_step: the time includes the optimizer step; memory is that of forward and backward."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
     """Autocast type; weights are float32."""
     compile: bool = swept(False, sweep=(False, True))
-    """torch.compile, block by block."""
+    """Use torch.compile, block by block."""
     attention: str = swept("flash_triton", sweep=("naive", "flash_triton"), quick="flash_torch")
     """Attention kernel by its registered name."""
     activation_checkpointing: str = swept(
         "none", "block", "every_2", "every_4", *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
         quick=("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
     )  # fmt: skip
-    """none; block, which is a group of one; first_K: the first K blocks; every_K: every K-th; groups_K: K together."""
+    """none; block: groups of one; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu, cuda or cuda:N."""
     warmup: int = swept(3, quick=1)
@@ -67,10 +67,10 @@ class CheckpointingBench(Workload):
         object.__setattr__(self, "num_layers", self.shape.num_layers)
 
     def check_checkpointed(self) -> None:
-        """Left to the case: of the groups that are measured by default some are too large for a small model."""
+        """Do nothing: the case checks, because some of the default groups are too large for a small model."""
 
     def check_blocks(self) -> None:
-        """Raise ValueError where more blocks are to be checkpointed than there are."""
+        """Raise ValueError if more blocks are to be checkpointed than there are."""
         super().check_checkpointed()
 
     @property
@@ -94,7 +94,7 @@ def measure(config: CheckpointingBench) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _policy(config: CheckpointingBench) -> dict[str, Any]:
-    """What is checkpointed as a row and a plot have it: a policy and a number, that of no checkpointing None."""
+    """What is checkpointed, for rows and plots: a policy and a number, which is None without checkpointing."""
     checkpointed = config.train_config.checkpointed
     if checkpointed is None:
         return {"policy": "none", "K": None}
@@ -102,13 +102,13 @@ def _policy(config: CheckpointingBench) -> dict[str, Any]:
 
 
 def _prepare_gradients(bench: Workbench) -> None:
-    """So that gradients, zero for now, are no part of what a pass allocates."""
+    """Allocate gradients, zero for now, so that they are not part of what a pass allocates."""
     bench.backward(bench.forward())
     bench.model.zero_grad(set_to_none=False)
 
 
 def _gpu_memory(bench: Workbench) -> dict[str, int]:
-    """Bytes beyond weights and gradients that tensors ask for after forward, and at most until backward is over."""
+    """Bytes that tensors request beyond weights and gradients: after forward, and at most until backward is over."""
     _prepare_gradients(bench)
     torch.cuda.reset_peak_memory_stats(bench.device)
     before = requested_gpu_bytes(bench.device)
@@ -120,7 +120,7 @@ def _gpu_memory(bench: Workbench) -> dict[str, int]:
 
 
 def _cpu_memory(bench: Workbench) -> dict[str, int]:
-    """The same of tensors in main memory; the allocator's own peak, which counts all, is not known there."""
+    """The same for tensors in main memory; the allocator's own peak, which counts everything, is not known there."""
     _prepare_gradients(bench)
     with LiveBytes() as live:
         loss = bench.forward()
@@ -130,7 +130,7 @@ def _cpu_memory(bench: Workbench) -> dict[str, int]:
 
 
 def _counted(config: CheckpointingBench) -> dict[str, Any]:
-    """What is counted for eager blocks; {} for compiled ones and for a kernel that is not known."""
+    """What is counted for eager blocks; {} for compiled blocks and for an unknown kernel."""
     if config.compile:
         return {}
     how = (config.shape, config.batch_size, config.context_length, config.precision, config.attention)
@@ -148,7 +148,7 @@ def variant(config: CheckpointingBench) -> str:
 
 
 def measure_all(configs: Sequence[CheckpointingBench]) -> Iterable[Row]:
-    """Rows, each with what is checkpointed and what is counted: also where memory was short."""
+    """Rows, each with what is checkpointed and what is counted, even if memory was short."""
     for config in configs:
         for row in each("checkpointing", variant, measure)([config]):
             told = {**row.config, **_policy(config)}

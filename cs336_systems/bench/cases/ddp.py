@@ -1,9 +1,9 @@
 """The case `ddp`: a training step on several GPUs, strategy by strategy, beside one GPU alone.
 
-One launch measures all variants, so that they have the same machine, and where its host is not steady they take turns.
-A step is the training loop's own, with clipping and the all-reduce of the loss, on random tokens. `alone` is the same
-on each GPU without any communication: the rest is what data parallelism adds. After the timed steps one more is
-profiled: for how long it communicates, and for how much of that nothing is computed.
+One launch measures all variants, so that they run on the same machine; if its host is not steady, they take turns. A
+step is that of the training loop, with clipping and the all-reduce of the loss, on random tokens. `alone` is the same
+on each GPU without any communication; the difference is what data parallelism adds. After the timed steps, one more is
+profiled: how long it communicates, and for how much of that time nothing is computed.
 """
 
 import re
@@ -54,34 +54,34 @@ class DDPBench:
     """A strategy, what it trains, and on how many processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
-    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it), +graph."""
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it), +graph."""
     compile: bool = swept(False, True, quick=False)
-    """Blocks compiled."""
+    """Compile the blocks."""
     devices: int = swept(2)
-    """Processes, one a GPU."""
+    """Number of processes, one per GPU."""
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     """Named size of the model; quick is a tiny one."""
     context_length: int = swept(512, quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     batch_size: int = swept(4, quick=2)
-    """Sequences a process."""
+    """Sequences per process."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", quick="fp32")
     """Autocast type."""
     nccl_max_ctas: int | None = swept(None)
-    """Thread blocks of a GPU that NCCL may send with (default: NCCL's choice)."""
+    """Thread blocks per GPU that NCCL may use for sending (default: NCCL's choice)."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(5, quick=1)
     """Steps before the measured ones, in each round."""
     steps: int = swept(10, quick=2)
-    """Measured steps a round."""
+    """Measured steps per round."""
     rounds: int = swept(1)
-    """How often the variants take turns, each built anew."""
+    """Number of rounds in which the variants take turns, each built anew."""
     built_once: bool = swept(False)
-    """All variants are built before the first round and held together, so that many short rounds (--rounds 20 --steps
-    5) have the host at the same pace. They need the memory of all; that of each is not measured."""
+    """Build all variants before the first round and keep them, so that many short rounds (--rounds 20 --steps 5) see
+    the host at the same pace. This needs the memory of all variants together; that of each is not measured."""
     traces: str = swept("")
-    """Folder for what ran when in the profiled step of each variant."""
+    """Folder for files with what ran when in the profiled step of each variant."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -96,7 +96,7 @@ class DDPBench:
         require(on_gpu or ctas is None, "nccl_max_ctas", ctas, "left out with device 'cpu', where NCCL does not send")
 
     def run_config(self) -> RunConfig:
-        """The run whose steps are measured. Raises ValueError for a variant that is none."""
+        """The run whose steps are measured. Raises ValueError for an invalid variant."""
         name, bucket, chosen = self._parts()
         parallel: dict[str, Any] = {}
         if name != ALONE:
@@ -124,7 +124,7 @@ class DDPBench:
         return ("zero1", "bf16", "graph")
 
     def _parts(self) -> tuple[str, str | None, list[str]]:
-        """The strategy, the size of its buckets and what follows; no part of a variant's name is without meaning."""
+        """The strategy, its bucket size and its options. Every part of a variant's name must have a meaning."""
         parts = re.fullmatch(r"(\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
         name, bucket, options = parts.groups() if parts else ("", None, "")
         chosen = options.split("+")[1:]
@@ -144,7 +144,7 @@ class DDPBench:
         return name, bucket, chosen
 
     def workload(self) -> Workload:
-        """The model. Raises ValueError for one that there is not."""
+        """The model. Raises ValueError for an unknown one."""
         return Workload(size=self.size, context_length=self.context_length, attention="auto", device="cpu")
 
     @property
@@ -154,7 +154,7 @@ class DDPBench:
 
 
 def name_of(config: DDPBench) -> str:
-    """The variant, what NCCL may take, and whether it is compiled."""
+    """The variant, NCCL's limit, and whether blocks are compiled."""
     ctas = "" if config.nccl_max_ctas is None or config.is_alone else f"+ctas{config.nccl_max_ctas}"
     return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
@@ -162,18 +162,18 @@ def name_of(config: DDPBench) -> str:
 def measure_on_rank(
     configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
 ) -> Iterator[Row]:
-    """Measure every variant, in turns, together with the other ranks; the rows are the same on all."""
+    """Measure all variants in turns, together with the other ranks; the rows are the same on all ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _trace):
         yield measured("ddp", name_of(config), as_json(config), what_ran(config), metrics)
 
 
 def what_ran(config: DDPBench) -> dict[str, Any]:
-    """What a row says of the steps that ran: the whole configuration of their run."""
+    """What a row says about the steps that ran: the whole configuration of their run."""
     return {"run": config.run_config().to_dict()}
 
 
 def _trace(config: DDPBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    """For how long one more step computes and communicates, seen from the first rank; alone only where asked for."""
+    """How long one more step computes and communicates on the first rank; alone is traced only if asked for."""
     file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json") if config.traces else None
     if config.is_alone and file is None:
         return {}

@@ -26,13 +26,13 @@ class FlashBench(KernelBench):
     dtype: Literal["bf16", "fp16", "fp32"] = swept("bf16", "fp32", quick="fp32")
     """Type of q, k and v."""
     batch_size: int = swept(1)
-    """Sequences a batch, of one head each."""
+    """Sequences per batch, with one head each."""
     head_size: int = swept(16, 32, 64, 128, quick=16)
-    """Numbers a query, a key or a value has."""
+    """Length of each query, key and value vector."""
     length: int = swept(*(2**i for i in range(7, 17)), quick=(32, 64))
-    """Queries and keys."""
+    """Number of queries and of keys."""
     warmup_ms: float = swept(25.0, quick=0.0)
-    """Time for warming up before each measurement of a round. This and the next are those of Triton's `do_bench`."""
+    """Time for warming up before each measurement of a round. It and rep_ms are those of Triton's `do_bench`."""
     rep_ms: float = swept(100.0, quick=1.0)
     """Time for each measurement of a round."""
 
@@ -47,12 +47,12 @@ class FlashBench(KernelBench):
         return shape, shape
 
     def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        """The fields that say the shape, as an output and the keys show them."""
+        """The fields of the shape, read from an output and the keys."""
         return dict(zip(("batch_size", "length", "head_size"), o.shape, strict=True))
 
 
 def check_type(config: FlashBench) -> None:
-    """Raise ValueError where the kernel does not compute in that type on that device."""
+    """Raise ValueError if the kernel does not compute in that type on that device."""
     is_wide = config.dtype == "fp32" and config.device != "cpu"
     is_served = not (is_wide and config.kernel in _SIXTEEN_BITS_ONLY)
     require(is_served, "kernel", config.kernel, f"none of {', '.join(_SIXTEEN_BITS_ONLY)} with dtype 'fp32'")

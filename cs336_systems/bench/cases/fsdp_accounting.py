@@ -1,7 +1,8 @@
-"""The case `fsdp-accounting`: what fully sharded training saves of memory, and whether its gathers come in time.
+"""The case `fsdp-accounting`: how much memory fully sharded training saves, and whether its gathers are in time.
 
-The handout's fsdp_accounting. Memory part by part as in `optimizer-sharding`, beside what the planner predicts; and of
-each all-gather of a profiled step how long before its layer needs the weights it is over, or how long that has to wait.
+This is the handout's fsdp_accounting: memory part by part as in `optimizer-sharding`, beside what the planner predicts;
+and for each all-gather of a profiled step, how long before its layer needs the weights it is over, or how long the
+layer has to wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,13 @@ class FSDPBench(MemoryBench):
     """As `optimizer-sharding`, for other strategies."""
 
     variant: str = swept("overlap", "overlap+zero1", "fsdp", quick=("overlap", "fsdp"))
-    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it)."""
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it)."""
 
 
 def measure_on_rank(
     configs: Sequence[FSDPBench], device: torch.device, at_work: Callable[[FSDPBench], None]
 ) -> Iterator[Row]:
-    """Measure each variant, together with the other ranks, and follow the gathers of those of `fsdp`."""
+    """Measure each variant together with the other ranks, and follow the gathers of `fsdp`."""
     return rows_of_memory("fsdp-accounting", configs, device, at_work, _follow_gathers)
 
 

@@ -21,7 +21,7 @@ SHAPES = (
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """A shape written as BxHxNxD. Raises ValueError for what is none."""
+    """Parse a shape written as BxHxNxD. Raises ValueError for anything else."""
     return parse_sizes(text, "shape", "BxHxNxD, such as 1x16x1024x64", 4, "x")
 
 
@@ -44,7 +44,7 @@ class KernelsBench(KernelBench):
         return self.shape, self.shape
 
     def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        """The fields that say the shape, as an output and the keys show them."""
+        """The fields of the shape, read from an output and the keys."""
         return {"shape": list(o.shape)}
 
 

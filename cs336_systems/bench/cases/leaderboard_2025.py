@@ -1,7 +1,7 @@
 """The case `leaderboard-2025`: the timing of the assignment's FlashAttention leaderboard of 2025, kernel by kernel.
 
 Code and sizes are the handout's: causal bf16 attention of 16 heads, length 16,384 and head size 64; forward, sum,
-backward. Its q, k and v are parts of one tensor whose gradient is added up from call to call: that time is in it too.
+backward. Its q, k and v are parts of one tensor whose gradient accumulates from call to call; the time includes that.
 """
 
 import math
@@ -38,21 +38,21 @@ class LeaderboardBench:
     )
     """Attention kernel by its registered name."""
     num_heads: int = swept(16, quick=2)
-    """Heads; there is no batch."""
+    """Number of heads; there is no batch."""
     length: int = swept(16384, quick=64)
-    """Queries and keys."""
+    """Number of queries and of keys."""
     head_size: int = swept(64, quick=16)
-    """Numbers a query, a key or a value has."""
+    """Length of each query, key and value vector."""
     dtype: Literal["bf16", "fp16", "fp32"] = swept("bf16", quick="fp32")
     """Type of q, k and v."""
     compile: bool = swept(True, sweep=(True, False), quick=False)
-    """torch.compile around the kernel, as in the handout."""
+    """Use torch.compile around the kernel, as in the handout."""
     rep_ms: float = swept(10_000.0, quick=2.0)
     """Time for measuring."""
     warmup_ms: float = swept(1_000.0, quick=0.0)
     """Time for warming up."""
     device: str = swept("auto", quick="cpu")
-    """auto, cpu, cuda or cuda:N; auto becomes what there is."""
+    """auto, cpu, cuda or cuda:N; auto takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -84,7 +84,7 @@ def measure(config: LeaderboardBench) -> tuple[dict[str, Any], dict[str, Any]]:
     metrics: dict[str, Any] = {"first_call_s": first_call_s}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        flash_forward_backward()  # by itself: do_bench has a quarter of a GiB of its own, to flush the cache with
+        flash_forward_backward()  # outside do_bench, which has a quarter of a GiB to flush the cache with
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     times, timer = _times(flash_forward_backward, config, device)
     metrics |= {"forward_sum_backward_ms": summarise(times), "calls": len(times), "timer": timer}
@@ -102,13 +102,13 @@ def _times(work: Callable[[], None], config: LeaderboardBench, device: torch.dev
         return time_ms(work, device, warmup_ms, rep_ms), CPU_TIMER.format(rep_ms=rep_ms, warmup_ms=warmup_ms)
     from triton.testing import do_bench
 
-    # The handout has the default of return_mode, the mean of these.
+    # The handout uses the default of return_mode, the mean of these.
     times = do_bench(work, rep=rep_ms, warmup=warmup_ms, return_mode="all")
     return times, HANDOUT_TIMER.format(rep_ms=rep_ms, warmup_ms=warmup_ms)
 
 
 def variant(config: LeaderboardBench) -> str:
-    """The kernel, and whether it is not compiled around."""
+    """The kernel, marked eager if there is no compilation around it."""
     return config.kernel if config.compile else f"{config.kernel} eager"
 
 

@@ -1,8 +1,8 @@
 """The case `leaderboard-2026`: a training step of the 8B model at 32,768 tokens, one sequence on each of two GPUs.
 
-The step is the training loop's own: batch, forward, loss, backward, gradient norm and clipping, fused AdamW. What makes
-it fit, field by field: sharded weights, gradients and optimizer state; a loss that never has the logits of all tokens;
-activations that are made again, cheap ones in every block (compile_memory_budget) and everything in the first blocks.
+The step is that of the training loop: batch, forward, loss, backward, gradient norm and clipping, fused AdamW. What
+makes it fit, field by field: sharded weights, gradients and optimizer state; a loss that never has the logits of all
+tokens; recomputed activations, cheap ones in every block (compile_memory_budget) and all of them in the first blocks.
 """
 
 import functools
@@ -37,45 +37,45 @@ TIMER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Leaderboard2026Bench:
-    """A strategy, and how its step is made to fit."""
+    """A strategy, and what makes its step fit."""
 
     strategy: Literal["fsdp", "torch_fsdp"] = swept("fsdp", sweep=("fsdp", "torch_fsdp"), quick=("fsdp", "torch_fsdp"))
     """fsdp: this project's. torch_fsdp: PyTorch's fully_shard, all else the same."""
     size: str = swept("8B", sweep=("xl", "2.7B", "8B"), quick="quick")
     """Named size of the model; quick is a tiny one."""
     context_length: int = swept(32_768, quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     devices: int = swept(2)
-    """Processes, one a GPU."""
+    """Number of processes, one per GPU."""
     batch_size: int = swept(1)
-    """Sequences a process."""
+    """Sequences per process."""
     precision: Literal["fp32", "bf16"] = swept("bf16")
-    """Type of computation, and in which weights and gradients travel."""
+    """Type of computation, and of weights and gradients when they are sent."""
     weight_dtype: Literal["fp32", "bf16"] = swept("bf16", sweep=("bf16", "fp32"))
-    """Type of the weights that are kept, of their gradients and AdamW's moments."""
+    """Type of the stored weights, their gradients and AdamW's moments."""
     attention: str = swept("sdpa", sweep=("sdpa", "sdpa_cudnn", "flash_triton"))
     """Attention kernel by its registered name."""
     activation_checkpointing: str = swept(
         "first_2", sweep=("none", "first_2", "first_4", "first_6", "first_12", "block"), quick="first_1"
     )
-    """none; block; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
+    """none; block; first_K: the first K blocks; every_K: every K-th block; groups_K: K blocks together."""
     compile: bool = swept(True, sweep=(True, False), quick=False)
-    """Blocks and the loss of a chunk compiled."""
+    """Compile the blocks and the loss of a chunk."""
     compile_memory_budget: float = swept(0.75, sweep=(1.0, 0.75), quick=1.0)
     """With compile, the share of a block's activations that may be kept."""
     loss_chunk_tokens: int = swept(4096, sweep=(2048, 4096, 8192), quick=5)
-    """Tokens whose logits are in memory at a time."""
+    """Number of tokens whose logits are in memory at a time."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(3, quick=1)
-    """Steps before the measured ones, with the compilation."""
+    """Steps before the measured ones; they include compilation."""
     steps: int = swept(10, quick=2)
     """Measured steps."""
 
     rounds = 1
     built_once = False
     is_alone = False
-    step_timeout_s = 600.0  # a first step compiles
+    step_timeout_s = 600.0  # the first step compiles
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -86,7 +86,7 @@ class Leaderboard2026Bench:
             object.__setattr__(self, "device", select_device(self.device).type)
 
     def run_config(self) -> RunConfig:
-        """The run whose steps are measured. Raises ValueError for what cannot be."""
+        """The run whose steps are measured. Raises ValueError for an impossible one."""
         model = Workload(
             size=self.size, context_length=self.context_length, attention=self.attention, device="cpu"
         ).model_config
@@ -103,7 +103,7 @@ class Leaderboard2026Bench:
         )
 
     def read_back(self, trainer: Trainer) -> dict[str, Any]:
-        """Fields as model, strategy and loader show them, and how many blocks are checkpointed."""
+        """Fields as read from model, strategy and loader, and the number of checkpointed blocks."""
         blocks: list[Any] = list(trainer.model.layers)
         strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
         (dtype,) = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}
@@ -122,7 +122,7 @@ class Leaderboard2026Bench:
         )
 
     def derive(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Rates of the median step: tokens/s of all GPUs; of each the TFLOP/s and MFU of a step's useful products."""
+        """Rates of the median step: tokens/s of all GPUs, and TFLOP/s and MFU of useful products for each GPU."""
         shape, seconds = self.run_config().model.shape, metrics["step_ms"]["p50"] / 1e3
         flops = training_flops(shape, self.batch_size, self.context_length)
         peak = device_peak_flops(select_device(self.device), self.precision)
@@ -135,7 +135,7 @@ class Leaderboard2026Bench:
 
 
 def variant(config: Leaderboard2026Bench) -> str:
-    """What of a configuration tells it from the others of a call, which have all else in common."""
+    """What tells a configuration from the others of a call, which have everything else in common."""
     how = [config.strategy, config.activation_checkpointing, f"budget {config.compile_memory_budget:g}"]
     return " ".join(how if config.compile else [*how[:2], "eager"])
 
@@ -143,7 +143,7 @@ def variant(config: Leaderboard2026Bench) -> str:
 def measure_on_rank(
     configs: Sequence[Leaderboard2026Bench], device: torch.device, at_work: Callable[[Leaderboard2026Bench], None]
 ) -> Iterator[Row]:
-    """A row each, the same on all ranks; its configuration is read back from what was built."""
+    """Yield one row each, the same on all ranks; its configuration is read back from what was built."""
     for config, metrics in measure_in_turns(configs, device, at_work, _read_back):
         ran = {**metrics.pop("ran"), "run": config.run_config().to_dict()}
         metrics |= config.derive(metrics)

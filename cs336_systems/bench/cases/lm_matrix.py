@@ -1,10 +1,10 @@
 """The case `lm-matrix`: short real training runs, attention kernels x parallel strategies, on token files.
 
-Each is a whole run of `cs336_systems.training`, in processes of its own, that ends with a validation. A batch is shared
-by the processes and its sequences are those that one would see, so all strategies of a kernel come to the same loss: a
-row whose loss is another is an error. Training multiplies rounding: two runs of one process with a kernel that is not
-deterministic are a hundredth of a nat apart soon. So the first gradients, which rounding has hardly reached, are
-compared more closely.
+Each is a whole run of `cs336_systems.training`, in processes of its own, that ends with a validation. The processes
+share a batch with the same sequences that one process would see, so all strategies of a kernel reach the same loss; a
+row with a different loss is an error. Training amplifies rounding: two runs of one process with a non-deterministic
+kernel are soon a hundredth of a nat apart. So the first gradients, which rounding has hardly affected, are compared
+more closely.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ from ..workload import QUICK_SIZE, model_of
 ALONE = "none"
 FIRST_STEPS = 5
 NORM_TOLERANCE = 0.01
-"""How far, relative to those of none, the gradient's norms of the first steps may be; rounding made 0.003 in bf16."""
+"""How far gradient norms of the first steps may be from those of none, relatively; rounding made 0.003 in bf16."""
 _NORMS = "first_grad_norms"
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 _NAMES = {"model.attention": "kernel", "data.train_tokens": "train_path", "data.valid_tokens": "val_path"}
-"""What fields of a run are called here."""
+"""Names of a run's fields in this case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,41 +58,41 @@ class LMMatrixBench:
         sweep=(ALONE, "naive", "flat", "overlap", "flashddp", "fsdp", "torch_ddp", "torch_fsdp"),
         quick=(ALONE, "flashddp"), also="strategies",
     )  # fmt: skip
-    """none, which is one process, or the strategy of several; flashddp is bucketed."""
+    """none, which is one process, or the strategy of several processes; flashddp is bucketed."""
     devices: int = swept(2)
-    """Processes of a strategy, one a GPU."""
+    """Number of processes of a strategy, one per GPU."""
     train_path: str | None = swept(None)
     """Token file (.npy) to train on (default: generated stories)."""
     val_path: str | None = swept(None)
-    """Token file to validate on; with train_path."""
+    """Token file to validate on; give it together with train_path."""
     epochs: int = swept(1)
-    """How many times as many tokens to train on as the training file has. Sequences start anywhere in it."""
+    """Number of tokens to train on, in multiples of the training file. Sequences start anywhere in it."""
     max_steps: int | None = swept(None, quick=8)
-    """Steps at most (default: those of the epochs)."""
+    """Maximum number of steps (default: those of the epochs)."""
     size: str | None = swept("small", sweep=("small", "medium", "large"), quick=QUICK_SIZE)
-    """Named size of the model, where d_model and so on are not given; quick is a tiny one."""
+    """Named size of the model, if d_model and so on are not given; quick is a tiny one."""
     vocab_size: int | None = swept(None)
     """Size of the vocabulary (default: the size's, else 10,000)."""
     context_length: int = swept(512, quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     d_model: int | None = swept(None)
-    """Width of the residual stream; then d_ff, num_layers and num_heads too, and no size."""
+    """Width of the residual stream; give it with d_ff, num_layers and num_heads, and without a size."""
     d_ff: int | None = swept(None)
     """Width of the feed-forward layer."""
     num_layers: int | None = swept(None)
-    """Blocks."""
+    """Number of Transformer blocks."""
     num_heads: int | None = swept(None)
-    """Attention heads."""
+    """Number of attention heads."""
     batch_size: int = swept(16, quick=4)
-    """Sequences a step, over all processes."""
+    """Sequences per step, over all processes."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
     """Autocast type."""
     compile: bool = swept(False, sweep=(False, True))
-    """Blocks compiled."""
+    """Compile the blocks."""
     lr: float = swept(1e-3)
-    """Largest learning rate."""
+    """Peak learning rate."""
     seed: int = swept(0)
-    """Seed of the weights and of the order of the data."""
+    """Seed of the weights and of the data order."""
     tolerance: float = swept(0.02, quick=1e-3)
     """How far the final losses of strategies may be from that of none, in nats."""
     device: str = swept("auto", quick="cpu")
@@ -117,7 +117,7 @@ class LMMatrixBench:
         self._check_tokens()
 
     def _check_tokens(self) -> None:
-        """Raise ValueError for token files that the model cannot be trained on, or stories that cannot be made so."""
+        """Raise ValueError for token files that the model cannot be trained on, or stories that cannot be made."""
         vocab_size = self.model_config().shape.vocab_size
         for name in ("train_path", "val_path"):
             if (path := getattr(self, name)) is not None:
@@ -130,18 +130,18 @@ class LMMatrixBench:
             least = f"at least {MIN_VOCAB_SIZE} without train_path, for 256 bytes and {END_OF_TEXT}"
             require(vocab_size >= MIN_VOCAB_SIZE, "vocab_size", vocab_size, least)
             data = self._stories(Path("unused"))
-            most = int(data.story_chars * data.valid_fraction)  # tokens are no more than characters
+            most = int(data.story_chars * data.valid_fraction)  # there are no more tokens than characters
             accepted = f"below {most} without train_path: stories of so many characters are validated on"
             require(self.context_length < most, "context_length", self.context_length, accepted)
 
     def model_config(self) -> ModelConfig:
-        """The architecture. Raises ValueError for one that is none."""
+        """The architecture. Raises ValueError for an invalid one."""
         shape = {name: value for name in _SHAPE if (value := getattr(self, name)) is not None}
         how = dict(context_length=self.context_length, attention=self.kernel)
         return model_of(self.size, self.vocab_size, **shape, **how)
 
     def token_files(self, folder: Path) -> tuple[str, str]:
-        """Token files to train and validate on; where none are given, of stories, made in the folder once."""
+        """Token files to train and validate on; if none are given, those of stories, made once in the folder."""
         if self.train_path is not None and self.val_path is not None:
             return self.train_path, self.val_path
         data = self._stories(folder)
@@ -153,14 +153,14 @@ class LMMatrixBench:
         return DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
 
     def run_config(self, folder: Path, files: tuple[str, str] | None = None, steps: int = 1) -> RunConfig:
-        """The run, of so many steps, which writes into a folder. Raises ValueError for what cannot be."""
+        """The run of this many steps, which writes into a folder. Raises ValueError for an impossible one."""
         files = files or (self.train_path or "train", self.val_path or "valid")
-        alone, strategy = self.strategy == ALONE, cast(Any, self.strategy)  # which is checked there
+        alone, strategy = self.strategy == ALONE, cast(Any, self.strategy)  # checked there
         return RunConfig(
             model=self.model_config(),
             run_dir=str(folder / f"{self.kernel}-{self.strategy}"),
             skip_data=True,
-            # Of a run on random tokens no text is sampled in the end.
+            # A run on random tokens samples no text at the end.
             data=DataConfig(source="random", train_tokens=files[0], valid_tokens=files[1]),
             optimizer=OptimizerConfig(implementation="torch_fused", lr=self.lr),
             train=TrainConfig(
@@ -177,10 +177,10 @@ class LMMatrixBench:
 
 
 def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
-    """The rows of a kernel's strategies, `none` first; each is compared with the first that has a loss.
+    """Yield the rows of a kernel's strategies, `none` first; each is compared with the first that has a loss.
 
-    `none` is trained, without a row, where it is not asked for: after an interrupt, say, which left its row. Compared
-    with each other, or with itself, a strategy could not be found wrong.
+    If `none` is not asked for (after an interrupt, say, which left its row), it is trained without a row: a strategy
+    compared only with other strategies, or with itself, could not be found wrong.
     """
     with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as folder:
         reference: Row | None = None
@@ -199,12 +199,12 @@ def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
 
 @functools.lru_cache
 def _check_file(path: str, vocab_size: int, min_count: int, changed_ns: int) -> None:
-    """`load_tokens`' check, once for all configurations: it reads the whole file."""
+    """`load_tokens`' check, done once for all configurations because it reads the whole file."""
     load_tokens(path, vocab_size, min_count)
 
 
 def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train, and forget the run; the configuration as it ran, and metrics: losses, times, throughput, memory."""
+    """Train and delete the run; return the configuration as it ran, and losses, times, throughput and memory."""
     files = config.token_files(folder)
     count = len(load_tokens(files[0], config.model_config().shape.vocab_size, config.context_length + 1))
     epoch_steps = max(1, count // (config.batch_size * config.context_length))
@@ -212,7 +212,7 @@ def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dic
     run = config.run_config(folder, files, steps)
     try:
         with without_groups(_NAMES):
-            result = launch(run)  # one process too: each run has its own memory
+            result = launch(run)  # even for one process, so that each run has its own memory
         if result.interrupted is not None:
             raise RuntimeError(f"the run was stopped by {result.interrupted} at step {result.step} of {steps}")
         ran = json.loads((Path(str(run.run_dir)) / CONFIG).read_text())
@@ -239,9 +239,9 @@ def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dic
 
 
 def compared(row: Row, reference: Row, tolerance: float) -> Row:
-    """The row, of status error where it did not learn what the reference did, another strategy's.
+    """The row, with status error if it did not learn what the reference, another strategy's row, did.
 
-    Steps without a norm, in which float16 overflowed because its scale was too large yet, are not compared.
+    Steps without a norm, in which float16 overflowed because its scale was still too large, are not compared.
     """
     own, theirs = row.metrics, reference.metrics
     norms = {f"gradient norm of step {step}": pair
@@ -270,7 +270,7 @@ def variant(config: LMMatrixBench) -> str:
 
 CASE = Case(
     name="lm-matrix",
-    about="Short training runs: attention kernels x parallel strategies, which must come to the same loss.",
+    about="Short training runs: attention kernels x parallel strategies, which must reach the same loss.",
     module=__name__,
     config=LMMatrixBench,
     variant=variant,

@@ -18,18 +18,18 @@ from ..workload import Workbench, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBench(Workload):
-    """A workload, and how often it is done."""
+    """A workload, and how often it is repeated."""
 
     size: str = swept("small", sweep=("small", "medium", "large", "xl", "2.7B", "10B"), quick="quick")
     """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
     context_length: int = swept(256, sweep=(128, 256, 512, 1024), quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     mode: Literal["forward", "forward_backward", "train_step"] = swept("forward", "forward_backward", "train_step")
-    """forward: the loss alone, without gradients. train_step: with the optimizer's step."""
+    """forward: only the loss, without gradients. train_step: with the optimizer step."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", sweep=("fp32", "bf16"))
     """Autocast type; weights are float32."""
     compile: bool = swept(False, sweep=(False, True))
-    """torch.compile, block by block."""
+    """Use torch.compile, block by block."""
     attention: str = swept("naive", sweep=("naive", "flash_triton", "sdpa"))
     """Attention kernel by its registered name."""
     device: str = swept("auto", quick="cpu")
@@ -45,15 +45,15 @@ class ModelBench(Workload):
             require_at_least(self, "", least, name)
 
     def workload(self) -> Workload:
-        """What is done so often."""
+        """The workload that is repeated."""
         return Workload(**{field.name: getattr(self, field.name) for field in fields(Workload)})
 
 
 def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and its metrics.
 
-    Steps are timed twice: as a whole (`step_ms`), and phase by phase, waiting for the device after each, which keeps
-    the host from running ahead; so the phases may add up to more than a step.
+    Steps are timed twice: as a whole (`step_ms`), and phase by phase. The host waits for the device after each phase
+    and cannot run ahead, so the phases may add up to more than a step.
     """
     bench = Workbench(config.workload())
     for _ in range(config.warmup):
@@ -69,7 +69,7 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
-    """The times of whole steps, as a row has them."""
+    """The times of whole steps, in the form of a row."""
     steps_ms = []
     with objects_set_aside():
         watch = Stopwatch(bench.device)
@@ -80,7 +80,7 @@ def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
 
 
 def _rates(config: ModelBench, device: torch.device, step_ms: float) -> dict[str, Any]:
-    """What a step of that time is in tokens and operations."""
+    """The rates of tokens and operations that a step time means."""
     count = forward_flops if config.mode == "forward" else training_flops
     flops = count(config.shape, config.batch_size, config.context_length) / step_ms * 1e3
     peak = device_peak_flops(device, config.precision)
@@ -102,14 +102,14 @@ def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
                 bench.backward(loss)
                 times["backward"].append(watch.lap_ms())
                 bench.optimizer_step()
-                lap_ms = watch.lap_ms()  # also without an optimizer: clearing gradients is no part of what comes next
+                lap_ms = watch.lap_ms()  # also without an optimizer, so that the next phase does not include clearing
                 if "optimizer" in times:
                     times["optimizer"].append(lap_ms)
     return {f"{phase}_ms": summarise(laps) for phase, laps in times.items()}
 
 
 def variant(config: ModelBench) -> str:
-    """What the model does, of how many things: "train_step bf16 compiled naive"."""
+    """What the model does, and how: "train_step bf16 compiled naive"."""
     compiled = "compiled " if config.compile else ""
     return f"{config.mode} {config.precision} {compiled}{config.attention}"
 

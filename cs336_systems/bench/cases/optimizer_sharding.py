@@ -1,7 +1,7 @@
-"""The case `optimizer-sharding`: a step's memory with and without the optimizer's state sharded, part by part.
+"""The case `optimizer-sharding`: a step's memory with and without sharded optimizer state, part by part.
 
-The handout's optimizer_state_sharding_accounting: after initialisation, before and after the optimizer's step; and what
-an iteration takes. Beside it stands what the planner predicts.
+This is the handout's optimizer_state_sharding_accounting: memory after initialisation, before and after the optimizer
+step, and the time of an iteration; beside it, what the planner predicts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +19,18 @@ from .ddp import DDPBench, name_of
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBench(DDPBench):
-    """A strategy whose memory is measured; otherwise as the case `ddp` has it."""
+    """A strategy whose memory is measured; otherwise as in the case `ddp`."""
 
     variant: str = swept("overlap", "overlap+zero1", quick=("overlap", "overlap+zero1"))
-    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it)."""
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it)."""
     compile: bool = swept(False, sweep=(False, True))
-    """Blocks compiled."""
+    """Compile the blocks."""
     warmup: int = swept(3, quick=2)
     """Steps before the one whose memory is measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Buckets are cut anew after the first step, and made where the second begins.
+        # Buckets are laid out anew after the first step, and allocated when the second begins.
         require_at_least(self, "", 2, "warmup")
         on_gpu = self.device == "cuda"
         require(on_gpu or not self.compile, "compile", self.compile, "false on a CPU, where operators are counted")
@@ -40,20 +40,20 @@ class MemoryBench(DDPBench):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What may follow the strategy: no +graph, whose memory is a pool of its own, and which calls no hooks."""
+        """What may follow the strategy; not +graph, whose memory is a separate pool and which calls no hooks."""
         return ("zero1", "bf16")
 
 
 def measure_on_rank(
     configs: Sequence[MemoryBench], device: torch.device, at_work: Callable[[MemoryBench], None]
 ) -> Iterator[Row]:
-    """Measure each variant, together with the other ranks."""
+    """Measure each variant together with the other ranks."""
     return rows_of_memory("optimizer-sharding", configs, device, at_work)
 
 
 CASE = Case(
     name="optimizer-sharding",
-    about="Memory and time of a step with and without the optimizer's state sharded, part by part.",
+    about="Memory (part by part) and time of a step with and without sharded optimizer state.",
     module=__name__,
     config=MemoryBench,
     variant=name_of,

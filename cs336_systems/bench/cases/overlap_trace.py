@@ -1,7 +1,7 @@
-"""The case `overlap-trace`: what computed and what communicated when in one step, for two strategies to compare.
+"""The case `overlap-trace`: when one step computes and when it communicates, for two strategies to compare.
 
-The handout's ddp_overlap_individual_parameters_benchmarking, part (b). The steps are those of the case `ddp`; one more
-is profiled on the first rank, and drawn.
+This is the handout's ddp_overlap_individual_parameters_benchmarking, part (b). The steps are those of the case `ddp`;
+one more is profiled on the first rank, and drawn.
 """
 
 import re
@@ -25,17 +25,17 @@ from .ddp import DDPBench, name_of, what_ran
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapTrace(DDPBench):
-    """A strategy whose step is traced; otherwise as the case `ddp` has it."""
+    """A strategy whose step is traced; otherwise as in the case `ddp`."""
 
     variant: str = swept("naive", "overlap", quick=("naive", "overlap"))
-    """STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients travel in it), +graph."""
+    """STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it), +graph."""
     compile: bool = swept(False, sweep=(False, True))
-    """Blocks compiled."""
+    """Compile the blocks."""
     traces: str = swept("runs/bench/overlap-trace", beside="overlap-trace")
-    """Folder for what ran when in the step of each variant, which the picture and the page are drawn from (default:
-    overlap-trace, beside the rows)."""
+    """Folder for files with what ran when in the step of each variant, from which the picture and the page are drawn
+    (default: overlap-trace, beside the rows)."""
     profiler: Literal["torch", "nsys"] = swept("torch")
-    """torch; nsys: the step is left to Nsight Systems, which records it where it runs the command."""
+    """torch; nsys: leave the step to Nsight Systems, which records it if it runs the command."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,14 +50,14 @@ DEFAULTS = {field.name: field.default for field in fields(OverlapTrace)}
 def measure_on_rank(
     configs: Sequence[OverlapTrace], device: torch.device, at_work: Callable[[OverlapTrace], None]
 ) -> Iterator[Row]:
-    """Measure each variant, and trace one step of it, together with the other ranks."""
+    """Measure each variant and trace one of its steps, together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _trace):
         if config.rounds == configs[0].rounds:  # before its last round it has no trace
             yield measured("overlap-trace", name_of(config), as_json(config), what_ran(config), metrics)
 
 
 def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    """The times of the step's streams, and the file that has all of it; with nsys nothing."""
+    """The times of the step's streams, and the file with everything; nothing with nsys."""
     if config.profiler == "nsys":
         _leave_to_nsys(trainer, is_first)
         return {}
@@ -68,7 +68,7 @@ def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, 
 
 
 def _leave_to_nsys(trainer: Trainer, is_first: bool) -> None:
-    """Two steps, the second between the marks that Nsight Systems waits for, with operators and transfers as ranges."""
+    """Do two steps, the second between the marks that Nsight Systems waits for, operators and transfers as ranges."""
     trainer.train_step()
     if not is_first:
         trainer.train_step()

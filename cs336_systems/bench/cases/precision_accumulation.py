@@ -1,6 +1,6 @@
 """The case `precision-accumulation`: the same numbers added up in different types.
 
-Two errors meet here, and the rows tell them apart. What is added is rounded once: the float16 nearest to 0.01 is
+Two errors meet here, and the rows tell them apart. The value to add is rounded once: the float16 nearest to 0.01 is
 0.0100021, so a thousand of them are 10.0021 however well they are added. And each sum is rounded: float16 has steps of
 1/128 from 8 on, and every addition of 0.01 goes to the nearest step. The first is why casting float16 to float32 before
 adding repairs nothing, the second why accumulators are float32.
@@ -27,16 +27,16 @@ ACCUMULATIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionAccumulationBench:
-    """What is added up how often, in which types."""
+    """What is added, how often, and in which types."""
 
     accumulation: Literal["fp32 into fp32", "fp16 into fp16", "fp16 into fp32", "fp16 cast to fp32 into fp32"] = swept(
         *ACCUMULATIONS
     )
     """Types of the values, of what they are cast to, and of the sum."""
     value: float = swept(0.01)
-    """What is added."""
+    """The value to add."""
     count: int = swept(1000)
-    """How often."""
+    """How often to add it."""
 
     def __post_init__(self) -> None:
         check_types(self, "")

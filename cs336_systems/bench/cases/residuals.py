@@ -1,7 +1,7 @@
 """The case `residuals`: what one TransformerBlock saves for its backward pass, by the part that saves it.
 
-Beside it stands what `accounting.activation_bytes` counts for the eager block. Compiled code saves what the partitioner
-chooses: it computes cheap things again in the backward pass rather than keep them.
+Rows also have what `accounting.activation_bytes` counts for the eager block. Compiled code saves what the partitioner
+chooses, which recomputes cheap things in the backward pass rather than keep them.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class ResidualsBench:
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     """Named size of the model whose block it is."""
     context_length: int = swept(512, sweep=(256, 512, 1024, 2048), quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     batch_size: int = swept(4, quick=2)
-    """Sequences a batch."""
+    """Sequences per batch."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", "bf16")
     """Autocast type; weights are float32."""
     compile: bool = swept(False, True, quick=False)
-    """torch.compile."""
+    """Use torch.compile."""
     attention: str = swept("naive", "flash_triton", quick=("naive", "flash_torch"))
     """Attention kernel by its registered name."""
     device: str = swept("auto", quick="cpu")
@@ -86,7 +86,7 @@ class BlockBench:
         return saved
 
     def gpu_memory(self) -> dict[str, int]:
-        """Bytes that tensors ask for after a forward pass, and at most in it, beyond those before; {} on a CPU."""
+        """Bytes that tensors request beyond those before: after a forward pass, and at its peak; {} on a CPU."""
         if self.device.type != "cuda":
             return {}
         before = requested_gpu_bytes(self.device)
@@ -102,7 +102,7 @@ class BlockBench:
 
 
 def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration as it ran, and what it saves, in bytes: measured, and for the eager block counted."""
+    """The configuration as it ran, and what it saves in bytes: measured, and counted for the eager block."""
     bench = BlockBench(config)
     memory = bench.gpu_memory()
     saved = bench.saved()
@@ -136,7 +136,7 @@ def _part(tensor: Saved) -> str:
 
 
 def _listing(tensors: list[Saved], attention: str) -> list[dict[str, Any]]:
-    """Tensors as a row has them, those that are alike together, the largest first; bytes are those of one."""
+    """Tensors in the form of a row, equal ones together, the largest first; bytes are those of one tensor."""
     lines = []
     for tensor, count in Counter(tensors).items():
         operation = tensor.operation or (attention if tensor.module else "compiled")

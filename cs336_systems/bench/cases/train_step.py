@@ -2,7 +2,7 @@
 
 Both take the same step: float32 weights, autocast, torch.compile, fused AdamW, random tokens. Ours is
 `Trainer.train_step` with everything it does in a real run: batches from a token file, the gradient norm, clipping, and
-the wait for it. The peer is compiled as a whole, which is what its users do, and is spared norm, clipping and wait.
+the wait for the norm. The peer is compiled as a whole, as its users do, and is spared norm, clipping and wait.
 """
 
 import time
@@ -37,17 +37,17 @@ class TrainStepBench:
     )
     """cs336: the training loop. cs336_graph: with a CUDA graph. hf_llama: Hugging Face's model."""
     context_length: int = swept(1024, quick=16)
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     batch_size: int = swept(4)
-    """Sequences a batch."""
+    """Sequences per batch."""
     precision: Literal["fp32", "bf16"] = swept("bf16", quick="fp32")
     """Autocast type; weights are float32."""
     compile: bool = swept(True, quick=False)
-    """torch.compile."""
+    """Use torch.compile."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu, cuda or cuda:N."""
     warmup: int = swept(5, quick=1)
-    """Steps before the measured ones, after the first one, which is the start-up."""
+    """Steps between the first one, which is the start-up, and the measured ones."""
     steps: int = swept(20, quick=3)
     """Measured steps."""
 
@@ -91,7 +91,7 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
         trainer.reset_clock()
         rows = [trainer.train_step() for _ in range(steps)]
     trainer.close()
-    times = summarise([row["step_ms"] for row in rows[1:]])  # the first was timed from a device that had nothing to do
+    times = summarise([row["step_ms"] for row in rows[1:]])  # the first was timed from an idle device
     data_wait_ms = float(np.mean([row["data_wait_ms"] for row in rows]))
     return {
         "step_ms": times,
@@ -103,7 +103,7 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
 
 def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
-    try:  # before the clock starts, as all that ours needs is imported before
+    try:  # before the clock starts, because all that ours needs is imported before too
         from transformers import LlamaForCausalLM
     except ImportError as error:
         raise ValueError("variant hf_llama needs the package transformers: pip install transformers") from error

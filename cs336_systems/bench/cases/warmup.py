@@ -1,4 +1,4 @@
-"""The case `warmup`: what the first steps of a process cost, by measuring after no, one, two or five of them."""
+"""The case `warmup`: what the first steps of a process cost, by measuring after none, one, two or five of them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,12 +10,12 @@ from .model import ModelBench, measure
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupBench(ModelBench):
-    """A workload whose steps are kept one by one."""
+    """A workload whose step times are kept one by one."""
 
     mode: Literal["forward", "forward_backward", "train_step"] = swept(
         "forward_backward", sweep=("forward", "forward_backward", "train_step")
     )
-    """forward: the loss alone, without gradients. train_step: with the optimizer's step."""
+    """forward: only the loss, without gradients. train_step: with the optimizer step."""
     warmup: int = swept(0, 1, 2, 5, quick=(0, 1))
     """Steps before the measured ones."""
 
@@ -27,7 +27,7 @@ def variant(config: WarmupBench) -> str:
 
 CASE = Case(
     name="warmup",
-    about="The first steps of a process, after none, one, two and five of them.",
+    about="The first steps of a process, after none, one, two and five warm-up steps.",
     module=__name__,
     config=WarmupBench,
     variant=variant,
