@@ -89,7 +89,10 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019). Computes in float32 and returns x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019).
+
+    Computes in float32, or in float64 for float64 x, and returns x's dtype.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def forward(self, x: Float[Tensor, "... positions dim"], start: int = 0) -> Float[Tensor, "... positions dim"]:
-        """Rotate x, whose first position is `start`. Computes in float32 and returns x's dtype."""
+        """Rotate x, whose first position is `start`. Computes in float32, at least, and returns x's dtype."""
         end = start + x.shape[-2]
         if end > self.cos.shape[0]:
             raise ValueError(f"position {end - 1} is beyond the context_length of {self.cos.shape[0]}")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2, with schedule multiplier 1).
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, Algorithm 2; its decay is lr * weight_decay, as in
+    PyTorch).
 
     For each parameter p with gradient g, at step t:
 

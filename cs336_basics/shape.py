@@ -1,4 +1,4 @@
-"""The architecture of a model as data. Imports nothing, so that a command line can use it before PyTorch is loaded."""
+"""The architecture of a model as data. Imports no PyTorch, so that a command line can use it before that is loaded."""
 
 from dataclasses import dataclass
 

@@ -16,7 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 
-# What is read at a time, and the most that is handed to the library as one piece (in characters, roughly bytes).
+# Bytes read at a time; characters after which a piece of text is cut at the next place where it may be cut; characters
+# of the pieces that are handed to the library together; length of the parts that a long word is cut into.
 _READ_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
@@ -172,7 +173,7 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the tokenizer's JSON form: equal for tokenizers that give equal IDs."""
+        """SHA-256 of the tokenizer's JSON form: tokenizers that give other IDs have another one."""
         return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

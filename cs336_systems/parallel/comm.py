@@ -376,7 +376,7 @@ def barrier(what: str) -> None:
 
 
 def check_same(facts: dict[str, Any], what: str) -> None:
-    """Raise ValueError, on all ranks, naming each fact in which a rank differs from rank 0; their order counts too."""
+    """Raise ValueError, on all ranks, naming facts in which a rank differs from rank 0; their order counts too."""
     missing = "nothing"
     everyone = gather_objects(facts, f"comparison of {what}")
     for other, theirs in enumerate(everyone):

@@ -121,7 +121,8 @@ class Unit:
     """Weights that are sent together, in one transfer straight to and from where they are used.
 
     The gathered rows of all ranks are the weight, and rows of a gradient are sent to their rank from where they lie in
-    it. Nothing is copied in between, except to change the dtype or where the rows do not divide by the number of ranks.
+    it. Weights are not copied, except to change the dtype or where the rows do not divide by the number of ranks; the
+    received part of a gradient is copied once, into the memory of the shard's gradient.
     What every step needs is made here once, because the host must be faster than the GPU.
     """
 

@@ -63,7 +63,7 @@ class Strategy(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients made inside stay on this process, for accumulation over micro-batches."""
+        """Gradients made inside stay on this process, for accumulation over micro-batches (except with `FSDP`)."""
         before, self._synchronizing = self._synchronizing, False
         try:
             yield

@@ -36,10 +36,10 @@ class ShardedOptimizer(Optimizer):
     must have equal parameters and gradients beforehand, and must call `step`, `add_param_group` and
     `consolidate_state_dict` together.
 
-    With more than one rank, parameters are moved when they are assigned: those of a piece into one flat tensor, which
-    is one transfer (and what torch.save of any of them saves). They stay the same objects. Anything that knows their
-    addresses, as a CUDA graph does, or shares their memory, as a state dict does, must be made afterwards. A parameter
-    that lies in a larger storage on any rank stays there and is sent by itself.
+    With more than one rank, parameters are moved when they are assigned: those of a piece into one flat tensor per
+    dtype, which is one transfer (and what torch.save of any of them saves). They stay the same objects. Anything that
+    knows their addresses, as a CUDA graph does, or shares their memory, as a state dict does, must be made afterwards.
+    A parameter that lies in a larger storage on any rank stays there and is sent by itself.
 
     `param_groups` hold all parameters, and changes to them take effect, so a scheduler sees an ordinary optimizer.
     `state`, and so `state_dict`, hold this rank's own part.
@@ -80,7 +80,7 @@ class ShardedOptimizer(Optimizer):
                 raise
 
     def owner_of(self, parameter: Tensor) -> int | None:
-        """The rank with the parameter's state, None for a frozen one. Raises ValueError for an unknown parameter."""
+        """The rank with a parameter's state, None for one still frozen. Raises ValueError for an unknown parameter."""
         if parameter not in self._owners and not any(parameter is p for p in self._unassigned):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is none of this optimizer's")
         return self._owners.get(parameter)

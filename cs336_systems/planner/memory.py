@@ -2,7 +2,7 @@
 
 Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter (Rajbhandari et al. 2020, ZeRO,
 section 3.1, count mixed precision with float16 weights in the same way), or half of that in bfloat16. The peak is at
-one of five moments, because between them, block by block, activations are freed and gradients appear at a steady pace.
+one of a few moments, because between them, block by block, activations are freed and gradients appear at a steady pace.
 """
 
 from collections.abc import Iterator
@@ -300,7 +300,7 @@ def largest_batch(job: Job, memory_bytes: float) -> int:
 
     low, high = 0, 1
     while high <= LARGEST_BATCH and fits(high):
-        low, high = high, 2 * high
+        low, high = high, min(2 * high, LARGEST_BATCH + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

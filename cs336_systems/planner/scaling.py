@@ -111,7 +111,7 @@ def most_tensor_parallel(layer: Layer, direction: Direction) -> float:
 def most_of_both(layer: Layer, together: bool) -> tuple[float, float]:
     """N_FSDP and N_TP of the most devices on which the forward pass is bound by its products.
 
-    With p = B W / C and q = 3 F W / (2 C), multiplying the times by N W / (6 D F B) leaves (N_FSDP - 1) / p <= 1 and
+    With p = B W / C and q = 3 F W / (2 C), multiplying the times by N C / (6 B D F) leaves (N_FSDP - 1) / p <= 1 and
     (N_TP - 1) / q <= 1 if transfers along both axes run at the same time: N = (1 + p) (1 + q). If they take turns, the
     sum of the two must be at most 1, and N is largest (Lagrange) at N_FSDP / p = N_TP / q = (1 + 1/p + 1/q) / 2:
     N = p q (1 + 1/p + 1/q)^2 / 4, about a quarter. If that leaves an axis less than one device, it has one.

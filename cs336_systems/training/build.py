@@ -84,7 +84,8 @@ def _in_own_types(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
     """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with their number.
 
-    Only the blocks' own forward, so that what a strategy attaches to them from outside stays outside of the graphs.
+    Of the blocks only their own forward, so that what a strategy attaches to them from outside stays outside of the
+    graphs; the last norm too.
     memory_budget: as in `TrainConfig.compile_memory_budget`.
     """
     for layer in model.layers:

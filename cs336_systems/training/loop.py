@@ -1,7 +1,7 @@
 """The training loop: forward, backward, synchronize, step; and what has to be right around it.
 
-It knows the model only as a function from tokens to logits and the strategy only by its contract, so kernels and
-parallelism are chosen elsewhere.
+It knows the model only as a function from tokens to logits, or to a loss, and the strategy only by its contract, so
+kernels and parallelism are chosen elsewhere.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class NonFiniteError(RuntimeError):
 
 
 class StopRequest:
-    """While active, SIGINT, SIGTERM or SIGHUP asks the loop to stop after its step; a second SIGINT interrupts."""
+    """While active, SIGINT, SIGTERM or SIGHUP asks the loop to stop after its step; a SIGINT after that interrupts."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -201,7 +201,8 @@ class Trainer:
         loss_and_norm = (self._recorded or self._gradients)(inputs, targets)
         if comm.world_size() > 1:
             loss_and_norm = self._over_ranks(loss_and_norm, stop)
-        # The one place where a step waits for the device: whether to update must be known before the update.
+        # Here a step waits for the device (as for unused parameters and float16's scaler): whether to update must be
+        # known before the update.
         loss_value, norm_value, *others_stop = to_host(loss_and_norm).tolist()
         self.stopping = any(others_stop) if others_stop else stop()
         now = time.perf_counter()

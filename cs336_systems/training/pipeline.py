@@ -46,8 +46,8 @@ def train(config: RunConfig) -> RunResult:
     With `parallel.devices` above 1, this process starts that many of its own and waits for them. A process that
     torchrun has started is one of all ranks, each of which calls this.
 
-    Raises ValueError or FileNotFoundError for what the user can fix, NonFiniteError for a loss that is not a number,
-    CheckpointError if a checkpoint cannot be written, and CollectiveError if another rank is gone or hangs.
+    Raises ValueError or FileNotFoundError for what the user can fix, NonFiniteError for a loss or gradient norm that is
+    not finite, CheckpointError if a checkpoint cannot be written, and CollectiveError if another rank is gone or hangs.
     """
     if not comm.launched():
         if config.parallel.devices > 1:

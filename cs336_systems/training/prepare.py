@@ -46,7 +46,7 @@ TINYSTORIES_SHA256 = {
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Bytes start to end of a text file (end None: all of it), known by the hash of the whole file."""
+    """Bytes start to end of a text file (end None: to its end), known by the hash of the whole file."""
 
     path: Path
     sha256: str

@@ -15,7 +15,15 @@ from cs336_systems.planner.activations import block_parts, kept_blocks, saved_by
 from cs336_systems.planner.allocator import MIB, allocated_bytes
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import FLASH, SCORES, Job
-from cs336_systems.planner.memory import largest_batch, memory_sections, moments, parameter_bytes, peak_bytes, verdict
+from cs336_systems.planner.memory import (
+    LARGEST_BATCH,
+    largest_batch,
+    memory_sections,
+    moments,
+    parameter_bytes,
+    peak_bytes,
+    verdict,
+)
 from cs336_systems.planner.rows import training_job
 
 SHAPE = ModelShape(vocab_size=100, context_length=8, d_model=16, d_ff=32, num_layers=6, num_heads=2, rope_theta=10000.0)
@@ -289,6 +297,8 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     batch = largest_batch(Job(shape=XL), limit)
     assert batch > 1
     assert peak_bytes(Job(shape=XL, batch_size=batch)) <= limit < peak_bytes(Job(shape=XL, batch_size=batch + 1))
+    tiny = replace(XL, d_model=8, d_ff=8, num_layers=1, num_heads=1, context_length=1, vocab_size=8)
+    assert largest_batch(Job(shape=tiny), 1e15) == LARGEST_BATCH
     assert largest_batch(Job(shape=XL), 20 * 2**30) == 0  # weights and state alone are 22.9 GiB
 
 

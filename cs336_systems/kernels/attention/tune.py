@@ -33,7 +33,7 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 COMPILE_S = 6.0
 """The longest that a tile of the table may take to compile in float32, while others compile at the same time.
 
-The first call of both passes waits for two compilations, one after the other: ten seconds at most.
+The first call of both passes waits for two compilations, one after the other: twelve seconds at most.
 """
 MOST_IN_ONE_LAUNCH = 1.5
 """How much longer than both walks a single launch for both may take on the GPU, for what it saves the host."""
