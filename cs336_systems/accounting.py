@@ -64,18 +64,28 @@ def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
 
 
 def least_training_bytes(
-    shape: ModelShape, batch_size: int, micro_batch: int, weight_parts: int = 1, state_parts: int = 1
+    shape: ModelShape,
+    batch_size: int,
+    micro_batch: int,
+    weight_parts: int = 1,
+    state_parts: int = 1,
+    weight_bytes: int = 4,
+    loss_chunk_tokens: int | None = None,
 ) -> int:
-    """Memory that every training step of a process needs: 8 N / w + 8 N / s + 4 T d / H + 8 B T + 2 b T V.
+    """Memory that no training step of a process does without: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
 
-    In this order: a float32 weight and its gradient per parameter, divided into w parts; AdamW's two moments, divided
-    into s parts; the rotary tables; token IDs of the process's batch of B; logits of its micro-batch of b, in the
-    smallest type there is for them. The other activations are not counted.
+    A weight of W bytes and its gradient a parameter, divided into w parts; AdamW's two moments, W bytes each, divided
+    into s; the rotary tables, float32; token IDs of the process's batch of B; the logits that are in memory at a time,
+    in the smallest type there is for them: those of the C = b T tokens of its micro-batch of b, or of one chunk of
+    them. The other activations are not counted.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * (shape.d_model // shape.num_heads)
-    state = 8 * n // weight_parts + 8 * n // state_parts
-    return state + rotary + 8 * batch_size * length + 2 * micro_batch * length * shape.vocab_size
+    state = 2 * weight_bytes * n // weight_parts + 2 * weight_bytes * n // state_parts
+    tokens = micro_batch * length
+    if loss_chunk_tokens is not None:
+        tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # all chunks are of one size, as far as they divide
+    return state + rotary + 8 * batch_size * length + 2 * tokens * shape.vocab_size
 
 
 def naive_attention_bytes(

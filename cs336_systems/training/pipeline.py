@@ -189,6 +189,8 @@ def _check_memory(config: RunConfig, device: torch.device) -> None:
         train.batch_size // train.gradient_accumulation_steps // world_size,
         weight_parts=world_size if sharded else 1,
         state_parts=world_size if sharded or config.parallel.shard_optimizer else 1,
+        weight_bytes=2 if train.weight_dtype == "bf16" else 4,
+        loss_chunk_tokens=train.loss_chunk_tokens,
     )
     there = memory_bytes(device)
     if device.type == "cpu" and there is not None:

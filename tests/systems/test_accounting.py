@@ -1,6 +1,7 @@
 """The counts against real models, against PyTorch's own counter, and worked out by hand."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -29,7 +30,9 @@ from cs336_systems.accounting import (
     weight_copy_bytes,
 )
 from cs336_systems.bench.live_bytes import LiveBytes
+from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from cs336_systems.model_config import MODEL_SIZES, ModelConfig
+from cs336_systems.training.build import cast_weights
 
 
 def shape_of(vocab: int, context: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> ModelShape:
@@ -154,6 +157,31 @@ def test_the_least_memory_is_that_of_the_tensors_a_step_cannot_do_without(shape:
     rope = next(m for name, m in model.named_modules() if name.endswith("rope"))
     held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, logits.bfloat16()]
     assert least_training_bytes(shape, batch, micro_batch) == sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 12, 10**6])
+def test_the_least_memory_with_bfloat16_weights_and_the_loss_in_chunks(shape: ModelShape, chunk_tokens: int) -> None:
+    batch, micro_batch = 6, 2
+    model = TransformerLM(**dataclasses.asdict(shape))
+    cast_weights(model, torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    chunks: list[Tensor] = []
+
+    def rows_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        chunks.append(logits)
+        return loss_and_gradient(logits, targets)
+
+    model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, chunk_tokens=chunk_tokens, rows_loss=rows_loss)
+    tokens = torch.zeros(batch, shape.context_length, dtype=torch.long)
+    model(tokens[:micro_batch], targets=tokens[:micro_batch]).backward()
+    optimizer.step()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
+    rope = next(m for name, m in model.named_modules() if name.endswith("rope"))
+    held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, max(chunks, key=len)]
+    needed = least_training_bytes(shape, batch, micro_batch, weight_bytes=2, loss_chunk_tokens=chunk_tokens)
+    assert needed == sum(t.nbytes for t in held)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -951,11 +951,21 @@ def test_what_cannot_fit_into_memory_is_refused_at_once(cs336: Run, folder: Path
     assert list(folder.iterdir()) == []
 
 
-def test_what_just_fits_into_memory_is_not_refused(cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = least_training_bytes(ModelConfig(**MODEL).shape, batch_size=4, micro_batch=4)
+@pytest.mark.parametrize(
+    "options, counted",
+    [
+        ([], {}),
+        (["--train.precision=bf16", "--train.weight_dtype=bf16"], {"weight_bytes": 2}),
+        (["--train.loss_chunk_tokens=16"], {"loss_chunk_tokens": 16}),
+    ],
+)
+def test_what_just_fits_into_memory_is_not_refused(
+    options: list[str], counted: dict[str, int], cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = least_training_bytes(ModelConfig(**MODEL).shape, batch_size=4, micro_batch=4, **counted)
     for there, code in ((needed - 1, 2), (needed, 0)):
         monkeypatch.setattr("cs336_systems.training.pipeline.memory_bytes", lambda device, there=there: there)
-        assert cs336("train", *TINY, *SHORT, "--train.device=cpu", "--run_dir=run")[0] == code
+        assert cs336("train", *TINY, *SHORT, *options, "--train.device=cpu", "--run_dir=run")[0] == code
 
 
 def test_an_attention_kernel_that_does_not_exist_brings_those_that_do(cs336: Run, folder: Path) -> None:
