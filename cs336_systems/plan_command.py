@@ -11,14 +11,12 @@ from .config import ParallelConfig
 from .fields import require
 from .model_config import MODEL_SIZES, ModelConfig
 from .planner.cards import CARDS, Card, fit_transfer, get_card
-from .planner.job import Job
+from .planner.job import ALIASES, Job
 from .planner.working import Section, as_json, as_text
 
 _MODEL = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
 _STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
          "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
-_ALIASES = {"flashddp": "bucketed"}
-"""Training's names of strategies that the planner knows by another name."""
 _SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
 _OPTIONS: dict[str, tuple[Any, str]] = {
     "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
@@ -99,7 +97,7 @@ def _job(options: Any) -> Job:
     """The job that the options describe. Raises ValueError naming the option that is wrong."""
     given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
     if "strategy" in given:
-        given["strategy"] = _ALIASES.get(given["strategy"], given["strategy"])
+        given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     if "strategy" not in given and (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
         given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given

@@ -13,7 +13,9 @@ FLASH = ("flash", "auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "fl
          "flash_triton_compiled", "flash_cuda", "flash_attention_triton")  # fmt: skip
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 SHARDED = ("fsdp", "torch_fsdp")
-IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the default bucket size in 2^20 bytes
+ALIASES = {"flashddp": "bucketed"}
+"""Names of strategies in training that are other names for one of these."""
+IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the size of a bucket where none is given, in 2^20 bytes
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

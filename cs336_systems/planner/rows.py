@@ -7,10 +7,11 @@ from typing import Any, Protocol
 from cs336_basics.shape import ModelShape
 
 from ..accounting import num_parameters
+from ..config import ParallelConfig
 from ..fields import require
 from ..model_config import ModelConfig
 from .cards import CARDS, Card
-from .job import Job
+from .job import ALIASES, Job
 
 MIB = 2**20
 ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
@@ -53,7 +54,10 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     train, parallel = run["train"], dict(run.get("parallel", {}))
     alone = case == "train-step" or variant.startswith("alone")
     world_size = 1 if alone else config["devices"]
-    strategy = "none" if alone else parallel["strategy"]
+    strategy = "none"
+    if not alone:
+        chosen = ParallelConfig(strategy=parallel["strategy"], bucket_size_mb=parallel["bucket_size_mb"])
+        strategy, parallel["bucket_size_mb"] = chosen.strategy_for(world_size), chosen.group_size_mb()
     batch, rest = divmod(train["batch_size"], world_size)
     if rest or train["gradient_accumulation_steps"] != 1:
         raise ValueError("no prediction for uneven batches and for accumulation")
@@ -72,7 +76,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         compile=train["compile"],
         compile_memory_budget=train.get("compile_memory_budget", 1.0),
         cuda_graph=train["cuda_graph"],
-        strategy=strategy,
+        strategy=ALIASES.get(strategy, strategy),
         world_size=world_size,
         shard_optimizer=parallel.get("shard_optimizer", False) and not alone,
         bucket_size_mb=None if alone else parallel["bucket_size_mb"],

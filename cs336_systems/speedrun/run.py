@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import shlex
 import time
@@ -29,6 +30,8 @@ from ..training.launch import check_devices
 from ..training.prepare import prepare_data
 from .choice import MOST_EPOCHS, SIZES, Candidate, Task, Timing, Trial, TrialFailed, learning_rate, search
 from .measure import time_trial
+
+logger = logging.getLogger(__name__)
 
 _SHAPE = ("model.size", "model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
 _CHOSEN = {
@@ -110,6 +113,7 @@ class Speedrun:
             self.fields["data.data_dir"] = f"{out}/data/{source}"
         self.folder = self.out
         self.started = 0.0
+        self.not_planned = ""  # why the planner does not say what a GPU has room for
 
     def _config(self, size: str, fields: Mapping[str, Any]) -> RunConfig:
         """The run of a size with some fields; those given on the command line override them."""
@@ -214,7 +218,10 @@ class Speedrun:
             job = training_job(
                 "speedrun", "alone" if self.devices == 1 else "", {"run": config.to_dict(), "devices": self.devices}
             )
-        except ValueError:  # the planner does not know it; then trials find out
+        except ValueError as error:  # of what the planner does not know
+            if str(error) != self.not_planned:  # it is asked of every trial
+                self.not_planned = str(error)
+                logger.warning("how much fits into memory is found by trying: %s", error)
             return 1 << 20
         most = largest_batch(job, _MEMORY_SHARE * there)
         if not most:

@@ -135,6 +135,26 @@ def test_overlap_took_no_notice_of_a_size_before_it_sent_groups() -> None:
     assert job_of(new).bucket_size_mb == 100
 
 
+@pytest.mark.parametrize(
+    "chosen, size, strategy, bucket_size_mb",
+    [
+        ("auto", None, "overlap", 100),
+        ("auto", 10.0, "overlap", 10),
+        ("overlap", None, "overlap", None),
+        ("individual", 10.0, "individual", 10),
+        ("flashddp", None, "bucketed", 100),
+        ("flashddp", 10.0, "bucketed", 10),
+    ],
+)
+def test_a_strategy_is_the_one_that_runs(
+    chosen: str, size: float | None, strategy: str, bucket_size_mb: float | None
+) -> None:
+    row = deepcopy(next(row for row in GROUPS if row.variant == "overlap:100"))
+    row.config["run"]["parallel"] |= {"strategy": chosen, "bucket_size_mb": size}
+    job = job_of(row)
+    assert (job.strategy, job.bucket_size_mb, job.world_size) == (strategy, bucket_size_mb, row.config["devices"])
+
+
 def test_every_row_is_shown_and_the_largest_error_is_said() -> None:
     found = [compare(row) for row in MEASURED]
     text = check_text(found)

@@ -184,6 +184,25 @@ def test_a_card_without_bfloat16_trains_in_float16(
     assert train["gradient_accumulation_steps"] > 1, "more than fits into 15 GiB"
 
 
+def test_several_gpus_are_given_no_more_than_fits(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Card(monkeypatch, has_bf16=True)
+    for name, strategy in (("auto", []), ("flashddp", ["--parallel.strategy", "flashddp"])):
+        config, _ = prepare(tmp_path / name, "--devices", "2", "--size", "small", "--epochs", "10000", *strategy)
+        assert config["train"]["gradient_accumulation_steps"] > 1, "more than fits into 15 GiB"
+    assert "is found by trying" not in caplog.text
+
+
+def test_what_the_planner_does_not_know_is_said(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Card(monkeypatch, has_bf16=True)
+    prepare(tmp_path, "--devices", "2", "--size", "nano", "--parallel.nccl_max_ctas", "4")
+    reason = "no prediction for a limited number of NCCL's thread blocks"
+    assert caplog.messages.count(f"how much fits into memory is found by trying: {reason}") == 1
+
+
 def test_a_machine_without_a_compiler_goes_on_without(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
