@@ -192,8 +192,8 @@ def rows_of_memory(
     at_work: Callable[[Any], None],
     look: Look | None = None,
 ) -> Iterator[Row]:
-    """A row per configuration, the same on all ranks, with the planner's prediction beside what was measured."""
-    is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
+    """A row each, the same on all ranks, with what the planner predicts, if anything, beside what was measured."""
+    is_first = comm.rank() == 0  # asked here: alone, each is its own first
     for config in configs:
         at_work(config)
         free_memory()
@@ -204,7 +204,16 @@ def rows_of_memory(
         everyone = comm.gather_objects((found, seen), "what was measured")
         metrics = fullest([each for each, _ in everyone]) | everyone[0][1]
         what, asked = what_ran(config), as_json(config)
-        predicted = part_bytes(training_job(case, config.variant, {**asked, **what}))
-        if device.type != "cuda":
-            del predicted["peak"]  # most of it would be a GPU's workspaces
-        yield measured(case, name_of(config), asked, what, metrics | {"predicted": predicted})
+        metrics |= _predicted(case, config, {**asked, **what}, device)
+        yield measured(case, name_of(config), asked, what, metrics)
+
+
+def _predicted(case: str, config: DDPBench, ran: dict[str, Any], device: torch.device) -> dict[str, dict[str, float]]:
+    """What a row says of a prediction: nothing where there is none, of which `cs336 plan check` tells the reason."""
+    try:
+        parts = part_bytes(training_job(case, config.variant, ran))
+    except ValueError:  # a strategy that the planner does not know, or an option
+        return {}
+    if device.type != "cuda":
+        del parts["peak"]  # most of it would be a GPU's workspaces
+    return {"predicted": parts}

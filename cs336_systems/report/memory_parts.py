@@ -69,16 +69,16 @@ def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Sequence[Mappi
 
 
 def _parts_table(rows: Sequence[Row], size: int) -> str:
-    """A line per variant and moment, and one with the predicted parts."""
+    """A line a moment of each variant, and one of what is predicted of the parts, if anything."""
     lines = []
     for row in rows:
         for name in MOMENTS:
             moment = row.metrics["moments"][name]
             numbers = (moment["live_bytes"], moment["peak_bytes"], *(moment["parts"][part] for part in PARTS))
             lines.append([row.variant, name, *(_number(value, size) for value in numbers)])
-        predicted = row.metrics["predicted"]
-        parts = (_number(predicted.get(part), size) for part in PARTS)
-        lines.append([row.variant, "predicted", "-", _number(predicted.get("peak"), size), *parts])
+        if predicted := row.metrics.get("predicted"):
+            parts = (_number(predicted.get(part), size) for part in PARTS)
+            lines.append([row.variant, "predicted", "-", _number(predicted.get("peak"), size), *parts])
     header = ["variant", "moment", "live", "peak", *(part.replace("_", " ") for part in PARTS)]
     return markdown_table(header, lines, left=2)
 
@@ -104,9 +104,9 @@ def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
 
 
 def _times_and_peaks(row: Row) -> tuple[float, float, float | None]:
-    """Median step in ms, peak in bytes, and the predicted peak, which only a GPU has."""
+    """Median step in ms, peak in bytes, and the peak that is predicted, if one is."""
     metrics = row.metrics
-    return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics["predicted"].get("peak")
+    return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics.get("predicted", {}).get("peak")
 
 
 def _unit(most: float) -> tuple[str, int]:
