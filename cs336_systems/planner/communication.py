@@ -80,7 +80,7 @@ def sent(job: Job, card: Card) -> Sent:
         last = one / (job.shape.num_layers + 2)
         overhead = calls * collective_seconds("all-gather", 0, w, card)
         return Sent(3 * one, overhead, last, calls, volume, volume, working)
-    size = 4 if job.grad_dtype == "same" else NUMBER_BYTES[job.grad_dtype]
+    size = NUMBER_BYTES[job.sent_dtype]
     nbytes, calls = size * n, num_calls(job)
     seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)
     overhead = calls * collective_seconds("all-reduce", 0, w, card)
@@ -90,11 +90,11 @@ def sent(job: Job, card: Card) -> Sent:
 
 
 def num_calls(job: Job) -> int:
-    """All-reduces of gradients in a step: one in all, one per parameter, or one per bucket."""
-    s = job.shape
-    d, matrix = s.d_model, 4 * s.d_model**2
-    block = [4 * d] + [matrix] * 4 + [4 * d] + [4 * d * s.d_ff] * 3
-    sizes = [4 * s.vocab_size * d, *block * s.num_layers, 4 * d, 4 * s.vocab_size * d]
+    """All-reduces of gradients in a step: one, one a parameter, or one for those that travel together."""
+    s, b = job.shape, job.weight_bytes
+    d, matrix = s.d_model, b * s.d_model**2
+    block = [b * d] + [matrix] * 4 + [b * d] + [b * d * s.d_ff] * 3
+    sizes = [b * s.vocab_size * d, *block * s.num_layers, b * d, b * s.vocab_size * d]
     if job.strategy == "flat":
         return 1
     if job.bucket_size_mb is None or job.strategy in ("naive", "individual"):

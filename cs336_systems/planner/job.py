@@ -79,6 +79,11 @@ class Job:
         return NUMBER_BYTES[self.weight_dtype]
 
     @property
+    def sent_dtype(self) -> str:
+        """Type in which gradients travel."""
+        return self.weight_dtype if self.grad_dtype == "same" else self.grad_dtype
+
+    @property
     def computes_narrow(self) -> bool:
         """Whether the model computes with 16-bit weights, which make the residual stream 16-bit too."""
         return self.number_bytes == 2 and (self.weight_bytes == 2 or self.is_sharded)

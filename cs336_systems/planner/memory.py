@@ -13,7 +13,7 @@ from cs336_basics.shape import ModelShape
 from ..accounting import gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
 from .activations import block_parts, kept_blocks, saved_bytes
 from .allocator import MIB, allocated_bytes
-from .job import IN_BUCKETS, Job
+from .job import IN_BUCKETS, NUMBER_BYTES, Job
 from .working import GIB, Section, Term, show, total
 
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
@@ -250,9 +250,10 @@ def moments(job: Job) -> dict[str, list[Term]]:
         "backward of the first block": [*constant, one, logits[2], grads, *back],
     }
     if job.strategy == "flat" and job.world_size > 1:
-        flat = Term("all gradients flat", f"4 N = 4 x {n:,}", 4 * n)
+        flat = Term("all gradients flat", f"{b} N = {b} x {n:,}", b * n)
         found["gradients flattened"] = [*constant, logits[2], grads, flat]
-    wire = 0 if job.grad_dtype in ("same", "fp32") or job.is_sharded or job.strategy in ("none", "naive") else 2
+    is_copied = job.sent_dtype != job.weight_dtype and not job.is_sharded and job.strategy not in ("none", "naive")
+    wire = NUMBER_BYTES[job.sent_dtype] if is_copied else 0
     sent = Term("gradients on their way", f"{wire} N = {wire} x {n:,}", wire * n)
     found["the end of backward"] = [*constant, logits[2], grads, units["end"], sent]
     return found

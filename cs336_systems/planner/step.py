@@ -189,10 +189,10 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
     working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"
     interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.hidden_bytes / card.bandwidth
-    n = num_parameters(job.shape)
-    copies = {"flat": 16, **dict.fromkeys(IN_BUCKETS, 8 if job.cuda_graph else 16)}.get(job.strategy, 0)
-    if job.grad_dtype != "same" and not job.is_sharded and NUMBER_BYTES[job.grad_dtype] != job.weight_bytes:
-        copies += 2 * (NUMBER_BYTES[job.grad_dtype] + job.weight_bytes)
+    n, b = num_parameters(job.shape), job.weight_bytes
+    copies = b * {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)
+    if job.sent_dtype != job.weight_dtype and not job.is_sharded:
+        copies += 2 * (NUMBER_BYTES[job.sent_dtype] + b)
     passing = _by_rate("", PASSES * all_sent.hidden_bytes, card.bandwidth)
     costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
     terms = [
@@ -201,8 +201,8 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
         _passed("copies of gradients", f"{copies} N", copies * n, card),
     ]
     if job.shard_optimizer:
-        share = 4 * n * (job.world_size - 1) / job.world_size
-        formula = f"4 N ({job.world_size} - 1) / {job.world_size}"
+        share = b * n * (job.world_size - 1) / job.world_size
+        formula = f"{b} N ({job.world_size} - 1) / {job.world_size}"
         working = f"{formula} = {share / 1e9:.4g} GB / {card.link / 1e9:.4g} GB/s"
         terms.append(Term("sending weights", working, share / card.link, "s"))
     return terms

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,9 @@ def test_all_reduces_in_buckets() -> None:
     # Buckets of 40: head | norm, w3 | w2 | w1, ln2 | o, v, k, q, ln1 | w3 | ... | embedding: 4 a block and 2 more.
     for strategy in ("bucketed", "overlap"):
         assert num_calls(Job(shape=XL, strategy=strategy, world_size=2, bucket_size_mb=40.0)) == 48 * 4 + 2
+        # In bfloat16 all of them are half as large.
+        narrow = Job(shape=XL, strategy=strategy, world_size=2, bucket_size_mb=20.0, weight_dtype="bf16")
+        assert num_calls(narrow) == 48 * 4 + 2
 
 
 def test_what_is_sent_by_hand() -> None:
@@ -163,6 +167,10 @@ def test_what_is_sent_by_hand() -> None:
         assert fsdp.bytes_a_gpu == pytest.approx(3 * (w - 1) / w * 2 * n)
     halved = sent(Job(shape=XL, strategy="flat", world_size=2, grad_dtype="bf16"), card)
     assert halved.bytes_a_gpu == 2 * n
+    narrow = Job(shape=XL, strategy="flat", world_size=2, weight_dtype="bf16")
+    assert sent(narrow, card).bytes_a_gpu == 2 * n
+    assert sent(narrow, card).working.startswith("2 x 2 N (w - 1) / w")
+    assert sent(replace(narrow, grad_dtype="fp32"), card).bytes_a_gpu == 4 * n
     # Two GPUs: the all-reduce that o and w were fitted to.
     one = sent(Job(shape=XL, strategy="flat", world_size=2), card)
     assert one.seconds + one.overhead_s == pytest.approx(card.latency_s + 4 * n / card.link)

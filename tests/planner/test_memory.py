@@ -151,6 +151,14 @@ def test_gradients_that_are_copied_for_the_way() -> None:
     assert peak_bytes(flat) == pytest.approx(20 * n, rel=0.025)
 
 
+@pytest.mark.parametrize("grad_dtype, copied", [("same", 0), ("bf16", 0), ("fp16", 2), ("fp32", 4)])
+def test_gradients_of_bfloat16_weights_are_bfloat16(grad_dtype: Any, copied: int) -> None:
+    n = num_parameters(XL)
+    narrow = Job(shape=XL, strategy="flat", world_size=2, weight_dtype="bf16", grad_dtype=grad_dtype)
+    assert moments(narrow)["gradients flattened"][-1].value == 2 * n
+    assert moments(narrow)["the end of backward"][-1].value == copied * n
+
+
 def test_small_things_by_hand() -> None:
     # Sine and cosine of 8 positions and 4 pairs, 4 bytes each, and two token IDs of 8 bytes for each of 16 tokens.
     held = {term.name: term.value for term in moments(job())["the loss"]}

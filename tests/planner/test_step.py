@@ -171,12 +171,21 @@ def test_what_hiding_costs_and_copies_by_hand() -> None:
     flat = parts(strategy="flat", world_size=2)
     assert flat["copies of gradients"] == pytest.approx(16 * num_parameters(XL) / 4.3e12)
     assert flat["what hiding it costs"] == 0
+    # In bfloat16 half of that each; cast to float32 for the way and back, 2 (2 + 4) bytes more.
+    narrow: dict[str, Any] = dict(world_size=2, weight_dtype="bf16")
+    assert parts(strategy="flat", **narrow)["copies of gradients"] == flat["copies of gradients"] / 2
+    buckets = parts(strategy="bucketed", cuda_graph=True, **narrow)
+    assert buckets["copies of gradients"] == graph["copies of gradients"] / 2
+    cast = parts(strategy="overlap", grad_dtype="fp32", **narrow)
+    assert cast["copies of gradients"] == pytest.approx(12 * num_parameters(XL) / 4.3e12)
 
 
 def test_the_sharded_optimizer_sends_weights() -> None:
     # Each of 4 GPUs gets three quarters of the 4 N bytes.
     sending = parts(strategy="overlap", world_size=4, shard_optimizer=True)["sending weights"]
     assert sending == pytest.approx(4 * num_parameters(XL) * 0.75 / H200.link)
+    narrow = parts(strategy="overlap", world_size=4, shard_optimizer=True, weight_dtype="bf16")["sending weights"]
+    assert narrow == pytest.approx(sending / 2)
 
 
 def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:
