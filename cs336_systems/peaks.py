@@ -23,14 +23,20 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
+def known_name(device_name: str) -> str | None:
+    """What a GPU is called here, by the name that its driver gives; None for one that is not known."""
+    for name, _ in _PEAK_TFLOPS:
+        # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.
+        if re.search(rf"\b{re.escape(name)}\b(?! (?:Ti|D|Laptop|Max-Q|SUPER)\b)", device_name):
+            return name
+    return None
+
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Datasheet peak of one GPU in FLOP/s for matrix products in a precision ("fp32", "tf32", "bf16" or "fp16").
 
     None if the device or its rate in this precision is unknown.
     """
-    for name, rates in _PEAK_TFLOPS:
-        # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.
-        if re.search(rf"\b{re.escape(name)}\b(?! (?:Ti|D|Laptop|Max-Q|SUPER)\b)", device_name):
-            rate = rates.get(precision)
-            return None if rate is None else rate * 1e12
-    return None
+    name = known_name(device_name)
+    rate = None if name is None else dict(_PEAK_TFLOPS)[name].get(precision)
+    return None if rate is None else rate * 1e12

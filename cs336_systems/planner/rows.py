@@ -10,6 +10,7 @@ from ..accounting import num_parameters
 from ..config import ParallelConfig
 from ..fields import require
 from ..model_config import ModelConfig
+from ..peaks import known_name
 from .cards import CARDS, Card
 from .job import ALIASES, Job
 
@@ -112,8 +113,8 @@ def card_of(row: Measured) -> Card | None:
 
 
 def card_by_name(gpu: str) -> Card | None:
-    """The card of a GPU by the name its driver gives, if it is known."""
-    return next((card for name, card in CARDS.items() if name in gpu.split() or name in gpu), None)
+    """The card of a GPU as its driver names it, where it is known."""
+    return CARDS.get(known_name(gpu) or "")
 
 
 def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[float], list[float]]:

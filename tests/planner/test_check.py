@@ -15,7 +15,7 @@ from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.check import Comparison, check_json, check_text, compare, error
 from cs336_systems.planner.comparison import AIMS
 from cs336_systems.planner.memory import peak_bytes
-from cs336_systems.planner.rows import card_of, job_of, transfer_points
+from cs336_systems.planner.rows import card_by_name, card_of, job_of, transfer_points
 from cs336_systems.planner.step import step_seconds
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
@@ -223,6 +223,21 @@ def test_cards_by_the_name_of_the_device() -> None:
     for gpu, name in names.items():
         row.env = {"gpu": gpu}
         assert card_of(row) is CARDS[name]
+
+
+@pytest.mark.parametrize(
+    "gpu", ["NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 PCIe", "NVIDIA H200 NVL"]
+)  # fmt: skip
+def test_a_device_is_not_another_card_whose_name_its_own_holds(gpu: str) -> None:
+    row = model_row()
+    row.env = {"gpu": gpu}
+    assert card_of(row) is None
+
+
+def test_every_card_is_known_by_its_name() -> None:
+    for name, card in CARDS.items():
+        assert card_by_name(f"NVIDIA {name}") is card
 
 
 def test_collectives_are_compared_by_themselves() -> None:
