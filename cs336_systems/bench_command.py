@@ -33,7 +33,7 @@ _LONGEST_S = 1e7
 
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
-    from .bench.case import check_row_file, read_rows
+    from .bench.case import check_row_file, exit_code, read_rows
     from .bench.runner import rows_on_this_gpu
     from .bench.sweep import check_sized_for_gpu, configurations, differing, is_of
     from .report.views import rows_table, write_views
@@ -69,7 +69,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     if known:
         files = ", ".join(map(str, write_views(known, folder, swept)))
         say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
-    return int(bool(rows) and all(row.status == "error" for row in rows))
+    return exit_code(rows)
 
 
 def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> list["Row"]:

@@ -62,7 +62,7 @@ def _kernels(arguments: Sequence[str]) -> int:
 
 
 def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) -> int:
-    from .bench.case import check_row_file
+    from .bench.case import check_row_file, exit_code
     from .profiling import nsys
     from .profiling.kernels import profile_with_torch
 
@@ -78,7 +78,7 @@ def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) 
         return _profile_kernels_of_each(configs, tools[tool], out)
     rows = _profile_kernels_of_one(configs[0], tools[tool], out)
     _tell_kernels(configs[0], rows, tool, out)
-    return 0 if any(row.status == "ok" for row in rows) else 1
+    return exit_code(rows)
 
 
 def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) -> "list[Row]":
@@ -119,7 +119,8 @@ def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", o
 
 
 def _profile_each(profiles: "Sequence[Profile]", finish: "Callable[[Row, Path], object]", files: str) -> int:
-    """Profile several, print each outcome as it comes and finally a table of all; the exit code is as in `bench`."""
+    """Profile several, say each outcome as it comes and the table of all in the end; the exit code, as of `bench`."""
+    from .bench.case import exit_code
     from .profiling.several import profile_each
     from .report.views import rows_table
 
@@ -131,7 +132,7 @@ def _profile_each(profiles: "Sequence[Profile]", finish: "Callable[[Row, Path], 
         say(f"{profile.folder.name}: {row.status} {row.error or ''}".rstrip())
         finish(row, profile.folder)
     say(f"\n{rows_table(rows)}\n\n{files} of each are in a folder of its own in {out}")
-    return int(all(row.status == "error" for row in rows))
+    return exit_code(rows)
 
 
 def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out: Path) -> None:
@@ -159,6 +160,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
 
 
 def _memory(arguments: Sequence[str]) -> int:
+    from .bench.case import exit_code
     from .bench.sweep import check_sized_for_gpu
     from .profiling import memory
 
@@ -184,7 +186,7 @@ def _memory(arguments: Sequence[str]) -> int:
     if row.metrics:
         say(f"\nto look at: {folder / memory.PAGE_FILE} (any browser), {folder / memory.PICTURE_FILE}; this text is in "
             f"{folder / memory.SUMMARY_FILE}, its numbers in {folder / memory.ROWS_FILE}")  # fmt: skip
-    return 0
+    return exit_code([row])
 
 
 def _profile_memory_of_each(workloads: "Sequence[Workload]", out: Path, how: dict[str, Any]) -> int:

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,6 +56,11 @@ def stamp() -> dict[str, Any]:
     """Machine, versions, commit and date, and the command if there was one."""
     command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
     return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """Of a command that has measured these: 1 where all are errors, else 0. Memory that is full is an outcome too."""
+    return int(bool(rows) and all(row.status == "error" for row in rows))
 
 
 def check_row_file(path: str | os.PathLike[str]) -> Path:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cs336_systems.bench import outcome, worker
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.case import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.cases import flash
 from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
@@ -305,6 +305,14 @@ def test_what_is_raised_beside_the_rows_is_the_error_of_what_is_left(tmp_path: P
     rows = run(tmp_path / "rows", kinds=("none", "raises beside", "oom"))
     assert [row.status for row in rows] == ["ok", "error", "oom"]
     assert rows[1].error == "WorkerEndedError: ValueError: nobody has caught this"
+
+
+@pytest.mark.parametrize(
+    "statuses, code",
+    [([], 0), (["ok"], 0), (["oom"], 0), (["error"], 1), (["error", "error"], 1), (["error", "oom"], 0)],
+)
+def test_a_command_has_failed_where_all_its_rows_are_errors(statuses: list[Any], code: int) -> None:
+    assert exit_code([Row(case="c", variant="v", config={}, env={}, status=status) for status in statuses]) == code
 
 
 def test_a_short_memory_is_told_from_other_failures() -> None:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.workload import Workload
 from cs336_systems.cli import main
 from cs336_systems.profiling import kernels as kernels_module
+from cs336_systems.profiling import several
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.classes import CLASSES
 from cs336_systems.profiling.kernels import KernelProfile, measure, profile_with_torch
+from cs336_systems.profiling.several import Profile
 from cs336_systems.profiling.summary import KernelTotal, add_up, busy_ms, kernel_metrics, span_metrics, write_kernels
 from cs336_systems.profiling.trace import OUTSIDE, Kernel, gpu_kernels
 from cs336_systems.report.profile_plots import CLASS_COLORS, plot_shares
@@ -284,6 +287,24 @@ def test_a_mode_that_does_not_fit_is_a_row_and_the_next_one_is_profiled(tmp_path
     assert [(row.variant, row.status) for row in rows] == [("forward", "oom"), ("train_step", "ok")]
     assert rows[0].config["d_model"] == 32
     assert rows == read_rows(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("lengths", [["8"], ["8", "16"]], ids=["one workload", "several"])
+def test_running_out_of_memory_is_an_outcome_and_no_failure(
+    lengths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(config: KernelProfile, mode: str, out: Path) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def here(profiles: Sequence[Profile]) -> Iterator[tuple[Profile, Row]]:
+        for each in profiles:
+            each.folder.mkdir()
+            yield each, each.run(each.folder, each.out / "rows.jsonl")
+
+    monkeypatch.setattr(kernels_module, "profile_with_torch", too_large)
+    monkeypatch.setattr(several, "profile_each", here)
+    assert run("--out", str(tmp_path), "--context_length", *lengths) == 0
+    assert [row.status for row in read_rows(tmp_path / "rows.jsonl")] == ["oom"] * 2 * len(lengths)
 
 
 def test_profiled_steps_alone_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
