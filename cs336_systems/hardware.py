@@ -51,7 +51,7 @@ def select_device(name: str) -> torch.device:
     if match is None:
         raise ValueError(f"train.device is {name!r}: it must be auto, cpu, cuda or cuda:N")
     if name != "cpu":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = gpu_count()
         if int(match[1] or 0) >= count:
             there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
             raise ValueError(
@@ -135,9 +135,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def gpu_name() -> str | None:
-    """The name of the first GPU that PyTorch sees, or None."""
-    return torch.cuda.get_device_name() if gpu_count() else None
+def gpu_name(device: torch.device | None = None) -> str | None:
+    """The name of a GPU, or where no GPU is given of the one that is current; None where PyTorch sees none."""
+    if not gpu_count():
+        return None
+    return torch.cuda.get_device_name(device if device is not None and device.type == "cuda" else None)
 
 
 def environment() -> dict[str, Any]:

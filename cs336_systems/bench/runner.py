@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..hardware import gpu_name
+from ..hardware import gpu_name, select_device
 from .case import Row, append_row, read_rows
 from .outcome import failed
 from .sweep import Case, as_json, describe_among, groups, is_of, is_of_fewer_rounds
@@ -71,7 +71,15 @@ def rows_on_this_gpu(case: Case, path: Path) -> list[Row]:
     """A case's rows from this kind of GPU, in a file and in others of its name in folders below; the file's last."""
     files = [*sorted(path.parent.glob(f"*/**/{path.name}")), *([path] if path.exists() else [])]
     return [row for file in files for row in read_rows(file)
-            if row.case == case.name and row.env.get("gpu") == gpu_name()]  # fmt: skip
+            if row.case == case.name and row.env.get("gpu") == _gpu_here(row)]  # fmt: skip
+
+
+def _gpu_here(row: Row) -> str | None:
+    """The name of the GPU that is here what the row's configuration calls its device; None where there is none."""
+    try:
+        return gpu_name(select_device(str(row.config.get("device", "auto"))))
+    except ValueError:
+        return None
 
 
 def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> Generator[Row]:

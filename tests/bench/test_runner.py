@@ -24,7 +24,7 @@ from cs336_systems.bench.case import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.cases import flash
 from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
-from cs336_systems.bench.runner import run_case
+from cs336_systems.bench.runner import rows_on_this_gpu, run_case
 from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
 from cs336_systems.bench_command import _disturbed, _parser
 from cs336_systems.cli import main
@@ -257,6 +257,20 @@ def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> N
     append_row(path, replace(own, case="another"))
     assert len(run(path, kinds=("none",), resume=True)) == 1
     assert run(path, kinds=("none",), resume=True) == []
+
+
+def test_resume_knows_the_gpu_that_a_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("H200", "T4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: names[device.index or 0 if device else 0])
+    measured = [("cuda", "H200"), ("cuda:0", "H200"), ("cuda:1", "T4"), ("cpu", "H200"), (None, "H200")]
+    elsewhere = [("cuda:0", "T4"), ("cuda:1", "H200"), ("cuda:2", "T4"), ("cuda", None)]
+    for device, gpu in (*measured, *elsewhere):
+        config = {} if device is None else {"device": device}
+        append_row(tmp_path / "rows", Row(case="accidents", variant="v", config=config, env={"gpu": gpu}))
+    found = rows_on_this_gpu(CASE, tmp_path / "rows")
+    assert [(row.config.get("device"), row.env["gpu"]) for row in found] == measured
 
 
 def test_resume_takes_rows_of_folders_below_and_of_a_machine_with_more_of_the_same_gpu(tmp_path: Path) -> None:

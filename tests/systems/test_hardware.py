@@ -19,6 +19,7 @@ from cs336_systems.hardware import (
     check_precision,
     device_peak_flops,
     environment,
+    gpu_name,
     memory_bytes,
     peak_flops,
     select_device,
@@ -242,6 +243,15 @@ def test_the_environment_with_gpus_names_them_and_the_driver(gpus: Any, monkeypa
     monkeypatch.setattr(hardware, "_output", lambda *command: "570.1\n570.1" if command[0] == "nvidia-smi" else None)
     env = environment()
     assert (env["gpu"], env["gpu_count"], env["driver"], env["commit"]) == ("NVIDIA H200", 4, "570.1", None)
+
+
+def test_a_gpu_is_called_by_its_own_name(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(0)
+    assert gpu_name() is gpu_name(torch.device("cpu")) is None
+    gpus(2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"of {device}")
+    assert gpu_name() == gpu_name(torch.device("cpu")) == "of None"
+    assert gpu_name(torch.device("cuda:1")) == "of cuda:1"
 
 
 @pytest.mark.parametrize("changed, expected", [("", "abc123"), (" M file", "abc123+changes")])
