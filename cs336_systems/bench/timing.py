@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_TICK_MS = 1e-3  # a call counts as this long at least: by a coarse clock it may take 0
+
 
 def time_ms(
     work: Callable[[], Any], device: torch.device, warmup_ms: float, rep_ms: float, gradients_of: Sequence[Tensor] = ()
@@ -25,11 +27,12 @@ def time_ms(
     the tensors in `gradients_of` are set to None before each call, so that nothing is accumulated.
     """
     measure = _gpu_times if device.type == "cuda" else _cpu_times
-    estimate = measure(work, 1, gradients_of, device)[0]
-    if 0 < estimate <= rep_ms:
-        estimate = min(estimate, *measure(work, 4, gradients_of, device))  # a single one may be a hiccup of the host
-    elif estimate > warmup_ms + rep_ms:
-        return [estimate]
+    first = measure(work, 1, gradients_of, device)
+    if first[0] <= rep_ms:
+        first += measure(work, 4, gradients_of, device)  # one alone may be the host's hiccup
+    elif first[0] > warmup_ms + rep_ms:
+        return first
+    estimate = max(_TICK_MS, min(first))
     measure(work, int(warmup_ms / estimate), gradients_of, device)
     return measure(work, max(1, int(rep_ms / estimate)), gradients_of, device)
 

@@ -259,6 +259,12 @@ def test_calls_for_so_long_come_before_those_that_are_measured(monkeypatch: pyte
     assert counts == [1, 4, 10, 50]
 
 
+def test_a_call_that_takes_no_time_by_the_clock_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: count * [0.0])
+    for rep_ms, count in ((0.0, 1), (0.1, 100)):
+        assert time_ms(lambda: None, torch.device("cpu"), warmup_ms=0.1, rep_ms=rep_ms) == count * [0.0]
+
+
 @pytest.mark.gpu
 @pytest.mark.timing
 @pytest.mark.parametrize("length", [32768, 65536])  # where the host is ahead
