@@ -1,5 +1,6 @@
 """What the machine is and what it could do at best: device choice, peak rates by GPU name, the environment stamp."""
 
+import functools
 import logging
 import os
 import platform
@@ -208,6 +209,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache  # every row asks
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
 
     return pretend
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What other programs have said before is not known, nor is it afterwards what they say here."""
+    hardware._output.cache_clear()
+    yield
+    hardware._output.cache_clear()
 
 
 # Peak rates
@@ -254,6 +263,24 @@ def test_a_gpu_is_called_by_its_own_name(gpus: Any, monkeypatch: pytest.MonkeyPa
     assert gpu_name(torch.device("cuda:1")) == "of cuda:1"
 
 
+@pytest.mark.usefixtures("asked_anew")
+def test_other_programs_are_asked_once(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(1)
+    asked: list[str] = []
+
+    def answer(command: tuple[str, ...], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(" ".join(command[:2]))
+        return subprocess.CompletedProcess(command, 0, "570.1\n")
+
+    monkeypatch.delenv("CS336_COMMIT", raising=False)
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert environment() == environment()
+    assert asked == ["nvidia-smi --query-gpu=driver_version", "git rev-parse", "git status"]
+    monkeypatch.setenv("CS336_COMMIT", "of a copy")
+    assert environment()["commit"] == "of a copy"
+
+
+@pytest.mark.usefixtures("asked_anew")
 @pytest.mark.parametrize("changed, expected", [("", "abc123"), (" M file", "abc123+changes")])
 def test_the_commit_says_whether_the_tree_was_changed(
     monkeypatch: pytest.MonkeyPatch, changed: str, expected: str
@@ -265,6 +292,7 @@ def test_the_commit_says_whether_the_tree_was_changed(
     assert environment()["commit"] == expected
 
 
+@pytest.mark.usefixtures("asked_anew")
 @pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 20)])
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
