@@ -92,11 +92,6 @@ def cpu_pieces(events: Iterable[Event]) -> list[Piece]:
     return found
 
 
-def step_intervals(events: Iterable[Event]) -> Streams:
-    """`streams_of` a GPU's trace."""
-    return streams_of(gpu_pieces(events))
-
-
 def streams_of(found: Sequence[Piece]) -> Streams:
     """Work as merged intervals of `compute` and `communication`, in ms from the first."""
     first = _first(found)

@@ -392,13 +392,3 @@ def check_same(facts: dict[str, Any], what: str) -> None:
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ValueError(f"the ranks have different {what}: {'; '.join(differing[:3])}{more}")
-
-
-def mean_weight(count: int) -> float:
-    """What to multiply this rank's mean over `count` items by, so that the mean over ranks is that over all items.
-
-    That is world_size * count / (count of all ranks). Averaging over ranks weights all gradients alike, so where ranks
-    have different numbers of tokens, each scales its loss by this.
-    """
-    total = sum(gather_objects(count, "count of tokens"))
-    return world_size() * count / total if total else 1.0

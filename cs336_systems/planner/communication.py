@@ -58,7 +58,6 @@ class Sent:
     last_seconds: float
     calls: int
     bytes_a_gpu: float
-    hidden_bytes: float
     working: str
 
 
@@ -79,14 +78,14 @@ def sent(job: Job, card: Card) -> Sent:
         )
         last = one / (job.shape.num_layers + 2)
         overhead = calls * collective_seconds("all-gather", 0, w, card)
-        return Sent(3 * one, overhead, last, calls, volume, volume, working)
+        return Sent(3 * one, overhead, last, calls, volume, working)
     size = NUMBER_BYTES[job.sent_dtype]
     nbytes, calls = size * n, num_calls(job)
     seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)
     overhead = calls * collective_seconds("all-reduce", 0, w, card)
     volume = 2 * gather_share * nbytes
     working = f"2 x {size} N (w - 1) / w = 2 x {size} x {n:,} x {w - 1} / {w}"
-    return Sent(seconds, overhead, seconds / calls, calls, volume, volume, working)
+    return Sent(seconds, overhead, seconds / calls, calls, volume, working)
 
 
 def num_calls(job: Job) -> int:

@@ -188,12 +188,12 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
         left, hidden = last + max(0.0, time - last - backward_s), min(time - last, backward_s)
     a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
     working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"
-    interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.hidden_bytes / card.bandwidth
+    interference = hidden * CHANNELS / card.multiprocessors + PASSES * all_sent.bytes_a_gpu / card.bandwidth
     n, b = num_parameters(job.shape), job.weight_bytes
     copies = b * {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)
     if job.sent_dtype != job.weight_dtype and not job.is_sharded:
         copies += 2 * (NUMBER_BYTES[job.sent_dtype] + b)
-    passing = _by_rate("", PASSES * all_sent.hidden_bytes, card.bandwidth)
+    passing = _by_rate("", PASSES * all_sent.bytes_a_gpu, card.bandwidth)
     costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
     terms = [
         Term("communication exposed", working, left + all_sent.overhead_s, "s"),

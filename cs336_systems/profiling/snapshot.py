@@ -52,7 +52,6 @@ class Snapshot:
 
     events: list[Event]
     blocks: list[Block]
-    device: int
     warnings: list[str] = field(default_factory=list)
 
 
@@ -96,7 +95,7 @@ class _Reader:
             warnings.append(f"{len(busy)} devices have traces; this is device {device}, the busiest")
         events = [self._event(entry) for entry in self._counted(traces[device])]
         blocks = [b for s in segments if s.get("device", 0) == device for b in self._active_blocks(s)]
-        return Snapshot(events, blocks, device, warnings)
+        return Snapshot(events, blocks, warnings)
 
     def _counted(self, entries: list[Any]) -> list[Any]:
         """The entries, unless they are too many: a small file can hold the same list a million times."""

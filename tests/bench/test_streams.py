@@ -1,7 +1,7 @@
 """What ran when on a GPU in one step, from made-up traces whose every microsecond is known."""
 
 from cs336_systems.bench.intervals import length, merge, overlap
-from cs336_systems.bench.streams import Piece, by_name, cpu_pieces, gpu_pieces, step_intervals, streams_of, totals
+from cs336_systems.bench.streams import Piece, by_name, cpu_pieces, gpu_pieces, streams_of, totals
 from cs336_systems.bench.trace import gpu_events
 from tests.profiling.gpu_trace import COPY, MUL, SGEMM, Trace, training_steps
 
@@ -63,7 +63,7 @@ def test_ranges_drawn_on_the_gpu_are_no_work_of_it() -> None:
     trace.kernel(SGEMM, 8.0, (2000.0, 4000.0))
     trace.kernel(ALL_REDUCE, 35.0, (3000.0, 6000.0), stream=24)
     trace.kernel(MUL, 60.0, (8000.0, 8500.0))
-    assert step_intervals(trace.events) == {
+    assert streams_of(gpu_pieces(trace.events)) == {
         "compute": [(0.0, 0.6), (1.0, 3.0), (7.0, 7.5)],
         "communication": [(2.0, 5.0)],
     }
@@ -72,10 +72,10 @@ def test_ranges_drawn_on_the_gpu_are_no_work_of_it() -> None:
 
 def test_a_training_step_is_idle_before_its_optimizer_and_after() -> None:
     """Gaps of 60 and of 30 us, the second inside of the range `optimizer` as it is drawn on the GPU."""
-    found = step_intervals(training_steps(1))
+    found = streams_of(gpu_pieces(training_steps(1)))
     assert found == {"compute": [(0.0, 2.18), (2.24, 2.51), (2.54, 2.57)], "communication": []}
 
 
 def test_a_trace_of_a_cpu_has_no_intervals() -> None:
     events = [event for event in training_steps() if event["pid"] != 0]
-    assert step_intervals(events) == {"compute": [], "communication": []}
+    assert streams_of(gpu_pieces(events)) == {"compute": [], "communication": []}

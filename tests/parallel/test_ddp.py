@@ -153,7 +153,7 @@ def weighted_gradients(name: str) -> list[Tensor]:
     strategy = STRATEGIES[name](module, Options())
     batch = batch_of(0)
     mine = batch[:1] if comm.rank() == 0 else batch[1:]
-    (mean_loss(strategy, mine) * comm.mean_weight(mine.shape[0])).backward()
+    (mean_loss(strategy, mine) * comm.world_size() * len(mine) / len(batch)).backward()
     strategy.finish_gradient_synchronization()
     return [p.grad for p in module.parameters() if p.grad is not None]
 
