@@ -72,11 +72,11 @@ def least_training_bytes(
     weight_bytes: int = 4,
     loss_chunk_tokens: int | None = None,
 ) -> int:
-    """Memory that no training step of a process does without: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
+    """Memory that every training step of a process needs: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
 
-    A weight of W bytes and its gradient a parameter, divided into w parts; AdamW's two moments, W bytes each, divided
-    into s; the rotary tables, float32; token IDs of the process's batch of B; the logits that are in memory at a time,
-    in the smallest type there is for them: those of the C = b T tokens of its micro-batch of b, or of one chunk of
+    In this order: a weight of W bytes and its gradient per parameter, divided into w parts; AdamW's two moments of W
+    bytes each, divided into s parts; the rotary tables; token IDs of the process's batch of B; the logits in memory at
+    a time, in the smallest type there is for them, of the C = b T tokens of its micro-batch of b or of one chunk of
     them. The other activations are not counted.
     """
     length, n = shape.context_length, num_parameters(shape)

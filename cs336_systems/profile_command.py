@@ -119,7 +119,7 @@ def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", o
 
 
 def _profile_each(profiles: "Sequence[Profile]", finish: "Callable[[Row, Path], object]", files: str) -> int:
-    """Profile several, say each outcome as it comes and the table of all in the end; the exit code, as of `bench`."""
+    """Profile several, print each outcome as it comes and finally a table of all; the exit code is as in `bench`."""
     from .bench.case import exit_code
     from .profiling.several import profile_each
     from .report.views import rows_table

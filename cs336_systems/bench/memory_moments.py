@@ -192,8 +192,8 @@ def rows_of_memory(
     at_work: Callable[[Any], None],
     look: Look | None = None,
 ) -> Iterator[Row]:
-    """A row each, the same on all ranks, with what the planner predicts, if anything, beside what was measured."""
-    is_first = comm.rank() == 0  # asked here: alone, each is its own first
+    """A row per configuration, the same on all ranks, with the planner's prediction, if there is one."""
+    is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
     for config in configs:
         at_work(config)
         free_memory()

@@ -89,7 +89,7 @@ def sent(job: Job, card: Card) -> Sent:
 
 
 def num_calls(job: Job) -> int:
-    """All-reduces of gradients in a step: one, one a parameter, or one for those that travel together."""
+    """All-reduces of gradients in a step: one in all, one per parameter, or one per bucket."""
     s, b = job.shape, job.weight_bytes
     d, matrix = s.d_model, b * s.d_model**2
     block = [b * d] + [matrix] * 4 + [b * d] + [b * d * s.d_ff] * 3

@@ -15,7 +15,7 @@ STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "tor
 SHARDED = ("fsdp", "torch_fsdp")
 ALIASES = {"flashddp": "bucketed"}
 """Names of strategies in training that are other names for one of these."""
-IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the size of a bucket where none is given, in 2^20 bytes
+IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the default bucket size in 2^20 bytes
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

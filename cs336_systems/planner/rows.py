@@ -113,7 +113,7 @@ def card_of(row: Measured) -> Card | None:
 
 
 def card_by_name(gpu: str) -> Card | None:
-    """The card of a GPU as its driver names it, where it is known."""
+    """The card of a GPU by the name its driver gives, if it is known."""
     return CARDS.get(known_name(gpu) or "")
 
 

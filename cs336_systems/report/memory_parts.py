@@ -69,7 +69,7 @@ def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Sequence[Mappi
 
 
 def _parts_table(rows: Sequence[Row], size: int) -> str:
-    """A line a moment of each variant, and one of what is predicted of the parts, if anything."""
+    """A line per variant and moment, and one with the predicted parts, if there are any."""
     lines = []
     for row in rows:
         for name in MOMENTS:
@@ -104,7 +104,7 @@ def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
 
 
 def _times_and_peaks(row: Row) -> tuple[float, float, float | None]:
-    """Median step in ms, peak in bytes, and the peak that is predicted, if one is."""
+    """Median step in ms, peak in bytes, and the predicted peak, if there is one."""
     metrics = row.metrics
     return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics.get("predicted", {}).get("peak")
 
