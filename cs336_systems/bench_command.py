@@ -113,7 +113,7 @@ def _parser(case: "Case", is_quick: bool) -> Any:
         values = " ".join(str(_plain(value)) for value in quick or known.get("values", (field.default,)))
         kind = str if field.metadata.get("parse") else value_type(case, field.name)
         text = told.get(field.name) or field.name
-        text += "" if "(default: " in text else f" (default: {values})"
+        text += "" if "(default:" in text else f" (default: {values})"
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
         count = "*" if kind is bool else "+"  # true, where no value is given
         parser.add_argument(*options, nargs=count, type=kind, default=SUPPRESS, help=text)
@@ -131,7 +131,10 @@ def _parser(case: "Case", is_quick: bool) -> Any:
         help="Skip what is already in the row file, or in one of the same name in a folder below.",
     )
     parser.add_argument(
-        "--timeout_s", type=float, default=None, help="End a configuration that takes longer (default: no limit)."
+        "--timeout_s",
+        type=float,
+        default=None,
+        help="End a configuration that takes longer; of several measured together, their sum (default: no limit).",
     )
     add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
     return parser

@@ -111,8 +111,8 @@ class TrainConfig:
     max_steps: int = 1000
     """Total number of optimizer steps."""
     max_minutes: float | None = None
-    """Stop after the step in which this many minutes since the start have passed, as if it were the last: validate,
-    save and sample (default: only max_steps counts). The learning-rate schedule still follows max_steps."""
+    """Stop after the step in which this many minutes have passed since the data was ready, as if it were the last:
+    validate, save and sample (default: only max_steps counts). The learning-rate schedule still follows max_steps."""
     batch_size: int = 32
     """Sequences per optimizer step, over all micro-batches and processes."""
     gradient_accumulation_steps: int = 1
@@ -304,7 +304,7 @@ class SampleConfig:
     prompt: str = ""
     """Text to continue; empty starts a new document."""
     max_new_tokens: int | None = None
-    """Tokens to add (default: until the context is full)."""
+    """Tokens to add, at most (default: until the context is full)."""
     temperature: float = 0.8
     """Sampling temperature; 0 takes the most likely token."""
     top_k: int | None = None

@@ -60,8 +60,9 @@ def restore_state(
 ) -> None:
     """Restore what `collect_state` collected: parameters in place, optimizer state, generators.
 
-    All ranks call it together, divided in any way: each reads its rows, and the state of the parameters that it owns
-    (`optimizer.owner_of(parameter)`, if the optimizer has that). What one rank cannot read makes all raise.
+    All ranks call it together, divided in any way: each reads its rows, and the state of the parameters that it,
+    or nobody, owns (`optimizer.owner_of(parameter)`, if the optimizer has that). What one rank cannot read makes all
+    raise.
     """
     tensors: dict[str, Tensor] = {}
     on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
@@ -93,7 +94,8 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
         if group == "optimizer":
             parameter_name = key.rpartition(".")[0]
             parameter = parameters[parameter_name]
-            if owner_of is not None and owner_of(parameter) != comm.rank():
+            # What nobody owns yet, a frozen parameter, every rank keeps.
+            if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
             shard = shards.get(parameter_name) if len(shape) else None
             local_shape = shape if shard is None else parameter.shape

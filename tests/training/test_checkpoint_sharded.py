@@ -1,5 +1,6 @@
 """A checkpoint of several ranks: any division over ranks goes on from any other, and its files are whole without us."""
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.parallel import comm
+from cs336_systems.parallel.zero1 import ShardedOptimizer
 from cs336_systems.training import tensor_files, train
 from cs336_systems.training.checkpoint import (
     Rows,
@@ -323,6 +325,42 @@ def test_a_model_of_dtensors_goes_on_as_it_would_have(tmp_path: Path) -> None:
     for weight, bias, weight_resumed, bias_resumed in run_ranks(resume_dtensor_model, 4, str(tmp_path)):
         assert torch.equal(weight, weight_resumed)
         assert torch.equal(bias, bias_resumed)
+
+
+def freeze_and_resume(folder: str, sharded: bool) -> list[dict[str, Tensor]]:
+    """State of all parameters saved after one of them was frozen, and as a resumed run has it once it is thawed."""
+    path, found = Path(folder) / checkpoint_name(1), []
+    for resume in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5)
+
+        def step(optimizer: torch.optim.Optimizer, model: nn.Linear = model) -> None:
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach() * 2 if parameter.requires_grad else None
+            optimizer.step()
+
+        make: Any = (
+            functools.partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW) if sharded else torch.optim.AdamW
+        )
+        model.bias.requires_grad = not resume
+        optimizer = make(model.parameters())
+        if resume:
+            restore_state(path, model, optimizer, CPU)
+            model.bias.requires_grad = True
+        else:
+            step(optimizer)
+            model.bias.requires_grad = False
+            save_checkpoint(Path(folder), collect_state(model, optimizer, CPU), step=1, **REST)
+            model.bias.requires_grad = True
+        step(optimizer)
+        found.append({name: p.detach() for name, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_frozen_parameters_state_is_there_when_a_resumed_run_thaws_it(sharded: bool, tmp_path: Path) -> None:
+    for went_on, resumed in run_ranks(freeze_and_resume, 2, str(tmp_path), sharded):
+        assert_same_tensors(resumed, went_on)
 
 
 def count_read_bytes(path: str, division: str) -> int:

@@ -36,7 +36,7 @@ class AttentionBench:
     length: int = swept(
         256, 1024, 4096, 8192, 16384, sweep=(256, 1024, 4096, 8192, 16384, 32768, 65536), quick=(16, 32)
     )
-    """Number of queries and of keys; those of --sweep are more than a GPU of 140 GB holds."""
+    """Number of queries and of keys; --sweep adds 32,768, which fills a GPU of 140 GB, and 65,536, which does not."""
     compile: bool = swept(False, True, quick=False)
     """Use torch.compile."""
     is_causal: bool = swept(True, sweep=(True, False))

@@ -121,7 +121,7 @@ def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _counted(config: ResidualsBench) -> dict[str, Any]:
-    """What is counted for an eager block; {} for a compiled one and for a kernel that is not known."""
+    """What is counted for the eager block, whichever is measured; {} for a kernel that is not known."""
     shape, precision = config.workload.shape, config.precision
     try:
         parts = activation_bytes(shape, config.batch_size, config.context_length, precision, config.attention)

@@ -1,8 +1,9 @@
 """The case `train-step`: one training step as the training loop does it, beside Hugging Face's Llama.
 
 Both take the same step: float32 weights, autocast, torch.compile, fused AdamW, random tokens. Ours is
-`Trainer.train_step` with everything it does in a real run: batches from a token file, the gradient norm, clipping, and
-the wait for the norm. The peer is compiled as a whole, as its users do, and is spared norm, clipping and wait.
+`Trainer.train_step` with everything it does in a real run: batches from a token array in memory, the gradient norm,
+clipping, and the wait for the norm. The peer is compiled as a whole, as its users do, and is spared norm, clipping and
+wait.
 """
 
 import time
