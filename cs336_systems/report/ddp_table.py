@@ -11,7 +11,7 @@ _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 
 
 def ddp_table(rows: Sequence[Row]) -> str:
-    """Tables per machine and setting: the median step of each variant, eager and compiled, what it adds, its memory;
+    """Tables per machine and setting: each variant's median step, uncompiled and compiled, what it adds, its memory;
     and, if rows have them, the times of communication in a profiled step."""
     return "\n\n".join(map(_setting_table, grouped(rows, _SETTING)))
 
@@ -43,26 +43,27 @@ def _setting_table(rows: Sequence[Row]) -> str:
         )
 
     facts = row_fields(rows[0])
-    whose = "a process, with what it has loaded," if is_of_cpu(rows[0]) else "a GPU"
+    whose = "per process, with what it has loaded," if is_of_cpu(rows[0]) else "per GPU"
     head = (
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
-        f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
-        f"{facts.get('config.precision')}; median step in ms, what it is more than `alone`, peak memory {whose} in GiB:"
+        f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} per process, "
+        f"{facts.get('config.precision')}; median step in ms, how much longer it is than `alone`, "
+        f"peak memory {whose} in GiB:"
     )
     return "\n\n".join(
         [head, _side_by_side(variants, ("step", "added", "peak"), cells), *_communication(last, variants)]
     )
 
 
-_HOWS = {"eager": "", "compiled": " compiled"}
+_HOWS = {"uncompiled": "", "compiled": " compiled"}
 """How variants ran, and what their names end in."""
 
 
 def _side_by_side(variants: Sequence[str], columns: Sequence[str], cells: Callable[[str, str], Sequence[str]]) -> str:
-    """A table with a line per variant: its cells eager and compiled, without those that no variant has."""
+    """A table with a line per variant: its cells uncompiled and compiled, without those that no variant has."""
     found = {how: [cells(variant, end) for variant in variants] for how, end in _HOWS.items()}
     shown = [how for how, lines in found.items() if any(set(line) != {"-"} for line in lines)]
-    header = ["variant", *(f"{how} {what}" for how in shown for what in columns)]
+    header = ["variant", *(f"{what}, {how}" for how in shown for what in columns)]
     return markdown_table(
         header, [(variant, *(cell for how in shown for cell in found[how][i])) for i, variant in enumerate(variants)]
     )
@@ -87,8 +88,8 @@ def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str
     if not profiled:
         return []
     head = (
-        "One more step, profiled on the first rank, by which it takes longer: its time in ms, for how many of them it "
-        "communicates (waiting for the other ranks included), that as a share of the median step, and for how many of "
-        "them nothing is computed:"
+        "One more step, profiled on the first rank, which makes it longer; in ms: its time, how long it communicates "
+        "(waiting for the other ranks included), that as a share of the median step, and for how long of that nothing "
+        "is computed:"
     )
     return [head, _side_by_side(profiled, _COMMUNICATION, cells)]

@@ -75,7 +75,10 @@ def test_the_times_of_communication_have_a_table_where_rows_have_them() -> None:
 
     rows = [row("alone"), row("naive", communication_ms=40.0, both_ms=10.0, span_ms=200.0)]
     table = rows_table(rows).split("\n\n")[-1]
-    assert "| variant | eager profiled | eager communicating | eager share | eager not hidden |" in table
+    assert (
+        "| variant | profiled, uncompiled | communicating, uncompiled | share, uncompiled | not hidden, uncompiled |"
+        in table
+    )
     assert "| naive | 200.0 | 40.0 | 25% | 30.0 |" in table
     assert "alone" not in table
     assert "communicating" not in rows_table(rows[:1])
@@ -356,9 +359,9 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     rows = [row("alone", 100, 3), row("naive", 150, 4), oom, row("alone compiled", 50, 2), row("naive compiled", 60, 2)]
     table = rows_table(rows)
     assert "2 x NVIDIA H200" in table
-    assert "peak memory a GPU in GiB:" in table
+    assert "peak memory per GPU in GiB:" in table
     on_cpu = replace(rows[0], config=rows[0].config | {"device": "cpu"})
-    assert "peak memory a process, with what it has loaded, in GiB:" in rows_table([on_cpu])
+    assert "peak memory per process, with what it has loaded, in GiB:" in rows_table([on_cpu])
     assert "| naive | 150.0 | +50.0% | 4.0 | 60.0 | +20.0% | 2.0 |" in table
     assert "| fsdp | out of memory | - | - |" in table
     # A launch has an `alone` of its own, and what is before any is compared with the last.
