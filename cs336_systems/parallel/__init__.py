@@ -1,5 +1,6 @@
 """Parallel strategies by name: each wraps a module, and the training loop does not know which one it has."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,66 +22,31 @@ class Options:
     """Dtype in which sharded weights are sent and compute (default: their own)."""
 
 
-def _naive(module: nn.Module, options: Options) -> Strategy:
-    from .ddp import NaiveDDP
-
-    return NaiveDDP(module, options.grad_dtype)
+Maker = Callable[[nn.Module, Options], Strategy]
 
 
-def _flat(module: nn.Module, options: Options) -> Strategy:
-    from .ddp import FlatDDP
+def _maker(place: str, *names: str) -> Maker:
+    """What makes the strategy at "module:class" with these of the options that are given; it imports the module."""
+    module, _, name = place.partition(":")
 
-    return FlatDDP(module, options.grad_dtype)
+    def make(wrapped: nn.Module, options: Options) -> Strategy:
+        strategy: type[Strategy] = getattr(importlib.import_module(f".{module}", __name__), name)
+        given = {name: value for name in names if (value := getattr(options, name)) is not None}
+        return strategy(wrapped, **given)
 
-
-def _overlap(module: nn.Module, options: Options) -> Strategy:
-    from .ddp import DDP
-
-    return DDP(module, options.grad_dtype, options.bucket_size_mb)
-
-
-def _individual(module: nn.Module, options: Options) -> Strategy:
-    from .ddp import DDP
-
-    return DDP(module, options.grad_dtype)
+    return make
 
 
-def _bucketed(module: nn.Module, options: Options) -> Strategy:
-    from .bucketed import DDPBucketed
-
-    size = {} if options.bucket_size_mb is None else {"bucket_size_mb": options.bucket_size_mb}
-    return DDPBucketed(module, **size, grad_dtype=options.grad_dtype)
-
-
-def _torch_ddp(module: nn.Module, options: Options) -> Strategy:
-    from .torch_peers import TorchDDP
-
-    size = {} if options.bucket_size_mb is None else {"bucket_size_mb": options.bucket_size_mb}
-    return TorchDDP(module, **size, grad_dtype=options.grad_dtype)
-
-
-def _torch_fsdp(module: nn.Module, options: Options) -> Strategy:
-    from .torch_peers import TorchFSDP
-
-    return TorchFSDP(module, options.compute_dtype, options.grad_dtype)
-
-
-def _fsdp(module: nn.Module, options: Options) -> Strategy:
-    from .fsdp import FSDP
-
-    return FSDP(module, options.compute_dtype, options.grad_dtype)
-
-
-# Register a new strategy here; its module is imported when it is used.
-STRATEGIES: dict[str, Callable[[nn.Module, Options], Strategy]] = {
+# Register a new strategy here.
+STRATEGIES: dict[str, Maker] = {
     "none": lambda module, options: Strategy(module),
-    "naive": _naive,
-    "flat": _flat,
-    "overlap": _overlap,
-    "individual": _individual,
-    "bucketed": _bucketed,
-    "flashddp": _bucketed,
-    "torch_ddp": _torch_ddp,
-    "fsdp": _fsdp,
-    "torch_fsdp": _torch_fsdp,
+    "naive": _maker("ddp:NaiveDDP", "grad_dtype"),
+    "flat": _maker("ddp:FlatDDP", "grad_dtype"),
+    "overlap": _maker("ddp:DDP", "grad_dtype", "bucket_size_mb"),
+    "individual": _maker("ddp:DDP", "grad_dtype"),
+    "bucketed": _maker("bucketed:DDPBucketed", "grad_dtype", "bucket_size_mb"),
+    "torch_ddp": _maker("torch_peers:TorchDDP", "grad_dtype", "bucket_size_mb"),
+    "fsdp": _maker("fsdp:FSDP", "grad_dtype", "compute_dtype"),
+    "torch_fsdp": _maker("torch_peers:TorchFSDP", "grad_dtype", "compute_dtype"),
 }
+STRATEGIES["flashddp"] = STRATEGIES["bucketed"]
