@@ -7,6 +7,13 @@ import math
 
 from cs336_basics.shape import ModelShape
 
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+PLAIN_ATTENTION = ("naive", "scaled_dot_prod_attention")
+"""Kernels that keep all scores in memory, by registered names."""
+FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_triton_compiled",
+                   "flash_cuda", "flash_attention_triton")  # fmt: skip
+"""Kernels that keep no scores for the backward pass."""
+
 
 def num_parameters(shape: ModelShape) -> int:
     """All parameters: 2 V d (embedding and untied head) + L (4 d^2 + 3 d d_ff + 2 d) + d.
@@ -117,22 +124,6 @@ def naive_attention_bytes(
     }
 
 
-_SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per number in a matrix product's output, by autocast type
-_HOLD_SCORES = ("naive", "scaled_dot_prod_attention")
-_FLASH = (
-    "auto",
-    "sdpa",
-    "sdpa_flash",
-    "sdpa_cudnn",
-    "flash_torch",
-    "flash_triton",
-    "flash_triton_compiled",
-    "flash_attention_triton",
-    "flash_cuda",
-)
-_HOLD_SCORES_BACKWARD = (*_HOLD_SCORES, "flash_triton_compiled")
-
-
 def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
     """The residual stream between two blocks: 4 T d, T = B N tokens. It is float32 under autocast too.
 
@@ -174,14 +165,16 @@ def activation_bytes(
     may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for an
     unknown kernel.
     """
-    tokens, c, d = batch_size * length, _SIZE[precision], shape.d_model
-    if attention in _HOLD_SCORES:
+    tokens, c, d = batch_size * length, NUMBER_BYTES[precision], shape.d_model
+    if attention in PLAIN_ATTENTION:
         scores = length * length + 4 * batch_size * shape.num_heads * length * length
         inside = 12 * tokens * d + scores
-    elif attention in _FLASH:
+    elif attention in FLASH_ATTENTION:
         inside = 4 * c * tokens * d + 4 * tokens * shape.num_heads
     else:
-        raise ValueError(f"attention is {attention!r}: it must be one of {', '.join((*_HOLD_SCORES, *_FLASH))}")
+        raise ValueError(
+            f"attention is {attention!r}: it must be one of {', '.join(PLAIN_ATTENTION + FLASH_ATTENTION)}"
+        )
     read = 2 * tokens * d if has_narrow_weights else 4 * tokens * d  # by w1 and w3
     return {
         "ln1": 4 * tokens + (8 if has_narrow_weights else 4) * tokens * d,
@@ -206,7 +199,7 @@ def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str =
 
     T tokens, c bytes per number. The loss reads the logits in float32, whatever dtype they are computed in.
     """
-    tokens, c, d, vocab = batch_size * length, _SIZE[precision], shape.d_model, shape.vocab_size
+    tokens, c, d, vocab = batch_size * length, NUMBER_BYTES[precision], shape.d_model, shape.vocab_size
     copy = 0 if precision == "fp32" else c * vocab * d
     return 8 * tokens * d + 4 * tokens + c * tokens * d + copy + 4 * tokens * vocab + 4 * tokens
 
@@ -226,10 +219,10 @@ def gradient_bytes(
     Gradients of weights are not counted: with fewer than 2 d / c tokens, that of the last product, 4 d d_ff bytes, is
     larger than those of a factor.
     """
-    tokens, c = batch_size * length, _SIZE[precision]
+    tokens, c = batch_size * length, NUMBER_BYTES[precision]
     saved = activation_bytes(shape, batch_size, length, precision, attention)
     beyond = 2 * c * tokens * shape.d_ff
-    if attention in _HOLD_SCORES_BACKWARD:
+    if attention in (*PLAIN_ATTENTION, "flash_triton_compiled"):  # whose backward pass holds scores
         scores = 8 * batch_size * shape.num_heads * length * length
         beyond = max(beyond, scores - saved["ffn"] - saved["ln2"] - saved["output_proj"])
     return residual_bytes(shape, batch_size, length) + beyond

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..accounting import num_parameters
+from ..accounting import NUMBER_BYTES, num_parameters
 from .cards import Card
-from .job import NUMBER_BYTES, Job
+from .job import Job
 from .working import Section, Term
 
 MIB = 2**20

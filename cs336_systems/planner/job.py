@@ -6,17 +6,15 @@ from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
+from ..accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
 from ..fields import check_types, require, require_at_least
 
-SCORES = ("naive", "scaled_dot_prod_attention")
-FLASH = ("flash", "auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton",
-         "flash_triton_compiled", "flash_cuda", "flash_attention_triton")  # fmt: skip
+ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 SHARDED = ("fsdp", "torch_fsdp")
 ALIASES = {"flashddp": "bucketed"}
 """Names of strategies in training that are other names for one of these."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the default bucket size in 2^20 bytes
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,7 @@ class Job:
     @property
     def holds_scores(self) -> bool:
         """Whether attention keeps its scores in memory."""
-        return self.attention in SCORES
+        return self.attention in PLAIN_ATTENTION
 
     @property
     def kernel(self) -> str:
@@ -134,7 +132,7 @@ def _check(job: Job) -> None:
     require(not narrow or job.precision == "bf16", "weight_dtype", "bf16", f"fp32 with precision {job.precision!r}")
     accepted = budget == 1 or (0 <= budget < 1 and job.compile)
     require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
-    require(job.attention in SCORES + FLASH, "attention", job.attention, f"one of {', '.join(SCORES + FLASH)}")
+    require(job.attention in ATTENTION, "attention", job.attention, f"one of {', '.join(ATTENTION)}")
     require(job.strategy in STRATEGIES, "strategy", job.strategy, f"one of {', '.join(STRATEGIES)}")
     policy = job.activation_checkpointing
     accepted = re.fullmatch(r"none|block|(first|every|groups)_[1-9]\d{0,8}", policy) is not None

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
+from ..accounting import NUMBER_BYTES, gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
 from .activations import block_parts, kept_blocks, saved_bytes
 from .allocator import MIB, allocated_bytes
-from .job import IN_BUCKETS, NUMBER_BYTES, Job
+from .job import IN_BUCKETS, Job
 from .working import GIB, Section, Term, show, total
 
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that

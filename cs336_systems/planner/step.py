@@ -6,12 +6,12 @@ overhead on the host is not included, so an eager step may take longer; one reco
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import forward_flops, matmul_parameters, num_parameters, training_flops
+from ..accounting import NUMBER_BYTES, forward_flops, matmul_parameters, num_parameters, training_flops
 from ..fields import require
 from .activations import kept_blocks
 from .cards import Card
 from .communication import sent
-from .job import IN_BUCKETS, NUMBER_BYTES, Job
+from .job import IN_BUCKETS, Job
 from .memory import in_blocks, over, parameter_bytes
 from .products import products_seconds
 from .working import Section, Term, total

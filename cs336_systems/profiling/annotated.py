@@ -9,12 +9,12 @@ from torch import Tensor
 
 from cs336_basics.model import without_autocast
 
+from ..accounting import PLAIN_ATTENTION
 from ..bench.ranges import named_range
 from ..bench.workload import Workbench
 
 SCORES, SOFTMAX, VALUES = "attention scores", "attention softmax", "attention values"
 ATTENTION_RANGES = (SCORES, SOFTMAX, VALUES)
-_PLAIN = ("naive", "scaled_dot_prod_attention")
 
 
 def annotated_attention(
@@ -42,7 +42,7 @@ def annotate_attention(bench: Workbench) -> bool:
 
     A range inside a compiled function would break its graph.
     """
-    if bench.config.attention not in _PLAIN or bench.config.compile:
+    if bench.config.attention not in PLAIN_ATTENTION or bench.config.compile:
         return False
     blocks: list[Any] = list(bench.model.layers)
     for block in blocks:

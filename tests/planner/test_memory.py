@@ -14,7 +14,7 @@ from cs336_systems.model_config import ModelConfig
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.allocator import MIB, allocated_bytes
 from cs336_systems.planner.cards import CARDS
-from cs336_systems.planner.job import FLASH, SCORES, Job
+from cs336_systems.planner.job import ATTENTION, Job
 from cs336_systems.planner.memory import (
     LARGEST_BATCH,
     largest_batch,
@@ -360,7 +360,7 @@ def test_what_is_impossible_is_named(given: dict[str, Any], message: str) -> Non
 
 
 def test_every_kernel_that_is_named_is_counted() -> None:
-    for name in (*SCORES, *FLASH):
+    for name in ATTENTION:
         assert sum(block_parts(job(attention=name)).values()) > sum(
             block_parts(job(attention=name, batch_size=1)).values()
         )
