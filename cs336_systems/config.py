@@ -14,6 +14,17 @@ from .fields import check_types, require, require_at_least
 from .model_config import ModelConfig
 
 
+def checkpointed_blocks(policy: str, group: str) -> tuple[str, int] | None:
+    """What a policy means: none is None, block is ("every", 1), first_K is ("first", K), as are every_K and groups_K.
+
+    Raises ValueError naming the group's activation_checkpointing for any other.
+    """
+    found = re.fullmatch(r"(first|every|groups)_([1-9]\d{0,8})", "every_1" if policy == "block" else policy)
+    accepted = "none, block, first_K, every_K or groups_K with a number K"
+    require(policy == "none" or found is not None, f"{group}activation_checkpointing", policy, accepted)
+    return (found[1], int(found[2])) if found else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where the text comes from, and where its tokenizer and token files are kept."""
@@ -189,22 +200,12 @@ class TrainConfig:
             self.gradient_accumulation_steps,
             f"a divisor of train.batch_size, {self.batch_size}",
         )
-        require(
-            re.fullmatch(r"none|block|(first|every|groups)_[1-9]\d{0,8}", self.activation_checkpointing) is not None,
-            "train.activation_checkpointing",
-            self.activation_checkpointing,
-            "none, block, first_K, every_K or groups_K with a number K",
-        )
+        checkpointed_blocks(self.activation_checkpointing, "train.")
 
     @property
     def checkpointed(self) -> tuple[str, int] | None:
         """Which blocks are checkpointed: ("first", K), ("every", K), ("groups", K), or None for no block."""
-        if self.activation_checkpointing == "none":
-            return None
-        if self.activation_checkpointing == "block":
-            return "every", 1
-        policy, number = self.activation_checkpointing.split("_")
-        return policy, int(number)
+        return checkpointed_blocks(self.activation_checkpointing, "train.")
 
     def check_checkpointed(self, num_layers: int) -> None:
         """Raise ValueError if K exceeds the number of blocks, because that would be another name for all of them."""

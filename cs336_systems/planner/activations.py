@@ -58,10 +58,10 @@ def kept_blocks(job: Job) -> tuple[int, int, int]:
     and are recomputed one at a time. first: the same for the first K blocks. groups: ceil(L / K) groups keep the input
     of their first block and are recomputed K blocks at once.
     """
-    policy, k = job.checkpointing
     layers = job.shape.num_layers
-    if policy == "none":
+    if job.checkpointing is None:
         return layers, 0, 0
+    policy, k = job.checkpointing
     count = min(k, layers) if policy == "first" else -(-layers // k)
     return (0, count, min(k, layers)) if policy == "groups" else (layers - count, count, 1)
 
@@ -77,7 +77,7 @@ def saved_bytes(job: Job) -> tuple[int, int]:
     whole = sum(parts.values())
     entry = residual_bytes(job.shape, job.batch_size, job.shape.context_length, job.residual_number_bytes)
     kept, inputs, again = kept_blocks(job)
-    if job.checkpointing[0] == "first" and kept:
+    if job.checkpointing and job.checkpointing[0] == "first" and kept:
         again = 0
     return kept * whole + inputs * entry, max(0, again * whole - parts["input"] * (again > 0))
 

@@ -79,6 +79,6 @@ def _peak_of_activations(row: Measured) -> Pair:
     job = workload_job(row.config)
     if job.compile:
         raise ValueError("no prediction for the case checkpointing with compiled blocks")
-    policy = None if job.checkpointing[0] == "none" else job.checkpointing
-    how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel)
-    return positive("peak_bytes", row.metrics["peak_bytes"]), float(checkpointed_activation_bytes(*how, policy)[1])
+    how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel, job.checkpointing)
+    _, peak = checkpointed_activation_bytes(*how)
+    return positive("peak_bytes", row.metrics["peak_bytes"]), float(peak)

@@ -1,12 +1,12 @@
 """What is planned: a model, what a GPU computes in a step, and how GPUs share the work."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
 from ..accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
+from ..config import checkpointed_blocks
 from ..fields import check_types, require, require_at_least
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
@@ -117,12 +117,9 @@ class Job:
         return self.world_size if self.is_sharded or self.shard_optimizer else 1
 
     @property
-    def checkpointing(self) -> tuple[str, int]:
-        """Policy (none, first, every or groups) and its K."""
-        if self.activation_checkpointing == "none":
-            return "none", 1
-        name, _, number = self.activation_checkpointing.partition("_")
-        return ("every", 1) if name == "block" else (name, int(number))
+    def checkpointing(self) -> tuple[str, int] | None:
+        """Policy (first, every or groups) and its K, or None for no block."""
+        return checkpointed_blocks(self.activation_checkpointing, "")
 
 
 def _check(job: Job) -> None:
@@ -134,9 +131,7 @@ def _check(job: Job) -> None:
     require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
     require(job.attention in ATTENTION, "attention", job.attention, f"one of {', '.join(ATTENTION)}")
     require(job.strategy in STRATEGIES, "strategy", job.strategy, f"one of {', '.join(STRATEGIES)}")
-    policy = job.activation_checkpointing
-    accepted = re.fullmatch(r"none|block|(first|every|groups)_[1-9]\d{0,8}", policy) is not None
-    require(accepted, "activation_checkpointing", policy, "none, block, first_K, every_K or groups_K with a number K")
+    checkpointed_blocks(job.activation_checkpointing, "")
     size = job.bucket_size_mb
     require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
     alone = job.strategy == "none" and job.world_size > 1
