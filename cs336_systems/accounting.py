@@ -21,8 +21,12 @@ def num_parameters(shape: ModelShape) -> int:
     Four attention projections, three feed-forward matrices and two norms per block, and the last norm.
     """
     d = shape.d_model
-    block = 4 * d * d + 3 * d * shape.d_ff + 2 * d
-    return 2 * shape.vocab_size * d + shape.num_layers * block + d
+    return 2 * shape.vocab_size * d + shape.num_layers * (block_matrices(shape) + 2 * d) + d
+
+
+def block_matrices(shape: ModelShape) -> int:
+    """Parameters in a block's seven matrices, all that it has except the norms: P = 4 d^2 + 3 d d_ff."""
+    return 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff
 
 
 def matmul_parameters(shape: ModelShape) -> int:
@@ -30,8 +34,7 @@ def matmul_parameters(shape: ModelShape) -> int:
 
     V d + L (4 d^2 + 3 d d_ff).
     """
-    d = shape.d_model
-    return shape.vocab_size * d + shape.num_layers * (4 * d * d + 3 * d * shape.d_ff)
+    return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
 
 
 def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
@@ -41,8 +44,7 @@ def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     causal attention: scores and values take 2 length^2 d each (Kaplan et al. 2020, table 1), and the mask leaves half.
     """
     weights = 2 * matmul_parameters(shape) * num_sequences * length
-    attention = shape.num_layers * num_sequences * 2 * length * length * shape.d_model
-    return weights + attention
+    return weights + attention_product_flops(shape, num_sequences, length)  # half of the two products
 
 
 def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
@@ -134,7 +136,7 @@ def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes
 
 def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
     """Copies of a block's matrices that autocast makes and backward needs: 2 (4 d^2 + 3 d d_ff); 0 in float32."""
-    return 0 if precision == "fp32" else 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff)
+    return 0 if precision == "fp32" else 2 * block_matrices(shape)
 
 
 def activation_bytes(

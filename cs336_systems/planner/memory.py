@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import NUMBER_BYTES, gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
+from ..accounting import NUMBER_BYTES, block_matrices, gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
 from .activations import block_parts, kept_blocks, saved_bytes
 from .allocator import MIB, allocated_bytes
 from .job import IN_BUCKETS, Job
@@ -118,7 +118,7 @@ def copy_terms(job: Job) -> tuple[Term, Term]:
     cached = kept if job.compile else s.num_layers
 
     def copies(blocks: int) -> Term:
-        numbers = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff
+        numbers = block_matrices(s)
         formula = "2 (4 d^2 + 3 d d_ff) L" + (" + 2 V d" if head else "")
         working = f"{formula} = 2 x {numbers:,} x {blocks}" + (f" + {head:,}" if head else "")
         value, exact = blocks * a_block + head, 2 * numbers * blocks + head
@@ -191,7 +191,7 @@ def unit_terms(job: Job) -> dict[str, Term]:
     embedding's at the end.
     """
     s, w, c = job.shape, job.world_size, job.number_bytes
-    p, e = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff, s.vocab_size * s.d_model
+    p, e = block_matrices(s), s.vocab_size * s.d_model
     if not job.is_sharded:
         return dict.fromkeys(("loss", "loss_backward", "backward", "end"), Term("whole units", "none", 0))
     return {

@@ -6,7 +6,14 @@ overhead on the host is not included, so an eager step may take longer; one reco
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import NUMBER_BYTES, forward_flops, matmul_parameters, num_parameters, training_flops
+from ..accounting import (
+    NUMBER_BYTES,
+    attention_product_flops,
+    block_matrices,
+    matmul_parameters,
+    num_parameters,
+    training_flops,
+)
 from ..fields import require
 from .activations import kept_blocks
 from .cards import Card
@@ -87,7 +94,7 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
     4 B H N^2 bytes. Compiled, everything between two products is one kernel.
     """
     s, n = job.shape, job.shape.context_length
-    flops = s.num_layers * job.batch_size * 2 * n * n * s.d_model
+    flops = attention_product_flops(s, job.batch_size, n)
     if not job.holds_scores:
         rate = card.attention_rate(n)
         return flops / rate, 2.5 * flops / rate
@@ -146,14 +153,13 @@ def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
 
 def _attention_working(job: Job, card: Card) -> str:
     s, n = job.shape, job.shape.context_length
+    a_product = attention_product_flops(s, job.batch_size, n)
     if job.holds_scores:
-        flops = 12.0 * s.num_layers * job.batch_size * n * n * s.d_model
         rate, passes = SCORES_RATE[job.compile] * card.matmul_fp32, sum(SCORES_PASSES[job.compile])
         scores = 4 * s.num_layers * job.batch_size * s.num_heads * n * n
         of_scores = f"{passes} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
-        return f"{flops / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
-    flops = 3.5 * (forward_flops(s, job.batch_size, n) - 2 * matmul_parameters(s) * job.tokens)
-    return f"{flops / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
+        return f"{6 * a_product / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
+    return f"{3.5 * a_product / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
 
 
 def update_terms(job: Job, card: Card) -> list[Term]:
@@ -253,7 +259,7 @@ def step_sections(job: Job, card: Card) -> list[Section]:
 
 
 def _parameters_working(s: ModelShape) -> str:
-    a_block = 4 * s.d_model**2 + 3 * s.d_model * s.d_ff + 2 * s.d_model
+    a_block = block_matrices(s) + 2 * s.d_model
     numbers = f"2 x {s.vocab_size:,} x {s.d_model:,} + {s.num_layers} x {a_block:,} + {s.d_model:,}"
     return f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = {numbers}"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import num_parameters
+from ..accounting import num_parameters, residual_bytes
 from ..bench.case import Row, append_row, check_row_file
 from ..bench.outcome import failure
 from ..bench.workload import Workload
@@ -113,6 +113,6 @@ def counted(config: dict[str, Any]) -> dict[str, int]:
     batch_size = sizes.pop("batch_size")
     shape = ModelShape(**sizes, rope_theta=10_000.0)  # which has no parameters
     return {
-        "residual_stream_bytes": 4 * batch_size * shape.context_length * shape.d_model,
+        "residual_stream_bytes": residual_bytes(shape, batch_size, shape.context_length),
         "parameter_bytes": 4 * num_parameters(shape),
     }
