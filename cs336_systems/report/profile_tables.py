@@ -7,8 +7,8 @@ from ..bench.case import Row
 from ..model_config import DEFAULT_VOCAB_SIZE
 from ..profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profiling.classes import CLASSES
-from .tables import markdown_table
-from .view import latest
+from .tables import markdown_table, row_fields
+from .view import OUTCOMES, latest
 
 _PARTS = (  # label, range, and what counts: True its matrix products, False all but them, None everything
     ("scores: Q K^T", SCORES, True),
@@ -38,13 +38,13 @@ def kernels_table(rows: Sequence[Row]) -> str:
 
 def setting(row: Row) -> str:
     """What a row is a profile of, besides the mode: "xl, 4 x 512, fp32, attention naive, NVIDIA H200"."""
-    config = row.config
+    config, get = row.config, row_fields(row).get
     on = row.env.get("gpu") if config.get("device") != "cpu" else "CPU"
     parts = [
-        _get(row, "config.size"),
-        f"{_get(row, 'config.batch_size')} x {_get(row, 'config.context_length')}",
-        _get(row, "config.precision"),
-        f"attention {_get(row, 'config.attention')}",
+        get("config.size"),
+        f"{get('config.batch_size')} x {get('config.context_length')}",
+        get("config.precision"),
+        f"attention {get('config.attention')}",
         "compiled" if config.get("compile") else "",
         f"vocabulary {config.get('vocab_size')}" if config.get("vocab_size") not in (None, DEFAULT_VOCAB_SIZE) else "",
         f"optimizer {config.get('optimizer')}" if config.get("optimizer") not in (None, "torch_fused") else "",
@@ -55,24 +55,13 @@ def setting(row: Row) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _get(row: Row, name: str) -> Any:
-    """What a row has under a dotted name. Raises ValueError if it has nothing there."""
-    value: Any = {"config": row.config, "metrics": row.metrics}
-    for key in name.split("."):
-        if not isinstance(value, dict) or key not in value:
-            raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has no {name}")
-        value = value[key]
-    return value
-
-
 def _group_tables(name: str, rows: Sequence[Row]) -> str:
     measured = [row for row in rows if row.status == "ok"]
     texts = [f"{name}:"]
-    failed = {"oom": "out of memory", "error": "failed"}
-    texts += [f"{row.variant}: {failed[row.status]}" for row in rows if row.status != "ok"]
+    texts += [f"{row.variant}: {OUTCOMES[row.status]}" for row in rows if row.status != "ok"]
     if measured:
         texts += [_times(measured), _shares(measured), _longest(measured)]
-        if any(_get(row, "metrics.attention") for row in measured):
+        if any(row_fields(row).get("metrics.attention") for row in measured):
             texts.append(_attention(measured))
     return "\n\n".join(texts)
 
@@ -84,10 +73,10 @@ def _ms(value: Any) -> str:
 def _times(rows: Sequence[Row]) -> str:
     header = "mode,step (ms),the same profiled (ms),kernels together (ms),at least one running (ms),steps"
     names = ("wall_ms", "profiled_wall_ms", "kernel_ms", "busy_ms")
-    lines = [
-        (row.variant, *(_ms(_get(row, f"metrics.{name}")) for name in names), str(_get(row, "config.steps")))
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        get = row_fields(row).get
+        lines.append((row.variant, *(_ms(get(f"metrics.{name}")) for name in names), str(get("config.steps"))))
     return markdown_table(header.split(","), lines)
 
 
@@ -95,10 +84,10 @@ def _spans(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any], float | None]
     """Columns: name of the span, its metrics, and the time of its phases by the host's clock."""
     columns = []
     for row in rows:
-        phases = _get(row, "metrics.phase_wall_ms")
+        phases = row_fields(row).get("metrics.phase_wall_ms")
         whole = {"inference": phases.get("forward"), "training step": sum(phases.values())}
         whole["forward + backward"] = phases.get("forward", 0.0) + phases.get("backward", 0.0)
-        for name, span in _get(row, "metrics.spans").items():
+        for name, span in row_fields(row).get("metrics.spans").items():
             columns.append((name, span, phases.get(name, whole.get(name))))
     return columns
 
@@ -127,7 +116,7 @@ def top_kernels_tables(row: Row) -> str:
     """The kernels with the most time in each phase of a profile, and in all together."""
     header = ["#", "class", "calls a step", "ms a step", "share", "kernel"]
     tables = []
-    for name, span in _get(row, "metrics.spans").items():
+    for name, span in row_fields(row).get("metrics.spans").items():
         if name != "forward + backward" or row.variant == "forward_backward":
             lines = [(str(i + 1), *_kernel_cells(kernel)) for i, kernel in enumerate(span["top"])]
             tables.append(f"{name}: {_ms(span['kernel_ms'])} ms of kernels a step\n\n" + markdown_table(header, lines))
@@ -136,12 +125,12 @@ def top_kernels_tables(row: Row) -> str:
 
 def _attention(rows: Sequence[Row]) -> str:
     """Time and operations of attention's parts, with products apart from what surrounds them."""
-    operations = _get(rows[0], "metrics.attention_operations")
+    operations = row_fields(rows[0]).get("metrics.attention_operations")
     columns = [
         (row, phase)
         for row in rows
-        for phase in _get(row, "metrics.phase_wall_ms")
-        if any(phase in of_phase for of_phase in _get(row, "metrics.attention").values())
+        for phase in row_fields(row).get("metrics.phase_wall_ms")
+        if any(phase in of_phase for of_phase in row_fields(row).get("metrics.attention").values())
     ]
     lines = []
     for label, part, products in _PARTS:
@@ -163,5 +152,5 @@ def _attention(rows: Sequence[Row]) -> str:
 
 def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
     """Time in a range of attention: of its matrix products, of all else, or (None) of everything."""
-    of_class = _get(row, "metrics.attention").get(part, {}).get(phase, {})
+    of_class = row_fields(row).get("metrics.attention").get(part, {}).get(phase, {})
     return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
