@@ -1,4 +1,4 @@
-"""What the machine is and what it could do at best: device choice, peak rates by GPU name, the environment stamp."""
+"""What the machine is and could do at best: devices, number types, peak rates by GPU name, the environment stamp."""
 
 import functools
 import logging
@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor
 from .peaks import peak_flops
 
 logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Reasons for a lowered GPU clock, by the names of NVML's constants.
 _SLOWED_BY = {
@@ -129,6 +133,11 @@ def check_precision(device: torch.device, precision: str) -> None:
                     f"train.precision is 'bf16': {torch.cuda.get_device_name(device)} has no bfloat16 arithmetic; "
                     "it must be fp16 or fp32 here"
                 )
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """torch.autocast to a 16-bit precision; nothing for fp32."""
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
 
 
 def gpu_count() -> int:

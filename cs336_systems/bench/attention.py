@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from ..fields import check_types, require, require_at_least, without_groups
-from ..hardware import select_device, use_device
+from ..hardware import DTYPE_NAMES, DTYPES, select_device, use_device
 from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
 from ..training.metrics import summarise
@@ -27,7 +27,6 @@ from .timing import time_ms, timer, wait_for
 KERNELS = tuple(name for name in ATTENTION if name not in ("scaled_dot_prod_attention", "flash_attention_triton"))
 QUICK_KERNELS = ("naive", "vectorized_torch", "flash_torch", "sdpa")
 """Kernels that are quick on a CPU; Triton's interpreter is slow."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Matrix products: forward 2, backward 5. What a kernel recomputes is not counted.
 WORKS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
 """What can be timed, and its number of matrix products. The last one is `attention(q, k, v).sum().backward()`."""
@@ -187,7 +186,8 @@ class _Subject:
     def call(self) -> None:
         """Everything that is timed, once."""
         o = self.attention()
-        self.ran = {**self.config.read_back(o, self.qkv[1]), "dtype": _name_of(o.dtype), "device": self.config.device}
+        dtype = DTYPE_NAMES.get(o.dtype, str(o.dtype))
+        self.ran = {**self.config.read_back(o, self.qkv[1]), "dtype": dtype, "device": self.config.device}
         if self.trains:
             o.backward(self.do)
 
@@ -237,7 +237,3 @@ class _Subject:
             metrics[f"{name}_tflops"] = flops / metrics[f"{name}_ms"]["p50"] / 1e9
         row = measured(self.case, self.config.kernel, as_json(self.config), self.ran, metrics)
         return with_gpu_states(row, *self.states)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))

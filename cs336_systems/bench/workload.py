@@ -7,7 +7,6 @@ call.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,10 +19,10 @@ from cs336_basics.shape import ModelShape
 
 from ..config import OptimizerConfig, TrainConfig
 from ..fields import check_types, require, without_groups
-from ..hardware import check_precision, select_device, use_device
+from ..hardware import DTYPE_NAMES, autocast, check_precision, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
-from ..training.build import AUTOCAST_DTYPES, build_optimizer, checkpoint_activations, compile_model, compiled
+from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
 from .ranges import named_range
 
 QUICK_SIZE = "quick"
@@ -130,7 +129,8 @@ class Workbench:
 
     def forward(self) -> Tensor:
         """The mean loss of the batch, in nats per token; with a graph for `backward` unless the mode is forward."""
-        with named_range("forward"), torch.set_grad_enabled(self.config.mode != "forward"), self._autocast():
+        with_gradients, precision = self.config.mode != "forward", self.config.precision
+        with named_range("forward"), torch.set_grad_enabled(with_gradients), autocast(self.device, precision):
             logits = self.model(self.inputs)
             self._logits_dtype = logits.dtype
             return self._loss(logits, self.targets)
@@ -155,14 +155,9 @@ class Workbench:
             self.optimizer_step()
         return loss.detach()
 
-    def _autocast(self) -> AbstractContextManager:
-        dtype = AUTOCAST_DTYPES.get(self.config.precision)
-        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
-
     def read_back(self) -> dict[str, Any]:
         """The workload and the resolved architecture for the row, read from what was built and has run."""
         blocks: list[Any] = list(self.model.layers)
-        precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         return dataclasses.asdict(self.config) | dict(
             vocab_size=self.model.vocab_size,
             d_model=blocks[0].ln1.weight.shape[0],
@@ -171,7 +166,7 @@ class Workbench:
             num_heads=blocks[0].attn.num_heads,
             batch_size=self.inputs.shape[0],
             context_length=self.inputs.shape[1],
-            precision=self.config.precision if self._logits_dtype is None else precisions[self._logits_dtype],
+            precision=self.config.precision if self._logits_dtype is None else DTYPE_NAMES[self._logits_dtype],
             compile=is_compiled(blocks[0]),
             device=str(self.device),
         )

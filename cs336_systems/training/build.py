@@ -13,14 +13,13 @@ from cs336_basics.model import LayerCache, TransformerLM
 from cs336_basics.optimizer import AdamW
 
 from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..hardware import DTYPES
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from ..parallel import STRATEGIES, Options, comm
 from ..parallel.strategy import Strategy
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
@@ -131,7 +130,7 @@ def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
     wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
     options = Options(
         bucket_size_mb=config.parallel.group_size_mb(),
-        grad_dtype={"fp32": torch.float32, **AUTOCAST_DTYPES}.get(config.parallel.grad_dtype),
-        compute_dtype=AUTOCAST_DTYPES.get(config.train.precision),
+        grad_dtype=DTYPES.get(config.parallel.grad_dtype),
+        compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
     )
     return wrap(model, options)

@@ -30,9 +30,9 @@ from cs336_basics.optimizer import get_cosine_lr
 
 from ..accounting import training_flops
 from ..config import RunConfig
-from ..hardware import device_peak_flops, to_host, use_device_in_thread, with_index
+from ..hardware import autocast, device_peak_flops, to_host, use_device_in_thread, with_index
 from ..parallel import comm, failure
-from .build import AUTOCAST_DTYPES, build_optimizer, compiled, prepare_model, wrap_model
+from .build import build_optimizer, compiled, prepare_model, wrap_model
 from .graph import RecordedStep
 
 logger = logging.getLogger(__name__)
@@ -166,8 +166,7 @@ class Trainer:
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         train = self.config.train
-        dtype = AUTOCAST_DTYPES.get(train.precision) if train.weight_dtype == "fp32" else None
-        return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+        return autocast(self.device, train.precision if train.weight_dtype == "fp32" else "fp32")
 
     def _sum_of_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The model's summed loss, from its logits or from the head itself, which then never holds all logits."""

@@ -19,10 +19,9 @@ from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes
 from ..config import RunConfig, SampleConfig
-from ..hardware import check_precision, memory_bytes, use_device
+from ..hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
 from ..parallel import comm
-from .build import AUTOCAST_DTYPES
 from .checkpoint import set_newer_aside
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
 from .launch import check_launch, launch, use_device_of_rank
@@ -115,8 +114,7 @@ def _check(config: RunConfig, device: torch.device) -> None:
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
     _check_memory(config, device)
     shape = config.model.shape
-    dtype = AUTOCAST_DTYPES.get(config.train.precision, torch.float32)
-    check_attention(config.model.attention, shape.d_model // shape.num_heads, dtype, device)
+    check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
 
 
 def _prepare(config: RunConfig) -> PreparedData:

@@ -12,11 +12,11 @@ import torch
 
 from ...accounting import naive_attention_bytes
 from ...fields import check_types, require
-from ...hardware import use_device
+from ...hardware import DTYPES, use_device
 from ...kernels.attention import get_attention
 from ...kernels.attention.contract import attention_flops
 from ...training.metrics import summarise
-from ..attention import DTYPES, WORKS, check_kernel, check_sizes, resolve_device
+from ..attention import WORKS, check_kernel, check_sizes, resolve_device
 from ..case import Row
 from ..outcome import each
 from ..sweep import Case, swept

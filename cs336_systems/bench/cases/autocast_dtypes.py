@@ -7,7 +7,6 @@ has different lists of operations than a GPU, so a row says on which of them it 
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from cs336_basics.model import RMSNorm
 
 from ...fields import check_types, without_groups
-from ...hardware import check_precision, select_device, use_device
-from ...training.build import AUTOCAST_DTYPES
+from ...hardware import autocast, check_precision, select_device, use_device
 from ..outcome import each
 from ..sweep import Case, swept
 
@@ -75,8 +73,7 @@ def measure(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, Any]
     model.register_forward_pre_hook(read_parameters)
     for name, module in (("fc1_output", model.fc1), ("norm_output", model.ln), ("logits", model)):
         module.register_forward_hook(read_output(name))
-    dtype = AUTOCAST_DTYPES.get(config.precision)
-    with torch.autocast(device.type, dtype) if dtype else nullcontext():
+    with autocast(device, config.precision):
         loss = nn.functional.cross_entropy(model(x), targets)
     loss.backward()
     seen["loss"] = _names(loss)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ...accounting import training_flops
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require_at_least, without_groups
-from ...hardware import device_peak_flops, select_device
+from ...hardware import DTYPE_NAMES, device_peak_flops, select_device
 from ...parallel import comm
 from ...training.launch import check_devices
 from ...training.loop import Trainer
@@ -106,14 +106,14 @@ class Leaderboard2026Bench:
         """Fields as read from model, strategy and loader, and the number of checkpointed blocks."""
         blocks: list[Any] = list(trainer.model.layers)
         strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
-        (dtype,) = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}
+        (dtype,) = {p.dtype for p in trainer.model.parameters()}
         loss = trainer.model.lm_head.loss
         return dict(
             strategy=strategies.get(type(trainer.strategy).__name__),
             devices=comm.world_size(),
             batch_size=trainer.micro_batch,
             context_length=trainer.context_length,
-            weight_dtype={"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype),
+            weight_dtype=DTYPE_NAMES.get(dtype, str(dtype)),
             compile=is_compiled(blocks[0]),
             loss_chunk_tokens=loss.keywords["chunk_tokens"] if isinstance(loss, functools.partial) else None,
             device=trainer.device.type,

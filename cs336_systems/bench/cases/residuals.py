@@ -6,7 +6,6 @@ chooses, which recomputes cheap things in the backward pass rather than keep the
 
 import dataclasses
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +15,9 @@ from torch import Tensor
 from cs336_basics.model import RotaryEmbedding, TransformerBlock
 
 from ...accounting import activation_bytes, weight_copy_bytes
-from ...hardware import check_precision, requested_gpu_bytes, use_device
+from ...hardware import autocast, check_precision, requested_gpu_bytes, use_device
 from ...kernels.attention import get_attention
-from ...training.build import AUTOCAST_DTYPES, compiled
+from ...training.build import compiled
 from ..outcome import each
 from ..saved_tensors import Saved, SavedTensors
 from ..sweep import Case, swept
@@ -76,7 +75,7 @@ class BlockBench:
 
     def forward(self) -> Tensor:
         """The block's output, with its graph."""
-        with self._autocast():
+        with autocast(self.device, self.config.precision):
             return self.block(self.x)
 
     def saved(self) -> SavedTensors:
@@ -95,10 +94,6 @@ class BlockBench:
         held = requested_gpu_bytes(self.device) - before
         del output
         return {"held_bytes": held, "peak_bytes": requested_gpu_bytes(self.device, peak=True) - before}
-
-    def _autocast(self) -> AbstractContextManager:
-        dtype = AUTOCAST_DTYPES.get(self.config.precision)
-        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
 
 def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
