@@ -16,4 +16,4 @@ class ModelShape:
     d_ff: int
     num_layers: int
     num_heads: int
-    rope_theta: float
+    rope_theta: float = 10000.0

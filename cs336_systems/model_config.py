@@ -23,7 +23,10 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
         d_model=4096, d_ff=11008, num_layers=34, num_heads=32, vocab_size=151_936, context_length=32_768
     ),
 }  # fmt: skip
-_SHAPE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
+SIZE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
+"""What every named size gives."""
+SHAPE_FIELDS = ("vocab_size", "context_length", *SIZE_FIELDS)
+"""All that decides how many parameters there are and what a step computes: a ModelShape without rope_theta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class ModelConfig:
     """Number of Transformer blocks."""
     num_heads: int | None = None
     """Number of attention heads; d_model / num_heads must be even."""
-    rope_theta: float = 10000.0
+    rope_theta: float = ModelShape.rope_theta
     """Base of the rotary frequencies."""
     attention: str = "auto"
     """Attention kernel by its registered name; auto is sdpa, PyTorch's choice among its own kernels."""
@@ -56,18 +59,18 @@ class ModelConfig:
             require(self.size in MODEL_SIZES, "model.size", self.size, f"one of {', '.join(MODEL_SIZES)}")
             preset = MODEL_SIZES[self.size]
         defaults = {"vocab_size": DEFAULT_VOCAB_SIZE, "context_length": DEFAULT_CONTEXT_LENGTH}
-        for name in ("vocab_size", "context_length", *_SHAPE_FIELDS):
+        for name in SHAPE_FIELDS:
             given = getattr(self, name)
             if given is None:
                 object.__setattr__(self, name, preset.get(name, defaults.get(name)))
-            elif name in _SHAPE_FIELDS and name in preset and given != preset[name]:
+            elif name in SIZE_FIELDS and name in preset and given != preset[name]:
                 raise ValueError(
                     f"model.{name} is {given}, but model.size {self.size!r} means {preset[name]}: give the size, or "
-                    f"leave it out and give {', '.join(_SHAPE_FIELDS)}"
+                    f"leave it out and give {', '.join(SIZE_FIELDS)}"
                 )
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
-        require_at_least(self, "model", 1, "vocab_size", "context_length", *_SHAPE_FIELDS)
+        require_at_least(self, "model", 1, *SHAPE_FIELDS)
         require(0 < self.rope_theta < math.inf, "model.rope_theta", self.rope_theta, "above 0 and finite")
         s = self.shape
         require(s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, "at most 2^24")

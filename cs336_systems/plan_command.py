@@ -9,12 +9,11 @@ from typing import Any
 from .arguments import make_parser, parse
 from .config import ParallelConfig
 from .fields import require
-from .model_config import MODEL_SIZES, ModelConfig
+from .model_config import MODEL_SIZES, SHAPE_FIELDS, SIZE_FIELDS, ModelConfig
 from .planner.cards import CARDS, Card, fit_transfer, get_card
 from .planner.job import ALIASES, Job
 from .planner.working import Section, as_json, as_text
 
-_MODEL = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
 _STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
          "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
 _SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
@@ -84,7 +83,7 @@ def _card(options: Any) -> Card:
 
 def _size(options: Any) -> str | None:
     """The named size; small if neither a name nor a shape is given."""
-    own = any(getattr(options, name) is not None for name in ("d_model", "d_ff", "num_layers", "num_heads"))
+    own = any(getattr(options, name) is not None for name in SIZE_FIELDS)
     return options.size or (None if own else "small")
 
 
@@ -101,7 +100,7 @@ def _job(options: Any) -> Job:
     if "strategy" not in given and (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
         given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
-    model = {name: value for name in _MODEL if (value := getattr(options, name)) is not None}
+    model = {name: value for name in SHAPE_FIELDS if (value := getattr(options, name)) is not None}
     try:
         shape = ModelConfig(size=_size(options), **({"context_length": _context_length(options)} | model)).shape
     except ValueError as error:
@@ -159,7 +158,7 @@ def _step(arguments: Sequence[str]) -> int:
 
 
 def _activation(arguments: Sequence[str]) -> int:
-    names = (*_MODEL, "batch_size", "precision", "attention", "compile")
+    names = (*SHAPE_FIELDS, "batch_size", "precision", "attention", "compile")
     options = parse(_parser("activation", "The size of an activation, and what a block saves.", *names), arguments)
     from .planner.activations import activation_sections
 
@@ -167,7 +166,7 @@ def _activation(arguments: Sequence[str]) -> int:
 
 
 def _checkpointing(arguments: Sequence[str]) -> int:
-    names = (*_MODEL, "batch_size", "precision", "attention")
+    names = (*SHAPE_FIELDS, "batch_size", "precision", "attention")
     parser = _parser("checkpointing", "Activation checkpointing: memory by group size.", *names)
     options = parse(parser, arguments)
     from .planner.activations import checkpointing_sections
@@ -179,7 +178,7 @@ def _checkpointing(arguments: Sequence[str]) -> int:
 
 
 def _ddp_overhead(arguments: Sequence[str]) -> int:
-    parser = _parser("ddp-overhead", "Time that gradient buckets add to a step, and the best size.", *_MODEL)
+    parser = _parser("ddp-overhead", "Time that gradient buckets add to a step, and the best size.", *SHAPE_FIELDS)
     parser.add_argument("--world_size", type=int, default=2, help="Number of GPUs.")
     parser.add_argument("--gradient_bytes", type=float, default=None, help="s, in bytes (default: 4 per parameter).")
     parser.add_argument("--rows", type=str, default=None, help="Row file of all-reduces to fit o and w to.")

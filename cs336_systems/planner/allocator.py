@@ -1,6 +1,7 @@
 """The bytes that PyTorch's caching allocator gives a tensor, which is what `max_memory_allocated` counts."""
 
-MIB = 2**20
+from .working import MIB
+
 _SMALLEST = 512  # kMinBlockSize
 _SMALL = MIB  # kSmallSize: up to this size, cut from 2 MiB segments
 _SEGMENT = 20 * MIB  # kLargeBuffer: segments for tensors below _LARGE

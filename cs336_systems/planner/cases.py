@@ -52,7 +52,7 @@ def _saved_by_block(row: Measured) -> Pair:
 def _block_shape(config: dict[str, Any]) -> ModelShape:
     """The shape of a model with one such block and a vocabulary of one: blocks know neither layers nor vocabulary."""
     names = ("context_length", "d_model", "d_ff", "num_heads")
-    return ModelShape(**{name: config[name] for name in names}, vocab_size=1, num_layers=1, rope_theta=10000.0)
+    return ModelShape(**{name: config[name] for name in names}, vocab_size=1, num_layers=1)
 
 
 def _held_before_backward(row: Measured) -> Pair:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from ..accounting import NUMBER_BYTES, num_parameters
 from .cards import Card
 from .job import Job
-from .working import Section, Term
-
-MIB = 2**20
+from .working import MIB, Section, Term
 
 
 def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta: float) -> float:

@@ -12,9 +12,9 @@ from cs336_basics.shape import ModelShape
 
 from ..accounting import NUMBER_BYTES, block_matrices, gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
 from .activations import block_parts, kept_blocks, saved_bytes
-from .allocator import MIB, allocated_bytes
+from .allocator import allocated_bytes
 from .job import IN_BUCKETS, Job
-from .working import GIB, Section, Term, show, total
+from .working import GIB, MIB, Section, Term, show, total
 
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
 # computes. A step has two: autograd's and the one that calls it.

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ..files import write_figure
 from .communication import added_seconds, best_num_buckets
-
-MIB = 2**20
+from .working import MIB
 
 
 def plot_overhead(

@@ -9,12 +9,12 @@ from cs336_basics.shape import ModelShape
 from ..accounting import num_parameters
 from ..config import ParallelConfig
 from ..fields import require
-from ..model_config import ModelConfig
+from ..model_config import SHAPE_FIELDS, ModelConfig
 from ..peaks import known_name
 from .cards import CARDS, Card
 from .job import ALIASES, Job
+from .working import MIB
 
-MIB = 2**20
 ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows are training steps on several GPUs: config has run and devices."""
 WORKLOADS = ("model", "checkpointing", "profile-memory")
@@ -94,8 +94,7 @@ def workload_job(config: Mapping[str, Any]) -> Job:
     """The job of a row of WORKLOADS, for any part of a step. Raises ValueError for one without a prediction."""
     if config["mode"] == "train_step" and config.get("optimizer", "torch_fused") != "torch_fused":
         raise ValueError(f"no prediction for the optimizer {config['optimizer']}")
-    names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
-    shape = ModelShape(**{name: config[name] for name in names}, rope_theta=10000.0)
+    shape = ModelShape(**{name: config[name] for name in SHAPE_FIELDS})
     same = ("batch_size", "precision", "attention", "activation_checkpointing", "compile")
     return Job(
         shape=shape, **{name: config[name] for name in same}, optimizer=config["mode"] == "train_step", clip=False

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 SUM = "sum"
 """The working of a term that is the sum of those before it."""
 
@@ -59,7 +59,7 @@ def show(value: float, unit: str, like: float | None = None) -> str:
 
 
 def _bytes(value: float, like: float) -> str:
-    for size, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if abs(like) >= size:
             return f"{value / size:,.2f} {name}"
     return f"{value:,.0f} B"

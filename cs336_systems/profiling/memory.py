@@ -12,6 +12,7 @@ from ..bench.case import Row, append_row, check_row_file
 from ..bench.outcome import failure
 from ..bench.workload import Workload
 from ..fields import folder_to_write
+from ..model_config import SHAPE_FIELDS
 from .history import history_of
 from .page import write_page
 from .phases import PHASES_FILE, SNAPSHOT_FILE, Phases, read_phases
@@ -106,12 +107,12 @@ def counted(config: dict[str, Any]) -> dict[str, int]:
 
     batch x context x d_model x 4, and 4 per parameter. Empty if the configuration lacks one of these.
     """
-    names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads", "batch_size")
+    names = (*SHAPE_FIELDS, "batch_size")
     sizes = {name: value for name in names if type(value := config.get(name)) is int}
     if len(sizes) < len(names):
         return {}
     batch_size = sizes.pop("batch_size")
-    shape = ModelShape(**sizes, rope_theta=10_000.0)  # which has no parameters
+    shape = ModelShape(**sizes)
     return {
         "residual_stream_bytes": residual_bytes(shape, batch_size, shape.context_length),
         "parameter_bytes": 4 * num_parameters(shape),

@@ -24,6 +24,7 @@ from ..console import program, say
 from ..fields import folder_to_write, require
 from ..hardware import check_precision, gpu_count, gpu_name, memory_bytes, select_device
 from ..kernels.attention import get_attention
+from ..model_config import SIZE_FIELDS
 from ..planner.memory import largest_batch, peak_bytes
 from ..planner.rows import training_job
 from ..training.launch import check_devices
@@ -33,7 +34,7 @@ from .measure import time_trial
 
 logger = logging.getLogger(__name__)
 
-_SHAPE = ("model.size", "model.d_model", "model.d_ff", "model.num_layers", "model.num_heads")
+_SHAPE = {f"model.{name}" for name in ("size", *SIZE_FIELDS)}
 _CHOSEN = {
     "parallel.devices": "--devices says it",
     **dict.fromkeys(("train.batch_size", "train.gradient_accumulation_steps"), "the batch is what is looked for"),
@@ -79,7 +80,7 @@ class Speedrun:
     ) -> None:
         self.make_config, self.minutes, self.epochs = make_config, minutes, epochs
         require(size in (None, *SIZES), "size", size, f"one of {', '.join(SIZES)}")
-        own_shape = sorted(given & set(_SHAPE))
+        own_shape = sorted(given & _SHAPE)
         if own_shape and size is not None:
             raise ValueError(f"size is {size!r}: it must be left out where {own_shape[0]} is given")
         for name in sorted(given & _CHOSEN.keys()):

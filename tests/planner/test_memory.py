@@ -12,7 +12,7 @@ from cs336_basics.shape import ModelShape
 from cs336_systems.accounting import num_parameters
 from cs336_systems.model_config import ModelConfig
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
-from cs336_systems.planner.allocator import MIB, allocated_bytes
+from cs336_systems.planner.allocator import allocated_bytes
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import ATTENTION, Job
 from cs336_systems.planner.memory import (
@@ -25,6 +25,7 @@ from cs336_systems.planner.memory import (
     verdict,
 )
 from cs336_systems.planner.rows import training_job
+from cs336_systems.planner.working import MIB
 
 SHAPE = ModelShape(vocab_size=100, context_length=8, d_model=16, d_ff=32, num_layers=6, num_heads=2, rope_theta=10000.0)
 RESULTS = Path(__file__).parents[2] / "results/h200"

@@ -16,8 +16,9 @@ from ...fields import require
 from ...hardware import gpu_name, select_device
 from ...parallel.ddp import DDP
 from ...planner.cards import fit_transfer
-from ...planner.communication import MIB, all_reduce_cost, best_bucket_bytes, bucket_overhead
+from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_overhead
 from ...planner.rows import card_by_name, transfer_points
+from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import Row, read_rows
 from ..outcome import measured

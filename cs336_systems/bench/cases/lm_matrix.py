@@ -26,7 +26,7 @@ from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, Tr
 from ...fields import check_types, require, require_at_least, without_groups
 from ...hardware import select_device
 from ...kernels.attention import get_attention
-from ...model_config import ModelConfig
+from ...model_config import SIZE_FIELDS, ModelConfig
 from ...training.folder import CONFIG
 from ...training.launch import check_devices, launch
 from ...training.metrics import METRICS_FILE, read_metrics
@@ -42,7 +42,6 @@ FIRST_STEPS = 5
 NORM_TOLERANCE = 0.01
 """How far gradient norms of the first steps may be from those of none, relatively; rounding made 0.003 in bf16."""
 _NORMS = "first_grad_norms"
-_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 _NAMES = {"model.attention": "kernel", "data.train_tokens": "train_path", "data.valid_tokens": "val_path"}
 """Names of a run's fields in this case."""
 
@@ -107,7 +106,7 @@ class LMMatrixBench:
         for name in ("train_path", "val_path"):
             path = getattr(self, name)
             require(path is None or Path(path).is_file(), name, path, "a token file")
-        if any(getattr(self, name) is not None for name in _SHAPE):
+        if any(getattr(self, name) is not None for name in SIZE_FIELDS):
             object.__setattr__(self, "size", None)
         with without_groups(_NAMES):
             self.run_config(Path("unused"))
@@ -136,7 +135,7 @@ class LMMatrixBench:
 
     def model_config(self) -> ModelConfig:
         """The architecture. Raises ValueError for an invalid one."""
-        shape = {name: value for name in _SHAPE if (value := getattr(self, name)) is not None}
+        shape = {name: value for name in SIZE_FIELDS if (value := getattr(self, name)) is not None}
         how = dict(context_length=self.context_length, attention=self.kernel)
         return model_of(self.size, self.vocab_size, **shape, **how)
 
