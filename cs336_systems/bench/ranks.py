@@ -81,26 +81,31 @@ def _launch(module: str, devices: int, folder: Path) -> Iterator[Row]:
             wait([launch], timeout=0.2)
 
 
-def write_rows(module: str, folder: Path, device: torch.device | None = None) -> None:
-    """The work of each process: measure what a folder asks for, together with the others; rank 0 writes rows there.
+def _asked_for(module: str, folder: Path) -> list[Any]:
+    """The configurations that a folder asks for."""
+    case = import_module(module).CASE
+    return [case.config(**fields) for fields in json.loads((folder / _CONFIGS).read_text())]
 
-    device: of this rank, if the ranks have already met.
-    """
-    case = import_module(module)
-    configs = [case.CASE.config(**fields) for fields in json.loads((folder / _CONFIGS).read_text())]
-    if device is None:
-        device = use_device_of_rank(configs[0].device)
-        options = {name: getattr(configs[0], name) for name in _GROUP_OPTIONS if hasattr(configs[0], name)}
-        with comm.process_group(device, **options):
-            write_rows(module, folder, device)
-        return
+
+def meet_and_write_rows(module: str, folder: Path) -> None:
+    """The work of each process: meet the others, and measure with them what a folder asks for."""
+    first = _asked_for(module, folder)[0]
+    device = use_device_of_rank(first.device)
+    options = {name: getattr(first, name) for name in _GROUP_OPTIONS if hasattr(first, name)}
+    with comm.process_group(device, **options):
+        write_rows(module, folder, device)
+
+
+def write_rows(module: str, folder: Path, device: torch.device) -> None:
+    """Measure what a folder asks for on this rank's device, together with the others; rank 0 writes rows there."""
+    configs = _asked_for(module, folder)
 
     def at_work(config: Any) -> None:
         if comm.rank() == 0:
             (folder / _AT_WORK).write_text(str(configs.index(config)))
 
     before = current_gpu_state()
-    for row in case.measure_on_rank(configs, device, at_work):
+    for row in import_module(module).measure_on_rank(configs, device, at_work):
         after = current_gpu_state()
         if comm.rank() == 0:
             append_row(folder / _ROWS, with_gpu_states(row, before, after))
@@ -111,7 +116,7 @@ def main() -> None:
     """Measure: `MODULE FOLDER PARENT`, the module of a case and the folder with what is asked for."""
     module, folder, parent = sys.argv[1:]
     with one_of_several(parent):
-        write_rows(module, Path(folder))
+        meet_and_write_rows(module, Path(folder))
 
 
 if __name__ == "__main__":

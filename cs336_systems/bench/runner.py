@@ -46,14 +46,14 @@ def run_case(
     with _Workplace(case, case.isolated if isolated is None else isolated) as workplace:
         while waiting:
             missing = waiting.pop(0)
-            _tell(case, missing, configs, len(configs) - _count(missing, waiting))
+            _tell(case, missing, configs, len(configs) - _count([missing, *waiting]))
             try:
-                progress(len(configs) - _count(missing, waiting), len(configs), describe(missing[0]))
+                progress(len(configs) - _count([missing, *waiting]), len(configs), describe(missing[0]))
                 with closing(_of_all_rounds(workplace.worker().measure(missing, timeout_s), missing, path)) as rows:
                     for row in rows:
                         append_row(path, row)
                         missing = [config for config in missing if not is_of(row, config)]
-                        progress(len(configs) - _count(missing, waiting), len(configs), describe(row.config))
+                        progress(len(configs) - _count([missing, *waiting]), len(configs), describe(row.config))
                         yield row
             except WorkerEndedError as error:
                 workplace.leave()
@@ -120,9 +120,9 @@ def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -
     logger.info("measuring %s of %d: %s", which, len(configs), "; ".join(what))
 
 
-def _count(*lists: Any) -> int:
-    """Number of configurations in groups, and in groups of groups."""
-    return sum(_count(*each) if isinstance(each, list) else 1 for each in lists)
+def _count(left: Sequence[Sequence[Any]]) -> int:
+    """Number of configurations in groups."""
+    return sum(map(len, left))
 
 
 class _Workplace:
