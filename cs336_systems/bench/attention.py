@@ -21,7 +21,7 @@ from ..kernels.attention.contract import attention_flops
 from ..training.metrics import summarise
 from .case import Row
 from .outcome import current_gpu_state, failed, free_memory, is_sound, measured, with_gpu_states
-from .sweep import as_json, swept
+from .sweep import row_config, swept
 from .timing import time_ms, timer, wait_for
 
 KERNELS = tuple(name for name in ATTENTION if name not in ("scaled_dot_prod_attention", "flash_attention_triton"))
@@ -121,7 +121,7 @@ def _measure(case: str, works: Sequence[str], configs: Sequence[KernelBench]) ->
         inputs = _inputs(configs[0])
     except Exception as error:  # a RuntimeError too, where the size overflows or a CPU has too little memory
         for config in configs:
-            yield failed(case, config.kernel, as_json(config), error)
+            yield failed(case, config.kernel, row_config(config), error)
         return
     subjects = [_Subject(case, config, inputs, works) for config in configs]
     steps = [(subject, subject.first_call) for subject in subjects]
@@ -172,7 +172,7 @@ class _Subject:
             with functorch_config.patch(donated_buffer=False):
                 step()
         except Exception as error:  # third-party kernels may raise anything; the other rows are still wanted
-            self.failure = failed(self.case, self.config.kernel, as_json(self.config), error)
+            self.failure = failed(self.case, self.config.kernel, row_config(self.config), error)
         if self.failure is not None:
             if not is_sound():
                 return  # the caller leaves this process
@@ -235,5 +235,5 @@ class _Subject:
             flops = attention_flops(self.do.shape, self.qkv[1].shape[-2], self.config.is_causal, WORKS[name])
             metrics[f"{name}_ms"] = summarise(times)
             metrics[f"{name}_tflops"] = flops / metrics[f"{name}_ms"]["p50"] / 1e9
-        row = measured(self.case, self.config.kernel, as_json(self.config), self.ran, metrics)
+        row = measured(self.case, self.config.kernel, row_config(self.config), self.ran, metrics)
         return with_gpu_states(row, *self.states)

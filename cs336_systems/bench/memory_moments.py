@@ -21,7 +21,7 @@ from .case import Row
 from .cases.ddp import DDPBench, name_of, what_ran
 from .live_bytes import StorageFollower
 from .outcome import free_memory, measured
-from .sweep import as_json
+from .sweep import row_config
 from .turns import Look, build_trainer, time_steps
 
 INITIALISED, FORWARD, BEFORE, AFTER = "initialised", "end of forward", "before the step", "after the step"
@@ -203,7 +203,7 @@ def rows_of_memory(
             found, seen = measure_memory(config, device, looking)
         everyone = comm.gather_objects((found, seen), "what was measured")
         metrics = fullest([each for each, _ in everyone]) | everyone[0][1]
-        what, asked = what_ran(config), as_json(config)
+        what, asked = what_ran(config), row_config(config)
         metrics |= _predicted(case, config, {**asked, **what}, device)
         yield measured(case, name_of(config), asked, what, metrics)
 

@@ -12,7 +12,7 @@ import torch
 
 from ..hardware import gpu_state, use_device, with_index
 from .case import Row, not_finite
-from .sweep import as_json
+from .sweep import row_config
 
 Status = Literal["oom", "error"]
 _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -31,7 +31,7 @@ def each(
             if str(getattr(config, "device", "")).startswith("cuda"):
                 with contextlib.suppress(Exception):  # measuring will say what is wrong
                     use_device(config.device)  # a new process has not done so yet, and the GPU's state is read next
-            yield attempt(case, variant(config), as_json(config), functools.partial(measure, config))
+            yield attempt(case, variant(config), row_config(config), functools.partial(measure, config))
             free_memory()
 
     return rows
@@ -66,7 +66,7 @@ def measured(case: str, variant: str, asked: dict[str, Any], ran: dict[str, Any]
 
     It is also error if a metric is not finite, because no table or ratio could show that.
     """
-    ran = as_json(ran)
+    ran = row_config(ran)
     for name, value in asked.items():
         if ran.get(name, value) != value:
             message = f"{name} {value!r} was asked for and {ran[name]!r} ran"

@@ -21,7 +21,7 @@ from ..parallel import comm
 from ..training.launch import one_of_several, run_processes, use_device_of_rank
 from .case import Row, append_row, read_rows
 from .outcome import current_gpu_state, failed, with_gpu_states
-from .sweep import as_json, is_of, is_of_fewer_rounds
+from .sweep import is_of, is_of_fewer_rounds, row_config
 from .worker import SCRATCH
 
 OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]
@@ -58,7 +58,7 @@ def launched(module: str) -> Callable[[Sequence[Any]], Iterator[Row]]:
                     culprit = asked[int(at_work.read_text())] if at_work.exists() else left[0]
                     culprit = culprit if culprit in left else left[0]
                     left.remove(culprit)
-                    yield failed(case.name, case.variant(culprit), as_json(culprit), error)
+                    yield failed(case.name, case.variant(culprit), row_config(culprit), error)
 
     return measure
 

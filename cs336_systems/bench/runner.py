@@ -9,7 +9,7 @@ from typing import Any
 from ..hardware import gpu_name, select_device
 from .case import Row, append_row, read_rows
 from .outcome import failed
-from .sweep import Case, as_json, describe_among, groups, is_of, is_of_fewer_rounds
+from .sweep import Case, describe_among, groups, is_of, is_of_fewer_rounds, row_config
 from .worker import Worker, WorkerEndedError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def run_case(
                 if len(missing) > 1:  # one of them ended it: measure each by itself
                     waiting[:0] = [[config] for config in missing]
                 elif missing:
-                    row = failed(case.name, case.variant(missing[0]), as_json(missing[0]), error)
+                    row = failed(case.name, case.variant(missing[0]), row_config(missing[0]), error)
                     append_row(path, row)
                     yield row
             workplace.tidy()

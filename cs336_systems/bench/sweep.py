@@ -164,7 +164,7 @@ def is_of(row: Row, config: Any) -> bool:
 
     A field that did not exist yet when the row was measured counts as its default.
     """
-    asked = as_json(config)
+    asked = row_config(config)
     return all(
         row.config.get(field.name, field.default) == asked[field.name]
         for field in dataclasses.fields(config)
@@ -180,15 +180,15 @@ def is_of_fewer_rounds(row: Row, config: Any) -> bool:
     return is_of(dataclasses.replace(row, config={**row.config, "rounds": asked}), config)
 
 
-def as_json(config: Any) -> dict[str, Any]:
-    """A configuration, or its fields, in the form that a row has after it is read."""
+def row_config(config: Any) -> dict[str, Any]:
+    """A configuration, or its fields, as a row that was read has them: a dict, with lists for tuples."""
     fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def differing(configs: Sequence[Any]) -> list[str]:
     """The fields in which the configurations differ."""
-    everyone = [as_json(config) for config in configs]
+    everyone = [row_config(config) for config in configs]
     return [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
 
 
@@ -197,6 +197,6 @@ def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Calla
     told = [name for name in differing(configs) if name not in without]
 
     def describe(config: Any) -> str:
-        return ", ".join(f"{name} {value}" for name, value in as_json(config).items() if name in told)
+        return ", ".join(f"{name} {value}" for name, value in row_config(config).items() if name in told)
 
     return describe

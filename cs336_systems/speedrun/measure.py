@@ -9,7 +9,7 @@ import torch
 from ..bench.case import Row
 from ..bench.outcome import measured
 from ..bench.ranks import launched
-from ..bench.sweep import Case, as_json
+from ..bench.sweep import Case, row_config
 from ..bench.turns import measure_in_turns
 from ..config import RunConfig
 from .choice import Timing, Trial, TrialFailed
@@ -41,7 +41,7 @@ def measure_on_rank(
 ) -> Iterator[Row]:
     """Time each run together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work):
-        yield measured("speedrun", config.name, as_json(config), {}, metrics)
+        yield measured("speedrun", config.name, row_config(config), {}, metrics)
 
 
 CASE = Case(

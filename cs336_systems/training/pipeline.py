@@ -68,7 +68,7 @@ def _train(config: RunConfig, device: torch.device) -> RunResult:
     with contextlib.ExitStack() as stack:
         on_first_rank(lambda: _take_run_dir(config, run_dir, stack))
         resumed = on_first_rank(lambda: _find_resume(config, run_dir))
-        first_weights = _on_this_first_rank(lambda: _first_weights(config, resumed))
+        first_weights = _kept_on_first_rank(lambda: _first_weights(config, resumed))
         data = _prepare(config)
         if data.tokenizer is not None:
             _check_prompt(data.tokenizer, config.sample, config.model.shape.context_length)
@@ -130,8 +130,8 @@ def _prepare(config: RunConfig) -> PreparedData:
     return made[0]
 
 
-def _on_this_first_rank(function: Callable[[], T]) -> T | None:
-    """What the function returns on rank 0, which may be too large to send; None on the others, which wait."""
+def _kept_on_first_rank(function: Callable[[], T]) -> T | None:
+    """What the function returns on rank 0, where it stays, since it may be large; None on the others, which wait."""
     results: list[T] = []
     on_first_rank(lambda: results.append(function()))
     return results[0] if results else None

@@ -228,14 +228,15 @@ class Run:
         measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss covers
         loss_curve = self.run_dir / LOSS_CURVE
 
-        def draw() -> tuple[float, float, float]:
+        def compare_with_baselines() -> tuple[float, float, float]:
+            """Entropies of what was validated on and the loss of a bigram model; draws them beside the run's losses."""
             unigram, bigram = unigram_bigram_entropy(measured)
             bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
             baselines = {"unigram entropy": unigram, "bigram model": bigram_loss, "bigram entropy": bigram}
             plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
             return unigram, bigram, bigram_loss
 
-        unigram, bigram, bigram_loss = on_first_rank(draw, "drawing of the losses")
+        unigram, bigram, bigram_loss = on_first_rank(compare_with_baselines, "drawing of the losses")
         timed = self.rows[5:]
         step_ms = summarise([row["step_ms"] for row in timed])
         tokens = train.batch_size * shape.context_length

@@ -15,7 +15,7 @@ from cs336_systems.bench import ranks, runner, turns
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.bench.cases import ddp, get_case
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
-from cs336_systems.bench.sweep import as_json, configurations, is_of, is_of_fewer_rounds
+from cs336_systems.bench.sweep import configurations, is_of, is_of_fewer_rounds, row_config
 from cs336_systems.bench.turns import slowest
 from cs336_systems.cli import main
 from cs336_systems.report.streams import plot_streams, streams_table
@@ -67,7 +67,7 @@ def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None
 
 
 def test_the_times_of_communication_have_a_table_where_rows_have_them() -> None:
-    config = as_json(quick(ALONE)[0])
+    config = row_config(quick(ALONE)[0])
 
     def row(variant: str, **metrics: float) -> Row:
         return Row(case="ddp", variant=variant, config=config,
@@ -95,7 +95,9 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
             (folder / "at_work").write_text(str(number))
             if config.variant == "overlap":
                 raise RuntimeError("rank 1: CUDA out of memory. Tried to allocate 2.00 GiB")
-            append_row(folder / "rows.jsonl", Row(case="ddp", variant=config.variant, config=as_json(config), env={}))
+            append_row(
+                folder / "rows.jsonl", Row(case="ddp", variant=config.variant, config=row_config(config), env={})
+            )
 
     monkeypatch.setattr(ranks, "run_processes", launch)
     rows = list(measure(quick(ALONE, "overlap", "flat")))
@@ -166,14 +168,14 @@ def test_variants_built_once_take_turns_held_together(monkeypatch: pytest.Monkey
 
 def test_a_row_of_before_there_was_a_field_is_of_its_default() -> None:
     (config,) = quick("naive")
-    row = Row(case="ddp", variant="naive", config=as_json(config))
+    row = Row(case="ddp", variant="naive", config=row_config(config))
     del row.config["built_once"]
     assert is_of(row, config)
     assert not is_of(row, replace(config, built_once=True))
 
 
 def of_rounds(config: DDPBench, rounds: int, status: Any = "ok") -> Row:
-    return Row(case="ddp", variant=config.variant, config=as_json(config) | {"rounds": rounds}, status=status)
+    return Row(case="ddp", variant=config.variant, config=row_config(config) | {"rounds": rounds}, status=status)
 
 
 class Measuring:
@@ -254,7 +256,7 @@ def test_ranks_that_fail_when_all_is_measured_cost_no_row(monkeypatch: pytest.Mo
     def launch(program: list[str], devices: int, folder: Path) -> None:
         (fields,) = json.loads((folder / "configs.json").read_text())
         (folder / "at_work").write_text("0")
-        config = as_json(DDPBench(**fields))
+        config = row_config(DDPBench(**fields))
         append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, env={}))
         raise RuntimeError("rank 1 was ended by SIGSEGV")
 
@@ -269,7 +271,7 @@ def test_the_command_writes_where_it_is_told(
     def launch(program: list[str], devices: int, folder: Path) -> None:
         (fields,) = json.loads((folder / "configs.json").read_text())
         metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}
-        config = as_json(DDPBench(**fields))
+        config = row_config(DDPBench(**fields))
         append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, metrics=metrics))
 
     monkeypatch.setattr(ranks, "run_processes", launch)
@@ -351,7 +353,7 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     def row(variant: str, p50: float, gib: int) -> Row:
-        config = as_json(quick(ALONE)[0]) | {"device": "cuda"}
+        config = row_config(quick(ALONE)[0]) | {"device": "cuda"}
         metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": gib << 30}
         return Row(case="ddp", variant=variant, config=config, metrics=metrics, env={"gpu": "NVIDIA H200"})
 
@@ -373,7 +375,7 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
 def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_run_out_of_memory() -> None:
     def row(variant: str, p50: float, gpu: str = "A", status: Any = "ok", **fields: Any) -> Row:
         metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": 1 << 30} if status == "ok" else {}
-        config = {**as_json(quick(ALONE)[0]), "device": "cuda", **fields}
+        config = {**row_config(quick(ALONE)[0]), "device": "cuda", **fields}
         return Row(case="ddp", variant=variant, config=config, metrics=metrics, status=status, env={"gpu": gpu})
 
     rows = [row("alone", 100), row("naive", 150), row("alone", 10, size="xl"), row("naive", 30, gpu="B"),

@@ -13,7 +13,7 @@ from cs336_basics.model import TransformerLM
 from cs336_systems.accounting import num_parameters
 from cs336_systems.bench.case import Row
 from cs336_systems.bench.cases.leaderboard_2026 import CASE, Leaderboard2026Bench
-from cs336_systems.bench.sweep import as_json, configurations
+from cs336_systems.bench.sweep import configurations, row_config
 from cs336_systems.config import ParallelConfig
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.views import rows_table
@@ -54,7 +54,7 @@ def plain_loss(config: Leaderboard2026Bench) -> float:
 
 def check_row(config: Leaderboard2026Bench, row: Row, rel: float) -> None:
     assert (row.status, row.error) == ("ok", None)
-    assert {name: row.config[name] for name in as_json(config)} == as_json(config)
+    assert {name: row.config[name] for name in row_config(config)} == row_config(config)
     assert (row.config["num_layers"], row.config["checkpointed_blocks"]) == (2, 1)
     assert row.metrics["first_loss"] == pytest.approx(plain_loss(config), rel=rel)
     assert len(row.metrics["steps_ms"]) == config.steps
@@ -94,7 +94,7 @@ def test_a_row_says_what_was_built(tmp_path: Any) -> None:
     config = quick(devices=1, batch_size=3, activation_checkpointing="block")
     with tiny_trainer(config.run_config(), random_tokens(1000)) as trainer:
         found = config.read_back(trainer)
-        asked = as_json(config)
+        asked = row_config(config)
         assert {name: value for name, value in found.items() if name in asked} == {
             name: value for name, value in asked.items() if name in found
         }

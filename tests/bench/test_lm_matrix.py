@@ -14,7 +14,7 @@ from cs336_basics.data import write_tokens
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases import lm_matrix as case
 from cs336_systems.bench.cases.lm_matrix import CASE, LMMatrixBench
-from cs336_systems.bench.sweep import as_json, configurations, groups
+from cs336_systems.bench.sweep import configurations, groups, row_config
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
 from cs336_systems.training.pipeline import _train, train
@@ -210,7 +210,7 @@ def test_equal_losses_are_said_to_be(files: Any, losses: dict[str, Any]) -> None
 
     rows: list[Row] = list(CASE.measure(quick(files)))
     assert "are equal to within 0.0e+00 nats a token" in report(rows, rows)
-    assert as_json(quick(files)[0]).items() <= rows[0].config.items()
+    assert row_config(quick(files)[0]).items() <= rows[0].config.items()
 
 
 UNFIT = {

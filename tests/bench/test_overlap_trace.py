@@ -10,7 +10,7 @@ import pytest
 
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases.overlap_trace import CASE, OverlapTrace
-from cs336_systems.bench.sweep import as_json, configurations
+from cs336_systems.bench.sweep import configurations, row_config
 from cs336_systems.cli import main
 from cs336_systems.report.overlap import draw_streams, nsys_command, streams_file, write_page
 from tests.profiling.test_page import browse, needs_browser
@@ -87,7 +87,7 @@ def test_the_quick_command_draws_two_strategies(tmp_path: Path, capsys: pytest.C
 
 def test_the_command_for_nsight_asks_for_the_same_step(tmp_path: Path) -> None:
     (config,) = configurations(CASE, {"variant": ("overlap+bf16",), "compile": (True,), "device": ("cpu",)})
-    row = Row(case="overlap-trace", variant="v", config=as_json(config), metrics={"streams": "a/xl-overlap.json"})
+    row = Row(case="overlap-trace", variant="v", config=row_config(config), metrics={"streams": "a/xl-overlap.json"})
     command = shlex.split(nsys_command(row))
     assert command[:2] == ["nsys", "profile"]
     assert "--capture-range=cudaProfilerApi" in command

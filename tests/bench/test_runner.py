@@ -25,7 +25,7 @@ from cs336_systems.bench.cases import flash
 from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
-from cs336_systems.bench.sweep import Case, as_json, configurations, describe_among, groups, is_of, value_type
+from cs336_systems.bench.sweep import Case, configurations, describe_among, groups, is_of, row_config, value_type
 from cs336_systems.bench_command import _disturbed, _parser
 from cs336_systems.cli import main
 from cs336_systems.console import by_command
@@ -184,7 +184,7 @@ def test_configurations_are_grouped_by_all_but_the_fields_that_take_turns() -> N
 
 def test_a_row_is_of_a_configuration_that_it_has_more_to_say_of() -> None:
     config = Accident(kind="none", number=3)
-    asked = as_json(config)
+    asked = row_config(config)
     row = Row(case="accidents", variant="none", config={**asked, "more": 1})
     assert is_of(row, config)
     assert not is_of(row, Accident(kind="none", number=4))
@@ -244,7 +244,7 @@ def test_a_gpu_is_begun_before_its_state_is_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(outcome, "current_gpu_state", lambda: events.append("state") or {})
     configs = [SimpleNamespace(device=device) for device in ("cuda:1", "cpu")]
     measure = outcome.each("case", lambda config: "v", lambda config: events.append("measured") or ({}, {}))
-    monkeypatch.setattr(outcome, "as_json", lambda config: {})
+    monkeypatch.setattr(outcome, "row_config", lambda config: {})
     assert [row.status for row in measure(configs)] == ["ok", "ok"]
     assert events == ["cuda:1", "state", "measured", "state", "state", "measured", "state"]
 
@@ -284,7 +284,7 @@ def test_resume_takes_rows_of_folders_below_and_of_a_machine_with_more_of_the_sa
 
 def test_where_the_files_of_a_row_are_makes_it_no_other_configuration() -> None:
     here, there = (OverlapTrace(device="cpu", traces=folder) for folder in ("a", "b"))
-    row = Row(case="overlap-trace", variant="v", config=as_json(here), env={})
+    row = Row(case="overlap-trace", variant="v", config=row_config(here), env={})
     assert is_of(row, there)
     assert not is_of(row, replace(there, variant="flat"))
 

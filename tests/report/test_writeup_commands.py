@@ -11,7 +11,7 @@ import pytest
 from cs336_systems import bench_command
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.bench.cases import get_case
-from cs336_systems.bench.sweep import as_json, configurations
+from cs336_systems.bench.sweep import configurations, row_config
 from cs336_systems.report.writeup.commands import command_for, measured_by, not_measured, settings_in_short
 from cs336_systems.report.writeup.problem import Exhibit, RowFile
 from cs336_systems.report.writeup.render import markdown_parser
@@ -33,7 +33,7 @@ def told(*files: Sequence[Row], is_first: bool = True) -> str:
 def of_model(**given: Sequence[Any]) -> list[Row]:
     """Rows of all products of some values, as the case makes them."""
     made = configurations(get_case("model"), {"device": ("cpu",), **{k: tuple(v) for k, v in given.items()}})
-    return [row(**as_json(config)) for config in made]
+    return [row(**row_config(config)) for config in made]
 
 
 def options_of(command: str) -> dict[str, list[Any]]:

@@ -23,7 +23,7 @@ from ...training.loop import Trainer
 from ..case import Row, read_rows
 from ..outcome import measured
 from ..ranks import launched
-from ..sweep import Case, as_json, swept
+from ..sweep import Case, row_config, swept
 from ..turns import measure_in_turns
 from .ddp import ALONE, DDPBench, name_of, what_ran
 
@@ -111,7 +111,7 @@ def measure_on_rank(
         assert isinstance(config, BucketBench)
         recorded = config.run_config().train.cuda_graph
         ran = what_ran(config) | {"bucket_size_mb": config.bucket_size_mb, "cuda_graph": recorded}
-        yield measured("bucket-size", name_of(config), as_json(config), ran, metrics | config.predicted())
+        yield measured("bucket-size", name_of(config), row_config(config), ran, metrics | config.predicted())
 
 
 def _count_buckets(config: BucketBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:

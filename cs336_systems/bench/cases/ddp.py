@@ -23,7 +23,7 @@ from ..case import Row
 from ..outcome import measured
 from ..ranks import launched
 from ..streams import record_step, totals
-from ..sweep import Case, as_json, swept
+from ..sweep import Case, row_config, swept
 from ..turns import measure_in_turns
 from ..workload import Workload
 
@@ -164,7 +164,7 @@ def measure_on_rank(
 ) -> Iterator[Row]:
     """Measure all variants in turns, together with the other ranks; the rows are the same on all ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _trace):
-        yield measured("ddp", name_of(config), as_json(config), what_ran(config), metrics)
+        yield measured("ddp", name_of(config), row_config(config), what_ran(config), metrics)
 
 
 def what_ran(config: DDPBench) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ...training.loop import Trainer
 from ..case import Row
 from ..outcome import measured
 from ..ranks import launched
-from ..sweep import Case, as_json, swept
+from ..sweep import Case, row_config, swept
 from ..turns import measure_in_turns
 from ..workload import Workload, is_compiled, wrapped
 
@@ -147,7 +147,7 @@ def measure_on_rank(
     for config, metrics in measure_in_turns(configs, device, at_work, _read_back):
         ran = {**metrics.pop("ran"), "run": config.run_config().to_dict()}
         metrics |= config.derive(metrics)
-        yield measured("leaderboard-2026", variant(config), as_json(config), ran, metrics)
+        yield measured("leaderboard-2026", variant(config), row_config(config), ran, metrics)
 
 
 def _read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) -> dict[str, Any]:

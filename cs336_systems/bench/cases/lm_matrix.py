@@ -33,7 +33,7 @@ from ...training.metrics import METRICS_FILE, read_metrics
 from ...training.prepare import prepare_data
 from ..case import Row
 from ..outcome import attempt
-from ..sweep import Case, as_json, swept
+from ..sweep import Case, row_config, swept
 from ..worker import SCRATCH
 from ..workload import QUICK_SIZE, model_of
 
@@ -188,7 +188,7 @@ def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
             ordered.insert(0, dataclasses.replace(ordered[0], strategy=ALONE))
         for config in ordered:
             train = functools.partial(train_once, config, Path(folder))
-            row = attempt(CASE.name, variant(config), as_json(config), train)
+            row = attempt(CASE.name, variant(config), row_config(config), train)
             if row.status == "ok":
                 reference = reference or row
                 row = compared(row, reference, config.tolerance)

@@ -18,7 +18,7 @@ from ..case import Row
 from ..outcome import measured
 from ..ranks import launched
 from ..streams import record_step, totals
-from ..sweep import Case, as_json, swept
+from ..sweep import Case, row_config, swept
 from ..turns import measure_in_turns
 from .ddp import DDPBench, name_of, what_ran
 
@@ -53,7 +53,7 @@ def measure_on_rank(
     """Measure each variant and trace one of its steps, together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _trace):
         if config.rounds == configs[0].rounds:  # before its last round it has no trace
-            yield measured("overlap-trace", name_of(config), as_json(config), what_ran(config), metrics)
+            yield measured("overlap-trace", name_of(config), row_config(config), what_ran(config), metrics)
 
 
 def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, Any]:
