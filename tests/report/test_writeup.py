@@ -304,9 +304,9 @@ def test_why_a_step_that_hides_transfers_is_longer_is_said_where_rows_show_the_h
 
     said = say(evidence(*profiled())) or ""
     assert said.startswith(
-        "It leaves less of its communication exposed all the same (20 ms instead of 40 ms), so it is"
+        "It leaves less of its communication exposed all the same (20 ms instead of 40 ms): the host, to which"
     )
-    assert "the host sets the pace" in said
+    assert "sets the pace of an eager step" in said
     assert say(evidence(*profiled(overlap=220.0))) is None
     assert say(evidence(*profiled(hidden=0.0))) is None
     assert say(evidence(*of_ddp(naive=230.0, overlap=280.0))) is None
