@@ -83,7 +83,11 @@ def export_hf(
         weight = state_dict[ours].detach().cpu()
         weights[theirs] = _to_halves(weight, shape.num_heads) if ours.endswith(_TURNED) else weight.contiguous()
     beside = folder / "model.safetensors.tmp"
-    safetensors.torch.save_file(weights, beside, metadata={"format": "pt"})
+    try:
+        safetensors.torch.save_file(weights, beside, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # a full disk, for example
+        beside.unlink(missing_ok=True)
+        raise OSError(f"{folder / 'model.safetensors'} could not be written: {error}") from error
     os.replace(beside, folder / "model.safetensors")
 
     end = None if tokenizer is None else tokenizer.end_of_text_id

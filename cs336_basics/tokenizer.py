@@ -163,8 +163,12 @@ class Tokenizer:
         """Write tokenizer.json atomically: a reader never sees a partial file."""
         beside = Path(f"{path}.tmp")
         beside.parent.mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(beside))
-        os.replace(beside, path)
+        try:
+            beside.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+            os.replace(beside, path)
+        except OSError as error:  # which may not say which file
+            beside.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     @property
     def vocab_size(self) -> int:

@@ -4,6 +4,7 @@ import difflib
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_origin
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -158,3 +159,9 @@ def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
     part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
     shown = value[1].strip() or "''"
     return f"{name} {'holds' if part else 'is'} {shown}: it must be {describe_type(hints[name])}"
+
+
+def check_png(name: str, path: str) -> None:
+    """Raise ValueError if a picture is to be written into a file of another kind, which it would replace."""
+    if Path(path).suffix.lower() not in ("", ".png"):
+        raise ValueError(f"{name} is {path!r}: it must be a PNG file (.png)")

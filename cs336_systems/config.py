@@ -111,8 +111,10 @@ class OptimizerConfig:
         require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
-        if self.min_lr is None:
-            object.__setattr__(self, "min_lr", self.lr / 10)
+        min_lr = self.lr / 10 if self.min_lr is None else self.min_lr
+        object.__setattr__(self, "min_lr", min_lr)
+        accepted = f"at most optimizer.lr, {self.lr:g} (a run's config.json holds the one that it ran with)"
+        require(min_lr <= self.lr, "optimizer.min_lr", min_lr, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)

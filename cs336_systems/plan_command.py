@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from .arguments import make_parser, parse
+from .arguments import check_png, make_parser, parse
 from .config import ParallelConfig
 from .fields import require
 from .model_config import MODEL_SIZES, SHAPE_FIELDS, SIZE_FIELDS, ModelConfig
@@ -216,6 +216,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
         except ValueError as error:
             raise ValueError(f"measured is {options.measured!r}: {error}") from error
     if options.plot:
+        check_png("plot", options.plot)
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
     beta = bandwidth * 2 * (world_size - 1) / world_size
     ring = collective_section(nbytes, world_size, replace(CARDS["H200"], latency_s=overhead_s, link=beta))

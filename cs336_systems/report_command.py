@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .arguments import make_parser, parse
+from .arguments import check_png, make_parser, parse
 from .fields import folder_to_write
 
 _OPTIONS = {
@@ -95,8 +95,7 @@ def make_report(arguments: Sequence[str]) -> str:
         return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table
     text = (streams_table if options.what == "streams" else runs_table)(paths)
     if options.plot is not None:
-        if Path(options.plot).suffix.lower() not in ("", ".png"):
-            raise ValueError(f"plot is {options.plot!r}: it must be a PNG file (.png)")
+        check_png("plot", options.plot)
         try:
             (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
         except OSError as error:

@@ -31,8 +31,8 @@ NOT_DONE = "was not done after"
 """The launcher recognizes a message of the watchdog by these words."""
 
 
-TIMED_OUT = "Timed out"
-"""In gloo's message about a transfer for which another rank is late."""
+TIMED_OUT = ("Timed out", "Application timeout")
+"""In gloo's messages about a transfer for which another rank is late, one of these."""
 
 
 TELL_ALL = ("ValueError", "FileNotFoundError", "NonFiniteError", "CheckpointError", "CollectiveError")

@@ -163,7 +163,8 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
         return failure.CollectiveError("; ".join(ended))
     report = reports[0]["message"]
-    waited = failure.NOT_DONE in report or failure.TIMED_OUT in report  # so the others were there, and hung
+    # If a rank has waited, the others were there, and hung.
+    waited = any(words in report for words in (failure.NOT_DONE, *failure.TIMED_OUT))
     by_launcher = waited or {*by_signal.values()} <= {"SIGTERM"}
     told = [report, *ended] if by_launcher else [*ended, report]
     return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join(told))

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -63,6 +64,19 @@ def test_transformers_tokenizes_the_same(tmp_path: Path, tokenizer: Tokenizer) -
     assert theirs(text)["input_ids"] == tokenizer.encode(text)
     assert theirs.decode(tokenizer.encode(text)) == text
     assert theirs.eos_token_id == tokenizer.end_of_text_id
+
+
+def test_an_export_that_cannot_be_written_names_the_file_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(weights: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"")
+        raise safetensors.SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"model\.safetensors could not be written: No space left on device"):
+        export_hf(build().state_dict(), SHAPE, None, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_export_and_import_are_inverse_to_the_bit(tmp_path: Path, tokenizer: Tokenizer) -> None:

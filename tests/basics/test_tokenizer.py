@@ -1,6 +1,7 @@
 """The tokenizer: exact round trips, streams that encode as the whole, and an independent GPT-2 byte-level BPE."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -429,6 +430,22 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trained().save(path)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    trained(MIN_VOCAB_SIZE).save(path)
+    before = path.read_bytes()
+
+    def full(self, text, encoding):
+        self.write_bytes(b"{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*tokenizer\.json'"):
+        trained().save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"]
     assert path.read_bytes() == before
 
 

@@ -221,6 +221,7 @@ def test_check_reads_all_row_files_below_a_folder(capsys: pytest.CaptureFixture[
         (("step", "--card", "T4"), "precision is 'bf16': it must be fp32 or fp16, which a T4 has"),
         (("step", "--world_size", "0"), "world_size is 0: it must be at least 1"),
         (("ddp-overhead", "--world_size", "1"), "world_size is 1: it must be at least 2"),
+        (("ddp-overhead", "--plot", "notes.txt"), "plot is 'notes.txt': it must be a PNG file (.png)"),
         (
             ("ddp-overhead", "--size", "2.7B", "--measured", str(RESULTS / "first/ddp.jsonl")),
             f"measured is '{RESULTS / 'first/ddp.jsonl'}': it has 21 rows of ddp of 7.993 GB on 2 GPUs: it must have",

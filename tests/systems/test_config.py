@@ -299,6 +299,8 @@ def test_the_warm_up_is_a_tenth_of_the_steps_but_at_most_100_unless_given() -> N
 def test_min_lr_is_a_tenth_of_lr_unless_given() -> None:
     assert OptimizerConfig(lr=0.5).min_lr == 0.05
     assert OptimizerConfig(lr=0.5, min_lr=0.0).min_lr == 0.0
+    with pytest.raises(ValueError, match=r"optimizer\.min_lr is 0\.0001: it must be at most optimizer\.lr, 1e-05 "):
+        OptimizerConfig(lr=1e-5, min_lr=1e-4)
 
 
 # Frozen, and through JSON

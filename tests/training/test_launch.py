@@ -226,6 +226,7 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
     [
         ("rank 0: x was not done after 4 s", "rank 0: x was not done after 4 s; rank 1 was ended by SIGKILL"),
         ("rank 0: x failed: Timed out after 5 s", "rank 0: x failed: Timed out after 5 s; rank 1 was ended by SIGKILL"),
+        ("rank 0: x: Application timeout", "rank 0: x: Application timeout; rank 1 was ended by SIGKILL"),
         ("rank 0: x failed", "rank 1 was ended by SIGKILL; rank 0: x failed"),
     ],
 )
