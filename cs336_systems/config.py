@@ -6,23 +6,11 @@ This module imports nothing heavy, so that `cs336 --help` is fast.
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from .fields import check_types, require, require_at_least
+from .fields import check_types, checkpointed_blocks, require, require_at_least
 from .model_config import ModelConfig
-
-
-def checkpointed_blocks(policy: str, group: str) -> tuple[str, int] | None:
-    """What a policy means: none is None, block is ("every", 1), first_K is ("first", K), as are every_K and groups_K.
-
-    Raises ValueError naming the group's activation_checkpointing for any other.
-    """
-    found = re.fullmatch(r"(first|every|groups)_([1-9]\d{0,8})", "every_1" if policy == "block" else policy)
-    accepted = "none, block, first_K, every_K or groups_K with a number K"
-    require(policy == "none" or found is not None, f"{group}activation_checkpointing", policy, accepted)
-    return (found[1], int(found[2])) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)

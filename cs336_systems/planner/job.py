@@ -6,8 +6,7 @@ from typing import Literal
 from cs336_basics.shape import ModelShape
 
 from ..accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
-from ..config import checkpointed_blocks
-from ..fields import check_types, require, require_at_least
+from ..fields import check_types, checkpointed_blocks, require, require_at_least
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")

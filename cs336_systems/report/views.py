@@ -304,6 +304,12 @@ def _complaint(row: Row) -> str | None:
     return None
 
 
+def columns_of(case: str, *names: str) -> list[Column]:
+    """Columns of a case's view, by name."""
+    by_name = {column.name: column for column in VIEWS[case].columns}
+    return [by_name[name] for name in names]
+
+
 def _view(case: str, swept: Sequence[str]) -> View | None:
     """A case's view, with more fields that tell rows apart."""
     view = VIEWS.get(case)

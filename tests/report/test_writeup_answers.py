@@ -17,9 +17,9 @@ from cs336_systems.planner.memory import part_bytes
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.report.writeup import (
     additions,
-    attention,
     build,
     claims,
+    flash,
     memory,
     precision,
     profiling,
@@ -372,7 +372,7 @@ def test_where_our_kernel_is_slower_than_plain_attention_is_said() -> None:
         return [row("flash", kernel, {"forward_ms": {"p50": time}}, kernel=kernel, length=length, head_size=64,
                     dtype=dtype) for kernel, time in (("naive", 10.0), ("flash_triton", ours))]  # fmt: skip
 
-    say = attention.against_naive("forward", "forward")
+    say = flash.against_naive("forward", "forward")
     slower = say(evidence(*pair(1024, 20.0), *pair(2048, 12.5), *pair(4096, 5.0), *pair(4096, 5.0, "bf16"))) or ""
     assert slower.endswith(
         "Over all lengths it is slower in 2 of 3 settings in fp32, of 1,024 to 2,048 tokens, at worst 0.50 times as "

@@ -8,7 +8,7 @@ from typing import Any
 from cs336_systems.bench.case import Row, read_rows
 from cs336_systems.report.memory_parts import memory_parts_in_short
 from cs336_systems.report.view import Column
-from cs336_systems.report.writeup import attention, build
+from cs336_systems.report.writeup import attention, build, flash
 from cs336_systems.report.writeup.problem import RowFile
 from cs336_systems.report.writeup.problems import PROBLEMS
 from cs336_systems.report.writeup.render import html_page
@@ -98,9 +98,9 @@ def test_attention_tables_have_a_line_a_setting_and_no_column_that_compares_a_ro
     eager = attention.eager_alone([each for each in rows if not each.config["compile"]])
     both = attention.eager_beside_compiled(rows)
     compiled = {(each.config["head_size"], each.config["length"]) for each in rows if each.config["compile"]}
-    flash = read_rows(RESULTS / "flash.jsonl")
-    beside = attention.beside_naive(flash)
-    measured = {(each.config["dtype"], each.config["head_size"], each.config["length"]) for each in flash}
+    kernels = read_rows(RESULTS / "flash.jsonl")
+    beside = flash.beside_naive(kernels)
+    measured = {(each.config["dtype"], each.config["head_size"], each.config["length"]) for each in kernels}
     for text, lines in ((eager, len(settings)), (both, len(compiled)), (beside, len(measured))):
         assert len(re.findall(r"^\| (?!-|head|dtype)", text, re.M)) == lines
     assert "x eager" not in eager

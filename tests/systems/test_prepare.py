@@ -32,7 +32,9 @@ from cs336_basics.stories import stories
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, sample_evenly
 from cs336_systems.config import DataConfig, ModelConfig, RunConfig
 from cs336_systems.training import prepare
-from cs336_systems.training.prepare import fetch_tinystories, find_split, find_texts, prepare_data
+from cs336_systems.training import texts as sources
+from cs336_systems.training.prepare import find_texts, prepare_data
+from cs336_systems.training.texts import fetch_tinystories, find_split
 
 TEXT = "".join(stories(0, 10_000))
 VALID_TEXT = "".join(stories(1, 10_000))
@@ -626,7 +628,7 @@ def test_skip_data_refuses_tokens_that_another_tokenizer_made(folder: Path) -> N
 # TinyStories, from a server that answers as huggingface.co does
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
-TRAIN_FILE, VALID_FILE = prepare.TINYSTORIES_SHA256
+TRAIN_FILE, VALID_FILE = sources.TINYSTORIES_SHA256
 SERVED = {TRAIN_FILE: (TEXT * 20).encode(), VALID_FILE: VALID_TEXT.encode()}
 
 
@@ -720,9 +722,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)  # less than the files that are served
-    monkeypatch.setattr(prepare, "TINYSTORIES_REVISION", REVISION)
+    monkeypatch.setattr(sources, "TINYSTORIES_REVISION", REVISION)
     hashes = {name: hashlib.sha256(body).hexdigest() for name, body in SERVED.items()}
-    monkeypatch.setattr(prepare, "TINYSTORIES_SHA256", hashes)
+    monkeypatch.setattr(sources, "TINYSTORIES_SHA256", hashes)
 
 
 @pytest.fixture
@@ -786,13 +788,13 @@ FETCH = """
 import logging, sys
 from pathlib import Path
 from huggingface_hub import constants
-from cs336_systems.training import prepare
+from cs336_systems.training import texts
 
 name, revision, sha256, folder = sys.argv[1:]
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 constants.DOWNLOAD_CHUNK_SIZE = 1 << 12
-prepare.TINYSTORIES_REVISION, prepare.TINYSTORIES_SHA256 = revision, {name: sha256}
-prepare.fetch_tinystories(name, Path(folder))
+texts.TINYSTORIES_REVISION, texts.TINYSTORIES_SHA256 = revision, {name: sha256}
+texts.fetch_tinystories(name, Path(folder))
 """
 
 

@@ -33,6 +33,7 @@ from .memory import RESIDUALS_COMMAND
 from .problem import Exhibit, Problem, says, without_details
 from .several_gpus import ddp_exhibit, draw_parts_into, trace_exhibit
 from .steps import HOWS, difference, peak_bytes, steps, told_pair
+from .strategies import equal_weights
 from .timing import CONTEXT
 
 CHECKPOINTING, FULLY_SHARDED = "Activation checkpointing", "Fully sharded data parallelism"
@@ -308,14 +309,6 @@ def _fsdp_step(e: Evidence) -> str | None:
 fsdp_step = of_each_size(_fsdp_step)
 
 
-def equal_to_one(e: Evidence) -> str:
-    """What shows that FSDP trains as one process does."""
-    return (
-        "`tests/parallel/test_fsdp.py`: 10 steps of AdamW on 1, 2 and 4 ranks (gloo; NCCL with 2), from different "
-        "weights on each rank, end in weights within 1e-4 of those of one process on the whole batch."
-    )
-
-
 PROBLEMS = (
     Problem(
         name="gradient_checkpointing",
@@ -360,7 +353,7 @@ PROBLEMS = (
             "Weights, gradients and optimizer state divided over the ranks, weights gathered for each layer in time."
         ),
         exhibits=(ddp_exhibit("fsdp", "torch_fsdp", is_of_most_steps=True),),
-        sentences=(says(equal_to_one), says(fsdp_step, "ddp")),
+        sentences=(says(equal_weights("fsdp", "test_fsdp.py")), says(fsdp_step, "ddp")),
         code=("cs336_systems/parallel/fsdp.py", "cs336_systems/parallel/fsdp_units.py", "tests/test_fsdp.py"),
     ),
     Problem(

@@ -1,29 +1,26 @@
-"""Plain attention, torch.compile, FlashAttention-2."""
+"""Plain attention and torch.compile."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...accounting import naive_attention_bytes
 from ...bench.case import Row
 from ...planner.cards import get_card
 from ...planner.working import GIB, Section, Term
-from ..attention import PEERS, with_speedups
+from ..attention import with_speedups
 from ..tables import markdown_table
-from ..view import OUTCOMES, Column, latest, table
-from ..views import VIEWS
-from .claims import Evidence, about, gib, listing, ms, one_setting, p50, percent, span, times
+from ..view import OUTCOMES, latest, table
+from ..views import VIEWS, columns_of
+from .claims import Evidence, about, gib, ms, one_setting, p50, percent, span, times
 from .problem import Exhibit, Problem, says
 from .side_by_side import side_by_side
 from .timing import CONTEXT
 
-PLAIN, FLASH = "Attention in PyTorch", "FlashAttention-2"
-_OURS = "flash_triton"
-_IN_16_BITS = "vectorized_torch"
+PLAIN = "Attention in PyTorch"
 _COMPILED = {"forward_ms", "backward_ms", "step_ms"}
 _MOST = 0.75
 _BATCH, _HEAD_SIZE = 8, 16  # of the handout: its batch, and the smallest head
-_LAUNCHED = 8192  # tokens from which on times of kernels in bf16 are the GPU's and not the host's, which launches them
 _LONG = 4096  # from here on scores are larger than a GPU's cache
 
 
@@ -120,11 +117,11 @@ def compiled_attention(e: Evidence) -> str | None:
         same = {name: row.config[name] for name in ("length", "head_size")}
         eager = e.ok("attention", "peak_memory_bytes", compile=False, **same)
         peaks += [row.metrics["peak_memory_bytes"] / r.metrics["peak_memory_bytes"] for r in eager[-1:]]
-    memory = f" and {span(peaks, percent)} of the peak memory" if peaks else ""
+    memory = f", with {span(peaks, percent)} of the peak memory" if peaks else ""
     return (
         f"(a) From {_LONG:,} tokens on compiled attention is {span(speed['forward'], times)} as fast forward and "
         f"{span(speed['backward'], times)} backward, because what lies between the two products is fused into fewer "
-        f"kernels{memory and f', with{memory[4:]}'}; in {slower} of all {len(rows)} settings its forward pass is "
+        f"kernels{memory}; in {slower} of all {len(rows)} settings its forward pass is "
         "slower than the eager one."
     )
 
@@ -168,129 +165,6 @@ def compiled_model(e: Evidence) -> str | None:
     )
 
 
-def against_naive(way: str, word: str, is_whole: bool = True) -> Callable[[Evidence], str | None]:
-    """The sentence on how fast our kernel's pass is beside that of plain attention, by type, at the longest inputs.
-
-    is_whole: whether it tells where it is slower too.
-    """
-
-    def say(e: Evidence) -> str | None:
-        rows = with_speedups(e.ok("flash", f"{way}_ms"), f"{way}_ms", "speedup", "kernel", "naive")
-        found = []
-        for dtype in dict.fromkeys(row.config["dtype"] for row in rows):
-            own = [
-                r for r in rows if r.config["kernel"] == _OURS and r.config["dtype"] == dtype and "speedup" in r.metrics
-            ]
-            if own:
-                longest = max(row.config["length"] for row in own)
-                ratios = [row.metrics["speedup"] for row in own if row.config["length"] == longest]
-                found.append(f"{span(ratios, times)} as fast in {dtype} ({longest:,} tokens)")
-        if not found:
-            return None
-        text = f"Against plain attention at its longest inputs, `{_OURS}` {word} is {listing(found)}."
-        return f"{text}{_against_16_bits(e, way)}{_where_slower(rows) if is_whole else ''}"
-
-    return say
-
-
-def _against_16_bits(e: Evidence, way: str) -> str:
-    """That plain attention computes in float32 whatever it is given, with the ratio to the one that does not."""
-    rows = with_speedups(e.ok("flash", f"{way}_ms", dtype="bf16"), f"{way}_ms", "speedup", "kernel", _IN_16_BITS)
-    own = [row for row in rows if row.config["kernel"] == _OURS and "speedup" in row.metrics]
-    if not own:
-        return ""
-    longest = max(row.config["length"] for row in own)
-    ratios = [row.metrics["speedup"] for row in own if row.config["length"] == longest]
-    return (
-        f" Plain attention computes in float32 even for bf16 inputs; against `{_IN_16_BITS}`, which does not, it is "
-        f"{span(ratios, times)} as fast ({longest:,} tokens)."
-    )
-
-
-def _where_slower(rows: Sequence[Row]) -> str:
-    """Where our kernel is slower than plain attention, by type, over all lengths; "" where it nowhere is."""
-    ours = [row for row in rows if row.config["kernel"] == _OURS and "speedup" in row.metrics]
-    parts = []
-    for dtype in dict.fromkeys(row.config["dtype"] for row in ours):
-        own = [row for row in ours if row.config["dtype"] == dtype]
-        if slower := [row for row in own if row.metrics["speedup"] < 1]:
-            worst = min(slower, key=lambda row: row.metrics["speedup"])
-            lengths = span((row.config["length"] for row in slower), lambda n: f"{n:,}")
-            parts.append(
-                f"in {len(slower)} of {len(own)} settings in {dtype}, of {lengths} tokens, at worst "
-                f"{times(worst.metrics['speedup'])} as fast ({about(worst, 'head_size', 'length')})"
-            )
-    return f" Over all lengths it is slower {listing(parts)}." if parts else " It is slower at none of the lengths."
-
-
-def backward_variants(e: Evidence) -> str:
-    """Which backward passes there are."""
-    return (
-        "Beside the forward pass in Triton there are two: `compiled_backward`, PyTorch under torch.compile as the "
-        'handout asks for, is taken with `flash_triton(..., backward="compiled")`, and by default it is Triton too.'
-    )
-
-
-def best_and_worst(e: Evidence) -> str | None:
-    """Our kernel beside the best of PyTorch's, by type, over all lengths."""
-    rows = with_speedups(e.ok("flash", "forward_backward_ms"), "forward_backward_ms", "over", "kernel", *PEERS)
-    ours = [row for row in rows if row.config["kernel"] == _OURS and "over" in row.metrics]
-    if not ours:
-        return None
-    parts = []
-    for dtype in dict.fromkeys(row.config["dtype"] for row in ours):
-        own = [row for row in ours if row.config["dtype"] == dtype]
-        peers = {row.config["kernel"] for row in rows if row.config["kernel"] in PEERS and row.config["dtype"] == dtype}
-        among = f" (only `{next(iter(peers))}` takes it)" if len(peers) == 1 else ""
-        long = [row for row in own if row.config["length"] >= _LAUNCHED]
-        part = _ahead(long, f" from {_LAUNCHED:,} tokens on") if 0 < len(long) < len(own) else _ahead(own, "")
-        least = min(row.metrics["over"] for row in own)
-        of_all = sum(row.metrics["over"] > 1 for row in own)
-        rest = f", and in {of_all} of all {len(own)}, at worst {times(least)}" if 0 < len(long) < len(own) else ""
-        parts.append(f"in {dtype}{among} {part}{rest}")
-    return (
-        f"`{_OURS}` is ahead of the fastest of PyTorch's own kernels {'; '.join(parts)}. Shorter inputs largely "
-        "measure how fast the host launches kernels."
-    )
-
-
-def _ahead(rows: Sequence[Row], which: str) -> str:
-    worst = min(rows, key=lambda row: row.metrics["over"])
-    return (
-        f"in {sum(row.metrics['over'] > 1 for row in rows)} of {len(rows)} settings{which}, at worst "
-        f"{times(worst.metrics['over'])} as fast ({about(worst, 'head_size', 'length')})"
-    )
-
-
-def how_timed(e: Evidence) -> str:
-    """By what kernels are timed."""
-    return "Times are medians, taken as `triton.testing.do_bench` does; the kernels of a setting take turns."
-
-
-def out_of_memory(e: Evidence) -> str | None:
-    """Which kernels run out of memory, and from which length on."""
-    failed: dict[str, list[Row]] = {}
-    for row in e.all("flash"):
-        if row.status == "oom":
-            failed.setdefault(row.config["kernel"], []).append(row)
-    if not failed:
-        return "No kernel runs out of memory at any of the lengths."
-    parts = [f"`{kernel}` from {min(r.config['length'] for r in rows):,} tokens on" for kernel, rows in failed.items()]
-    ours = "none" if _OURS not in failed else "some"
-    return f"Out of memory: {listing(parts)}; {ours} of `{_OURS}`, whose memory is linear in the length."
-
-
-def beside_naive(rows: Sequence[Row]) -> str:
-    """The table of our kernel beside plain attention, with the ratios to that and to the best of PyTorch's."""
-    view = VIEWS["flash"]
-    derived = view.derive([row for row in latest(rows, view.keys) if row.config["kernel"] in ("naive", _OURS, *PEERS)])
-    return side_by_side(
-        derived, view.keys, "kernel", {"naive": "naive", _OURS: _OURS},
-        _columns("flash", "forward (ms)", "backward (ms)", "both (ms)"),
-        _columns("flash", "forward (x naive)", "backward (x naive)", "both (x naive)", "both (x best peer)"),
-    )  # fmt: skip
-
-
 def eager_alone(rows: Sequence[Row]) -> str:
     """The table of plain attention that is not compiled, without what compares it with itself."""
     view = VIEWS["attention"]
@@ -306,38 +180,10 @@ def eager_beside_compiled(rows: Sequence[Row]) -> str:
     both = [row for row in derived if (row.config["head_size"], row.config["length"]) in settings]
     return side_by_side(
         both, view.keys, "compile", {False: "eager", True: "compiled"},
-        _columns("attention", "forward (ms)", "backward (ms)", "peak (GiB)"),
-        _columns("attention", "forward (x eager)", "backward (x eager)"),
+        columns_of("attention", "forward (ms)", "backward (ms)", "peak (GiB)"),
+        columns_of("attention", "forward (x eager)", "backward (x eager)"),
     )  # fmt: skip
 
-
-def _columns(case: str, *names: str) -> list[Column]:
-    """Columns of a case's view, by name."""
-    by_name = {column.name: column for column in VIEWS[case].columns}
-    return [by_name[name] for name in names]
-
-
-def leaderboard(e: Evidence) -> str | None:
-    """The handout's number, and how far from it PyTorch's kernels are."""
-    rows = e.ok("leaderboard-2025", "forward_sum_backward_ms")
-    mean = {row.config["kernel"]: row.metrics["forward_sum_backward_ms"]["mean"] for row in rows}
-    if _OURS not in mean:
-        return None
-    peers = {kernel: value for kernel, value in mean.items() if kernel in PEERS}
-    text = f"`{_OURS}` takes {mean[_OURS]:.3f} ms, the mean that the handout's timer prints"
-    if not peers:
-        return f"{text}."
-    best = min(peers, key=lambda kernel: peers[kernel])
-    ratio = mean[_OURS] / peers[best]
-    how = (
-        "as long as" if abs(ratio - 1) < 0.005 else f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} than"
-    )
-    beaten = [f"`{kernel}`" for kernel, value in peers.items() if value > mean[_OURS]]
-    faster = f"; it is faster than {listing(beaten)}" if beaten else ""
-    return f"{text}: {how} the fastest of PyTorch's kernels (`{best}`, {peers[best]:.3f} ms){faster}."
-
-
-_FLASH = "bench flash --kernels naive vectorized_torch flash_torch flash_triton flash_cuda sdpa sdpa_flash sdpa_cudnn"
 
 PROBLEMS = (
     Problem(
@@ -382,57 +228,5 @@ PROBLEMS = (
         ),
         sentences=(says(compiled_attention, "attention"), says(compiled_model, "model")),
         code=("cs336_systems/training/build.py",),
-    ),
-    Problem(
-        name="flash_forward",
-        section=FLASH,
-        places=("1.3.2", "4.2.2"),
-        question="FlashAttention-2's forward pass, tile by tile in PyTorch and as a Triton kernel, with a causal mask.",
-        sentences=(says(against_naive("forward", "forward"), "flash"),),
-        code=(
-            "cs336_systems/kernels/attention/flash_torch.py",
-            "cs336_systems/kernels/attention/flash_triton.py",
-            "cs336_systems/kernels/attention/flash_triton_kernels.py",
-            "cs336_systems/kernels/attention/flash_gluon_kernels.py",
-            "tests/test_attention.py",
-        ),
-    ),
-    Problem(
-        name="flash_backward",
-        section=FLASH,
-        places=("1.3.2", "4.2.2"),
-        question="Its backward pass, which makes the scores again from queries, keys and the saved logsumexp.",
-        sentences=(says(backward_variants), says(against_naive("backward", "backward"), "flash")),
-        code=(
-            "cs336_systems/kernels/attention/function.py",
-            "cs336_systems/kernels/attention/flash_torch.py",
-            "cs336_systems/kernels/attention/flash_triton_kernels.py",
-            "cs336_systems/kernels/attention/flash_gluon_backward_kernels.py",
-            "tests/test_attention.py",
-        ),
-    ),
-    Problem(
-        name="flash_benchmarking",
-        section=FLASH,
-        places=("1.3.2", "4.2.2"),
-        question=(
-            "How fast are forward and backward passes over lengths, head sizes and types, beside PyTorch's attention?"
-        ),
-        exhibits=(Exhibit(case="flash", command=_FLASH, show=beside_naive, plots=("both",)),),
-        sentences=(
-            says(how_timed, "flash"),
-            says(against_naive("forward_backward", "in both passes", is_whole=False), "flash"),
-            says(best_and_worst, "flash"),
-            says(out_of_memory, "flash"),
-        ),
-    ),
-    Problem(
-        name="leaderboard",
-        section=FLASH,
-        places=("1.3.3", ""),
-        question="How long do both passes take with 16 heads, 16,384 tokens and head size 64, causal, in bf16?",
-        exhibits=(Exhibit(case="leaderboard-2025", command="bench leaderboard-2025"),),
-        sentences=(says(leaderboard, "leaderboard-2025"),),
-        code=("cs336_systems/bench/cases/leaderboard_2025.py",),
     ),
 )

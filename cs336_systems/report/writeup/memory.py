@@ -240,27 +240,19 @@ def residual_working() -> list[Section]:
     return activation_sections(job_of(CONTEXT))
 
 
-def _timeline_at(length: int, mode: str) -> Drawing:
-    """Memory over a step of a mode at a length in float32, unless it is that of (a)."""
+def _timeline(mode: str, length: int | None = None) -> Drawing:
+    """Memory over a step of a mode: of the recording that (a) tells of, or of another in float32 at some length."""
 
     def draw(files: Sequence[RowFile], out: Path) -> None:
         e = evidence_of("memory_profiling", {"profile-memory": files})
         told = _told_by_mode(e).get(mode)
-        rows = [row for row in of_2026(e.all("profile-memory")) if row.variant == mode and "timeline" in row.metrics]
-        rows = [row for row in rows if (row.config["context_length"], row.config["precision"]) == (length, "fp32")]
-        if rows and rows[-1] is not told:
-            draw_timeline(rows[-1], out)
-
-    return draw
-
-
-def _timeline(mode: str) -> Drawing:
-    """Memory over a step of a mode: of the recording that (a) tells of."""
-
-    def draw(files: Sequence[RowFile], out: Path) -> None:
-        row = _told_by_mode(evidence_of("memory_profiling", {"profile-memory": files})).get(mode)
-        if row is not None and "timeline" in row.metrics:
-            draw_timeline(row, out)
+        shown = [] if told is None else [told]
+        if length is not None:
+            at = {"mode": mode, "context_length": length, "precision": "fp32"}
+            rows = [row for row in of_2026(e.all("profile-memory")) if at.items() <= row.config.items()]
+            shown = [row for row in rows if row is not told]
+        if shown and "timeline" in shown[-1].metrics:
+            draw_timeline(shown[-1], out)
 
     return draw
 
@@ -285,7 +277,7 @@ PROBLEMS = (
                 pictures=(
                     *((f"memory over a {words(mode)}", _timeline(mode)) for mode in MODES),
                     *(
-                        (f"memory over a {words(mode)}, {length} tokens", _timeline_at(length, mode))
+                        (f"memory over a {words(mode)}, {length} tokens", _timeline(mode, length))
                         for length in LENGTHS
                         for mode in MODES
                     ),

@@ -85,20 +85,13 @@ def peaks_by_length(e: Evidence) -> str:
 
 
 def _of_two_cases(e: Evidence) -> str:
-    """Which peaks are of which case, where both are told, and how far the same setting lies apart."""
-    model, recorded = sorted(_by_case(e), key=lambda peaks: any("peak_bytes" in row.metrics for row in peaks.values()))
-    both = [setting for setting in model if setting in recorded and setting[2] == "fp32"]
-    apart = [
-        other - own
-        for setting in both
-        if (own := _peak_bytes(recorded[setting])) and (other := _peak_bytes(model[setting]))
-    ]
-    if not apart or not any(setting not in recorded for setting in model):
+    """That peaks are of two cases, where some of either are told, and how far the same step's lie apart."""
+    first, last = _by_case(e)
+    both = [(_peak_bytes(first[setting]), _peak_bytes(last[setting])) for setting in first if setting in last]
+    apart = [abs(one - other) for one, other in both if one and other]
+    if not apart or first.keys() <= last.keys():
         return ""
-    return (
-        " (recorded by the memory profiler where it was, else by `bench model`, whose peaks of the same steps are up "
-        f"to {gib(max(apart, key=abs))} higher)"
-    )
+    return f" (of the memory profiler and of `bench model`, whose peaks of one step are up to {gib(max(apart))} apart)"
 
 
 def _beside_the_card(lengths: Sequence[int], found: _Peaks) -> str:
