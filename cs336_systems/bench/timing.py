@@ -22,19 +22,21 @@ def time_ms(
 
     If one call takes longer than both together, it is not repeated: earlier work, or the call itself, has warmed it up.
 
-    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does; host time
-    counts as far as the flush, about 0.1 ms, does not hide it. On a CPU: the clock around each call. The gradients of
-    the tensors in `gradients_of` are set to None before each call, so that nothing is accumulated.
+    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does; the flush, about
+    0.1 ms, is part of the windows but of no call's time. Host time counts as far as the flush does not hide it. On a
+    CPU: the clock around each call. The gradients of the tensors in `gradients_of` are set to None before each call, so
+    that nothing is accumulated.
     """
     measure = _gpu_times if device.type == "cuda" else _cpu_times
-    first = measure(work, 1, gradients_of, device)
-    if first[0] <= rep_ms:
-        first += measure(work, 4, gradients_of, device)  # one alone may be the host's hiccup
-    elif first[0] > warmup_ms + rep_ms:
-        return first
-    estimate = max(_TICK_MS, min(first))
-    measure(work, int(warmup_ms / estimate), gradients_of, device)
-    return measure(work, max(1, int(rep_ms / estimate)), gradients_of, device)
+    (first,), period = measure(work, 1, gradients_of, device)
+    if first > warmup_ms + rep_ms:
+        return [first]
+    if first <= rep_ms:
+        _, of_more = measure(work, 4, gradients_of, device)  # one alone may be the host's hiccup
+        period = min(period, of_more)
+    period = max(_TICK_MS, period)
+    measure(work, int(warmup_ms / period), gradients_of, device)
+    return measure(work, max(1, int(rep_ms / period)), gradients_of, device)[0]
 
 
 def timer(device: torch.device) -> str:
@@ -46,23 +48,27 @@ def timer(device: torch.device) -> str:
 
 def _gpu_times(
     work: Callable[[], Any], count: int, gradients_of: Sequence[Tensor], device: torch.device
-) -> list[float]:
+) -> tuple[list[float], float]:
+    """The time of each call, and the shortest time from before one flush to before the next."""
     flush = torch.empty(2**28, dtype=torch.int8, device=device)  # larger than any L2 cache
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    for begin, end in pairs:
+    calls = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(count)]
+    for before, begin, end in calls:
         for x in gradients_of:
             x.grad = None
+        before.record()
         flush.zero_()
         begin.record()
         work()
         end.record()
     torch.cuda.synchronize(device)
-    return [begin.elapsed_time(end) for begin, end in pairs]
+    periods = [before.elapsed_time(end) for before, _, end in calls]
+    return [begin.elapsed_time(end) for _, begin, end in calls], min(periods, default=0.0)
 
 
 def _cpu_times(
     work: Callable[[], Any], count: int, gradients_of: Sequence[Tensor], device: torch.device
-) -> list[float]:
+) -> tuple[list[float], float]:
+    """The time of each call, and the shortest."""
     times = []
     for _ in range(count):
         for x in gradients_of:
@@ -70,7 +76,7 @@ def _cpu_times(
         begin = time.perf_counter()
         work()
         times.append((time.perf_counter() - begin) * 1e3)
-    return times
+    return times, min(times, default=0.0)
 
 
 def wait_for(device: torch.device) -> None:

@@ -247,20 +247,28 @@ def test_each_call_on_a_gpu_finds_its_cache_flushed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(zero_=lambda: seen.append("flushed")))
     x = SimpleNamespace(grad=1)
-    times = timing._gpu_times(lambda: seen.append(f"work, {x.grad}"), 2, [x], torch.device("cuda"))
-    assert times == [2.0, 2.0]
-    assert seen == 2 * ["flushed", "event", "work, None", "event"] + ["waited"]
+    times, period = timing._gpu_times(lambda: seen.append(f"work, {x.grad}"), 2, [x], torch.device("cuda"))
+    assert (times, period) == ([2.0, 2.0], 2.0)
+    assert seen == 2 * ["event", "flushed", "event", "work, None", "event"] + ["waited"]
+
+
+def test_on_a_gpu_the_windows_hold_the_flushes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(timing, "_gpu_times", lambda work, count, *_: (counts.append(count) or count * [0.02], 0.125))
+    times = time_ms(lambda: None, torch.device("cuda"), warmup_ms=25, rep_ms=100)
+    assert times == 800 * [0.02]
+    assert counts == [1, 4, 200, 800]
 
 
 def test_calls_for_so_long_come_before_those_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: counts.append(count) or count * [2.0])
+    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (counts.append(count) or count * [2.0], 2.0))
     assert len(time_ms(lambda: None, torch.device("cpu"), warmup_ms=20, rep_ms=100)) == 50
     assert counts == [1, 4, 10, 50]
 
 
 def test_a_call_that_takes_no_time_by_the_clock_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: count * [0.0])
+    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (count * [0.0], 0.0))
     for rep_ms, count in ((0.0, 1), (0.1, 100)):
         assert time_ms(lambda: None, torch.device("cpu"), warmup_ms=0.1, rep_ms=rep_ms) == count * [0.0]
 
