@@ -41,7 +41,7 @@ class CollectiveBench:
     """Maximum number of calls before the measured ones."""
     calls: int = swept(100, quick=5)
     """Maximum number of measured calls."""
-    budget_s: float = swept(10.0, quick=1.0)
+    budget_s: float = swept(2.0, quick=1.0)
     """Seconds for warm-up and calls: slow collectives get fewer calls, but at least 3."""
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ DISTRIBUTED_COMMUNICATION = Problem(
     exhibits=(
         Exhibit(
             case="all-reduce",
-            command="bench all-reduce",
+            command="bench all-reduce --collective all-reduce",
             keep=lambda row: row.config.get("collective") == "all-reduce",
             plots=("time",),
         ),
