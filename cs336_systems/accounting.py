@@ -207,7 +207,12 @@ def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str =
 
 
 def gradient_bytes(
-    shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
+    shape: ModelShape,
+    batch_size: int,
+    length: int,
+    precision: str = "fp32",
+    attention: str = "naive",
+    on_gpu: bool = False,
 ) -> int:
     """What the backward pass of a block holds at its peak beyond all that the block has saved.
 
@@ -216,7 +221,8 @@ def gradient_bytes(
     - the gradients of the feed-forward layer's two factors and of their product, when one saved tensor is already
       freed: 2 c T d_ff
     - with all scores in memory, the gradients of softmax and scores, 8 B H N^2, when all that was saved after them is
-      already freed; where only the backward pass holds scores, softmax and the gradient of scores, the same size
+      already freed; on a GPU 12 B H N^2, see `naive_attention_bytes`; where only the backward pass holds scores,
+      softmax and the gradient of scores, 8 B H N^2
 
     Gradients of weights are not counted: with fewer than 2 d / c tokens, that of the last product, 4 d d_ff bytes, is
     larger than those of a factor.
@@ -225,7 +231,8 @@ def gradient_bytes(
     saved = activation_bytes(shape, batch_size, length, precision, attention)
     beyond = 2 * c * tokens * shape.d_ff
     if attention in (*PLAIN_ATTENTION, "flash_triton_compiled"):  # whose backward pass holds scores
-        scores = 8 * batch_size * shape.num_heads * length * length
+        matrices = 3 if on_gpu and attention in PLAIN_ATTENTION else 2
+        scores = matrices * 4 * batch_size * shape.num_heads * length * length
         beyond = max(beyond, scores - saved["ffn"] - saved["ln2"] - saved["output_proj"])
     return residual_bytes(shape, batch_size, length) + beyond
 
@@ -237,6 +244,7 @@ def checkpointed_activation_bytes(
     precision: str = "fp32",
     attention: str = "naive",
     checkpointed: tuple[str, int] | None = None,
+    on_gpu: bool = False,
 ) -> tuple[int, int]:
     """Memory of an eager model at the end of its forward pass, and at the peak of forward and backward, in bytes.
 
@@ -252,7 +260,7 @@ def checkpointed_activation_bytes(
     Weights and their gradients are not counted, nor are the temporaries of other operations.
     """
     how = (shape, batch_size, length, precision, attention)
-    entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how)
+    entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how, on_gpu)
     head = head_bytes(*how[:4])
     kept, segments, copies = 0, [], 0
     for count, is_checkpointed in _segments(shape.num_layers, checkpointed):

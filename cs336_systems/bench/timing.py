@@ -22,10 +22,10 @@ def time_ms(
 
     If one call takes longer than both together, it is not repeated: earlier work, or the call itself, has warmed it up.
 
-    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does; the flush, about
-    0.1 ms, is part of the windows but of no call's time. Host time counts as far as the flush does not hide it. On a
-    CPU: the clock around each call. The gradients of the tensors in `gradients_of` are set to None before each call, so
-    that nothing is accumulated.
+    On a GPU: events around each call, with the L2 cache flushed before it, as Triton's `do_bench` does; the flush,
+    about 0.1 ms, is part of the windows but of no call's time. Host time counts as far as the flush does not hide it.
+    On a CPU: the clock around each call. The gradients of the tensors in `gradients_of` are set to None before each
+    call, so that nothing is accumulated.
     """
     measure = _gpu_times if device.type == "cuda" else _cpu_times
     (first,), period = measure(work, 1, gradients_of, device)

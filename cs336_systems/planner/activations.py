@@ -111,10 +111,11 @@ def checkpointing_sections(job: Job) -> list[Section]:
     how = (s, job.batch_size, s.context_length, job.precision, job.kernel)
     layers, entry = s.num_layers, residual_bytes(*how[:3])
     whole = entry + sum(activation_bytes(*how).values()) + weight_copy_bytes(s, job.precision)
-    peaks = {k: checkpointed_activation_bytes(*how, ("groups", k))[1] for k in range(1, layers + 1)}
+    peaks = {k: checkpointed_activation_bytes(*how, ("groups", k), on_gpu=True)[1] for k in range(1, layers + 1)}
     best = min(peaks, key=lambda k: peaks[k])
     shown = sorted({1, 2, 4, 8, round(math.sqrt(layers)), best, layers} & set(peaks))
-    terms = [Term("none", f"L A = {layers} x {whole:,}, and the head", checkpointed_activation_bytes(*how)[1])]
+    _, peak = checkpointed_activation_bytes(*how, on_gpu=True)
+    terms = [Term("none", f"L A = {layers} x {whole:,}, and the head", peak)]
     for k in shown:
         working = f"ceil(L/K) I + K A = {-(-layers // k)} x {entry:,} + {k} x {whole:,}, and the rest"
         terms.append(Term(f"groups_{k}", working, peaks[k]))

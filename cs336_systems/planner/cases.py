@@ -10,7 +10,7 @@ from .comparison import HELD_BEFORE_BACKWARD, PEAK, PEAK_OF_ACTIVATIONS, SAVED_B
 from .forward import forward_peak_bytes
 from .job import Job
 from .memory import peak_bytes
-from .rows import Measured, is_forward, job_of, positive, workload_job
+from .rows import Measured, is_forward, is_of_cpu, job_of, positive, workload_job
 
 NO_STEPS = ("residuals", "attention")
 """Cases whose rows have memory to compare, but no step time."""
@@ -74,11 +74,18 @@ def _held_before_backward(row: Measured) -> Pair:
 def _peak_of_activations(row: Measured) -> Pair:
     """The peak of a forward and a backward pass beyond weights and gradients, which are always in memory.
 
-    `accounting.checkpointed_activation_bytes` counts it for eager blocks, as `cs336 plan checkpointing` does.
+    `counted_activations` is the prediction, as for `cs336 plan checkpointing`.
+    """
+    return positive("peak_bytes", row.metrics["peak_bytes"]), float(counted_activations(row)[1])
+
+
+def counted_activations(row: Measured) -> tuple[int, int]:
+    """What `accounting.checkpointed_activation_bytes` counts for a row of the case checkpointing: held, and at most.
+
+    Raises ValueError for compiled blocks and for an unknown kernel.
     """
     job = workload_job(row.config)
     if job.compile:
         raise ValueError("no prediction for the case checkpointing with compiled blocks")
     how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel, job.checkpointing)
-    _, peak = checkpointed_activation_bytes(*how)
-    return positive("peak_bytes", row.metrics["peak_bytes"]), float(peak)
+    return checkpointed_activation_bytes(*how, on_gpu=not is_of_cpu(row))

@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import NUMBER_BYTES, block_matrices, gradient_bytes, head_bytes, num_parameters, weight_copy_bytes
+from ..accounting import (
+    NUMBER_BYTES,
+    PLAIN_ATTENTION,
+    block_matrices,
+    gradient_bytes,
+    head_bytes,
+    num_parameters,
+    weight_copy_bytes,
+)
 from .activations import block_parts, kept_blocks, saved_bytes
 from .allocator import allocated_bytes
 from .job import IN_BUCKETS, Job
@@ -210,10 +218,11 @@ def block_term(job: Job) -> Term:
     s, c = job.shape, job.number_bytes
     wide = 0 if c == 4 or job.computes_narrow else c + 4
     r, td, factors = job.residual_number_bytes, job.tokens * s.d_model, 2 * c * job.tokens * s.d_ff
-    beyond = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel) - 4 * td
+    beyond = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel, on_gpu=True) - 4 * td
     what, value = f"{r} T d + {2 * c} T d_ff", f"{r * td:,} + {beyond:,}"
     if beyond != factors:
-        what = f"{r} T d + 8 B H N_ctx^2 less what is gone"
+        scores = 12 if job.kernel in PLAIN_ATTENTION else 8
+        what = f"{r} T d + {scores} B H N_ctx^2 less what is gone"
     matrix = wide * s.d_model * s.d_ff
     working = f"{what} + {wide} d d_ff = {value} + {matrix:,}" if wide else f"{what} = {value}"
     return Term("gradients in a block", working, r * td + beyond + matrix)

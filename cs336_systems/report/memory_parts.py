@@ -8,6 +8,7 @@ from typing import Any
 
 from ..bench.case import Row
 from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
+from ..planner.cases import counted_activations
 from ..planner.memory import part_bytes
 from ..planner.rows import training_job
 from ..profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
@@ -41,6 +42,9 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
 
 
 def _predicted_today(row: Row) -> Row:
+    if "predicted_bytes" in row.metrics:  # of the case checkpointing
+        held, peak = counted_activations(row)
+        return replace(row, metrics={**row.metrics, "predicted_held_bytes": held, "predicted_bytes": peak})
     stored = row.metrics.get("predicted")
     if not stored:
         return row

@@ -139,6 +139,7 @@ VIEWS: dict[str, View] = {
             Plot(name="step", y=_STEP, x="K", log="x",
                  lines=("size", "context_length", "precision", "compile", "attention", "policy")),
         ),
+        derive=memory_parts.predicted_today,
     ),
     "leaderboard-2026": View(
         keys=("strategy", "size", "context_length", "devices", "batch_size", "precision", "weight_dtype", "attention",

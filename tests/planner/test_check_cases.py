@@ -48,7 +48,7 @@ def off(row: Any, memory_of: str) -> float:
     return value
 
 
-CHECKPOINTING = rows("checkpointing", "2.7B/checkpointing")
+CHECKPOINTING = rows("checkpointing", "2.7B/checkpointing", "2.7B/plain/checkpointing")
 RESIDUALS = rows("residuals", "2.7B/residuals")
 RECORDED = [row for row in rows("profile-memory", "2.7B/profile-memory", "memory/profile-memory") if row.status == "ok"]
 FORWARD = [row for row in rows("modes/model", "10B/model") if row.config["mode"] == "forward"]
@@ -139,7 +139,10 @@ def test_peak_of_a_recorded_step(row: Any) -> None:
 @pytest.mark.parametrize("row", CHECKPOINTING, ids=label)
 def test_peak_of_activations_by_checkpointing_policy(row: Any) -> None:
     found = off(row, PEAK_OF_ACTIVATIONS)
-    if row.config["size"] == "2.7B":
+    if row.config["attention"] == "naive":
+        measured, predicted = compare(row).memory or (0, 0)
+        assert measured - predicted == 8  # the loss and its gradient
+    elif row.config["size"] == "2.7B":
         too_many = 4  # groups of 6 and more, whose peak is in a group's backward pass
         assert (found > 1e-5) == (row.config["policy"] == "groups" and row.config["K"] > too_many)
     assert -1e-5 < found < 0.0060
@@ -147,7 +150,7 @@ def test_peak_of_activations_by_checkpointing_policy(row: Any) -> None:
 
 @pytest.mark.parametrize("row", [row for row in CHECKPOINTING if row.config["size"] == "2.7B"], ids=label)
 def test_times_of_eager_steps_of_2_7b_that_are_computed_again(row: Any) -> None:
-    assert 0 < (error(compare(row).seconds) or 0) < 0.06
+    assert 0 < (error(compare(row).seconds) or 0) < (0.06 if row.config["precision"] == "bf16" else 0.12)
 
 
 @pytest.mark.parametrize("row", RESIDUALS, ids=label)

@@ -481,7 +481,7 @@ def test_peaks_are_of_2026s_xl_by_length_mode_and_precision() -> None:
     assert said is not None
     assert said.startswith(
         "(b) Peaks of 2.7B in fp32: forward pass 7 GiB at 128 tokens; train step 9 GiB at 128 tokens and out of memory "
-        "at 2048 tokens. For a train step the planner counts 171 GiB at 2048 tokens."
+        "at 2048 tokens. For a train step the planner counts 173 GiB at 2048 tokens."
     )
     by_precision = memory.memory_by_precision(evidence(*rows, failed)) or ""
     assert "a forward pass goes from 7 GiB to 14 GiB, +100%, at 128 tokens" in by_precision
@@ -555,11 +555,12 @@ def test_what_a_block_saves_and_its_gradients_by_count_and_as_recorded() -> None
 
 
 def test_checkpointing_that_saves_nothing_fails() -> None:
-    def policy(name: str, nbytes: int, k: int | None) -> Row:
+    def policy(name: str, nbytes: int, k: int | None, precision: str = "bf16", attention: str = "flash_triton") -> Row:
         metrics = {"peak_bytes": nbytes, "predicted_bytes": nbytes, "best_group": 2.5, "step_ms": {"p50": 10.0}}
         kind = name.partition("_")[0]
-        config = dict(size="xl", context_length=1024, precision="bf16", activation_checkpointing=name,
-                      attention="flash_triton")  # fmt: skip
+        shape = dict(vocab_size=10_000, num_layers=48, d_model=1600, d_ff=6400, num_heads=25, context_length=1024)
+        config = dict(size="xl", batch_size=4, mode="forward_backward", precision=precision, compile=False,
+                      activation_checkpointing=name, attention=attention, **shape)  # fmt: skip
         return row("checkpointing", name, metrics, **config, policy=kind, K=k)
 
     rows = [policy("none", 8 << 30, None), policy("groups_2", 2 << 30, 2), policy("groups_4", 3 << 30, 4)]
@@ -570,8 +571,18 @@ def test_checkpointing_that_saves_nothing_fails() -> None:
     smaller = policy("groups_1", 4 << 30, 1)
     best = additions.best_size(evidence(smaller, *rows)) or ""
     assert "K = 2 needs least, 2 GiB beyond weights and gradients, beside 4 GiB with K = 1 and 3 GiB with K = 4" in best
-    assert "`sqrt(L I / A)` = 2.5" in best
-    assert "besides inputs there are autocast's copies of all weights" in best
+    assert "`sqrt(L I / A)`, 2.5, counts only a group's backward pass." in best
+    assert "by which K = 4 would be the least;" in best
+    assert "Measured" not in additions.group_reasoning(evidence(smaller, *rows))
+    shape = dict(size="2.7B", num_layers=32, d_model=2560, d_ff=10240, num_heads=32, context_length=2048)
+    given = [policy(f"groups_{k}", size, k, "fp32", "naive") for k, size in ((1, 11781832712), (2, 14772437000))]
+    asked = [replace(each, config={**each.config, **shape}) for each in given]
+    assert additions.group_reasoning(evidence(smaller, *rows, *asked)).endswith(
+        "K = 1 is best by the planner. Measured so, K = 1 needs least, 11 GiB beyond weights and gradients, beside "
+        "13.8 GiB with K = 2, each within 0.1% of the prediction."
+    )
+    assert additions.best_size(evidence(*asked)) is None
+    assert "and K = 4 is best by the planner" in (additions.other_reasoning(evidence()) or "")
     ours = [replace(each, config={**each.config, "size": "2.7B"}) for each in (rows[0], rows[2])]
     assert "`groups_4` needs less" in (additions.least_memory(evidence(*rows, *ours)) or "")
     with pytest.raises(ClaimError, match=r"made_up.*`groups_2` needs less.*least 2147483648, none 1073741824"):

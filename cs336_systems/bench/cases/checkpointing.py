@@ -19,7 +19,7 @@ from cs336_basics.shape import ModelShape
 
 from ...accounting import best_group, checkpointed_activation_bytes
 from ...fields import require_at_least
-from ...hardware import requested_gpu_bytes
+from ...hardware import requested_gpu_bytes, select_device
 from ..case import Row
 from ..live_bytes import LiveBytes
 from ..outcome import each
@@ -135,7 +135,8 @@ def _counted(config: CheckpointingBench) -> dict[str, Any]:
         return {}
     how = (config.shape, config.batch_size, config.context_length, config.precision, config.attention)
     try:
-        held, peak = checkpointed_activation_bytes(*how, config.train_config.checkpointed)
+        on_gpu = select_device(config.device).type == "cuda"
+        held, peak = checkpointed_activation_bytes(*how, config.train_config.checkpointed, on_gpu)
     except ValueError:
         return {}
     return {"predicted_held_bytes": held, "predicted_bytes": peak, "best_group": best_group(*how)}
