@@ -31,6 +31,7 @@ from .config import (
     RunConfig,
     SampleConfig,
     TrainConfig,
+    without_derived_paths,
 )
 from .console import by_command, launched_rank, program, say, start_logging
 
@@ -81,7 +82,7 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
     """The arguments with --config moved to the front, so that fields on the command line win wherever they stand.
 
-    The name of each file is replaced by its text, because a pipe can be read only once.
+    The name of each file is replaced by its fields, because a pipe can be read only once.
     """
     files, others = [], []
     while arguments:
@@ -104,14 +105,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _config_text(path: Path, parser: ArgumentParser) -> str:
-    """The text of a file. Raises ValueError or FileNotFoundError naming it, and the field, if it cannot be used."""
+    """The fields of a file as JSON, without paths that are to follow from others.
+
+    Raises ValueError or FileNotFoundError naming the file, and the field, if it cannot be used.
+    """
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
     if path.is_dir():
         raise ValueError(f"config file {path} is a folder: it must be a JSON file")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors on Windows put a byte-order mark in front
-        content = json.loads(text, object_pairs_hook=_once)
+        # Editors on Windows put a byte-order mark in front.
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -127,7 +131,9 @@ def _config_text(path: Path, parser: ArgumentParser) -> str:
             if field in seen:
                 raise ValueError(f"config file {path} has {field!r} twice: it must be given once")
             seen.add(field)
-    return text
+    if "data" in content:
+        content["data"] = without_derived_paths(content["data"])
+    return json.dumps(content)
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:

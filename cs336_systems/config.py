@@ -12,6 +12,20 @@ from typing import Any, Literal, get_type_hints
 from .fields import check_types, checkpointed_blocks, require, require_at_least
 from .model_config import ModelConfig
 
+_DATA_FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tokens": "valid.npy"}
+
+
+def without_derived_paths(data: dict[str, Any]) -> dict[str, Any]:
+    """The group `data` of a configuration file, without the paths that follow from its own source and data_dir.
+
+    The resolved form holds them all. Where the command line gives another source or data_dir, they are to follow that.
+    """
+    source, folder = data.get("source"), data.get("data_dir")
+    if source is None or folder is None:
+        return data
+    derived = {name: f"{folder}/{file}" for name, file in _DATA_FILES.items()} | {"data_dir": f"data/{source}"}
+    return {name: value for name, value in data.items() if name not in derived or value != derived[name]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -61,11 +75,7 @@ class DataConfig:
         require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
-        for name, file in (
-            ("tokenizer", "tokenizer.json"),
-            ("train_tokens", "train.npy"),
-            ("valid_tokens", "valid.npy"),
-        ):
+        for name, file in _DATA_FILES.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, f"{folder}/{file}")
         taken: dict[str, str] = {f"{folder}/stories.txt": "the generated text"}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,6 +348,10 @@ RUNS = {
         sample=SampleConfig(prompt='ROMEO: "no"\n\té {a: b}', max_new_tokens=3, top_k=5, top_p=None, temperature=0.0),
         log=LogConfig(tensorboard=True, wandb="offline", wandb_project="p"),
     ),
+    "token files elsewhere": dict(
+        model=ModelConfig(**TINY),
+        data=DataConfig(data_dir="d", tokenizer="d/tokenizer.json", train_tokens="x.npy", valid_tokens="d/valid.npy"),
+    ),
     "a prompt that looks like JSON": dict(model=ModelConfig(**TINY), sample=SampleConfig(prompt="null")),
     "no clipping": dict(model=ModelConfig(**TINY), train=TrainConfig(max_grad_norm=INF)),
 }
@@ -365,6 +370,41 @@ def test_the_resolved_form_holds_nothing_that_json_does_not() -> None:
     written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert written["model"] == {**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"}
     assert written["data"]["tokenizer"] == "data/text/tokenizer.json"
+
+
+def _data_of(data: dict[str, Any], file: Any, *arguments: str) -> DataConfig:
+    """What `cs336 train --config FILE ARGUMENTS` has for data where the file has this group `data`."""
+    file.write_text(json.dumps({"model": TINY, "data": data}))
+    return parse_run_config(["--config", str(file), *arguments])[0].data
+
+
+def test_paths_that_a_file_derived_follow_the_source_and_the_folder_of_the_command_line(tmp_path: Any) -> None:
+    file = tmp_path / "config.json"
+    for data in (DataConfig(), DataConfig(source="random"), DataConfig(data_dir="d")):
+        resolved = dataclasses.asdict(data)
+        assert _data_of(resolved, file) == data
+        assert _data_of(resolved, file, "--data.data_dir=new") == dataclasses.replace(
+            DataConfig(data_dir="new"), source=data.source
+        )
+    assert _data_of(dataclasses.asdict(DataConfig()), file, "--data.source=random") == DataConfig(source="random")
+    # A folder that was given stays where the source alone is another.
+    found = _data_of(dataclasses.asdict(DataConfig(data_dir="d")), file, "--data.source=random")
+    assert found == DataConfig(source="random", data_dir="d")
+
+
+def test_paths_that_a_file_gives_stay_as_they_are(tmp_path: Any) -> None:
+    given = DataConfig(data_dir="d", tokenizer="a/t.json", train_tokens="b/x.npy", valid_tokens="d/valid.npy")
+    found = _data_of(dataclasses.asdict(given), tmp_path / "config.json", "--data.data_dir=new")
+    assert (found.tokenizer, found.train_tokens, found.valid_tokens) == ("a/t.json", "b/x.npy", "new/valid.npy")
+    # Without a folder in the same file nothing says that a path was derived.
+    found = _data_of({"train_tokens": "data/stories/train.npy"}, tmp_path / "config.json", "--data.data_dir=new")
+    assert (found.train_tokens, found.valid_tokens) == ("data/stories/train.npy", "new/valid.npy")
+
+
+def test_a_committed_runs_configuration_can_have_its_data_elsewhere() -> None:
+    file = Path(__file__).parents[2] / "results/cpu/demo/config.json"
+    data = parse_run_config(["--config", str(file), "--run_dir=new", "--data.data_dir=new/data"])[0].data
+    assert data == DataConfig(data_dir="new/data")
 
 
 @pytest.mark.parametrize(
