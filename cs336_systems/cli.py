@@ -93,7 +93,29 @@ def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[st
             files.append(word.removeprefix("--config="))
         else:
             others.append(word)
-    return [word for file in files for word in ("--config", _config_text(Path(file), parser))] + others
+    read = [(Path(file), _read_config(Path(file), parser)) for file in files]
+    naming = [(path, content["run_dir"]) for path, content in read if "run_dir" in content]
+    if naming and not any(word.partition("=")[0] == "--run_dir" for word in others):
+        _check_run_dir(*naming[-1])
+    return [word for _, content in read for word in ("--config", json.dumps(content))] + others
+
+
+def _is_of_run(file: Path) -> bool:
+    if file.name != "config.json":
+        return False
+    from .training.folder import is_run
+
+    return is_run(file.parent)
+
+
+def _check_run_dir(file: Path, run_dir: Any) -> None:
+    """Raise ValueError for a run's config.json that lies in another folder than its run_dir: the run was moved."""
+    here = file.parent
+    if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != here.resolve():
+        raise ValueError(
+            f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
+            f"{shlex.quote(str(here))} to go on with it there, or another --run_dir for a new run"
+        )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,8 +126,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _config_text(path: Path, parser: ArgumentParser) -> str:
-    """The fields of a file as JSON, without paths that are to follow from others.
+def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
+    """The fields of a file, without paths that are to follow from others.
 
     Raises ValueError or FileNotFoundError naming the file, and the field, if it cannot be used.
     """
@@ -133,7 +155,7 @@ def _config_text(path: Path, parser: ArgumentParser) -> str:
             seen.add(field)
     if "data" in content:
         content["data"] = without_derived_paths(content["data"])
-    return json.dumps(content)
+    return content
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:

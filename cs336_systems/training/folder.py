@@ -41,6 +41,12 @@ def check_run_dir(run_dir: Path, own: set[Path]) -> None:
             )
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun in this folder: its config.json beside its metrics or its checkpoints."""
+    begun = (folder / METRICS_FILE).exists() or bool(find_checkpoints(folder / CHECKPOINTS))
+    return begun and _is_run_config(folder / CONFIG)
+
+
 def _is_run_config(path: Path) -> bool:
     try:
         model = json.loads(path.read_text())["model"]

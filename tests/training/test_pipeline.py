@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cs336_basics.tokenizer import Tokenizer
-from cs336_systems.cli import load_config
+from cs336_systems.cli import load_config, parse_run_config
 from cs336_systems.config import RunConfig
 from cs336_systems.training import RunResult, train
 from cs336_systems.training.checkpoint import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
@@ -578,6 +579,66 @@ def test_a_run_may_lie_in_the_folder_of_its_data(tmp_path: Path) -> None:
     config = make_config(tmp_path, data=data, train=dict(max_steps=1))
     prepare_data(config)  # a run that was killed after this has a tokenizer, but no config.json yet
     assert train(config).step == 1
+
+
+# A run's config.json
+
+
+def test_the_configuration_of_a_run_that_was_moved_goes_on_where_it_is_told_to(
+    tmp_path: Path, finished: RunConfig
+) -> None:
+    moved, before = run_dir(copy_of(finished, tmp_path)), contents(run_dir(finished))
+    shutil.rmtree(moved / "checkpoints" / checkpoint_name(10))
+    message = (
+        f"run_dir is {finished.run_dir!r} in config file {moved}/config.json, whose run was moved or copied: give "
+        f"--run_dir {moved} to go on with it there, or another --run_dir for a new run"
+    )
+    for given in (dict[str, str](), dict(resume="auto")):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            load_config(moved / "config.json", **given)
+    train(load_config(moved / "config.json", resume="auto", run_dir=str(moved)))
+    assert (moved / "checkpoints" / checkpoint_name(10)).is_dir()
+    assert contents(run_dir(finished)) == before
+    assert load_config(moved / "config.json").run_dir == str(moved)
+
+
+def test_another_file_after_that_of_a_moved_run_may_name_the_folder(tmp_path: Path, finished: RunConfig) -> None:
+    moved, more = run_dir(copy_of(finished, tmp_path)), tmp_path / "more.json"
+    more.write_text(json.dumps({"run_dir": "new"}))
+    files = ["--config", str(moved / "config.json"), "--config", str(more)]
+    assert parse_run_config(files)[0].run_dir == "new"
+    with pytest.raises(ValueError, match="moved or copied"):
+        parse_run_config(files[2:] + files[:2])
+
+
+@pytest.mark.parametrize("begun", ["metrics.jsonl", "checkpoints"])
+def test_a_part_of_a_run_that_was_moved_is_known_as_its_own(tmp_path: Path, finished: RunConfig, begun: str) -> None:
+    moved = run_dir(copy_of(finished, tmp_path))
+    for path in moved.iterdir():
+        if path.name not in ("config.json", begun):
+            (shutil.rmtree if path.is_dir() else os.unlink)(path)
+    with pytest.raises(ValueError, match="moved or copied"):
+        load_config(moved / "config.json")
+
+
+def test_a_runs_folder_by_another_path_is_the_same_folder(
+    tmp_path: Path, finished: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copy_of(finished, tmp_path)
+    file = run_dir(config) / "config.json"
+    file.write_text(json.dumps(config.to_dict() | {"run_dir": "run"}))
+    (tmp_path / "link").symlink_to(run_dir(config))
+    monkeypatch.chdir(tmp_path)
+    for path in (file, Path("run/config.json"), Path("link/config.json"), Path("run/checkpoints/../config.json")):
+        assert load_config(path).run_dir == "run"
+    monkeypatch.chdir(run_dir(config))  # where "run" is another folder, run/run
+    with pytest.raises(ValueError, match=r"give --run_dir \. to go on"):
+        load_config("config.json")
+
+
+def test_a_configuration_that_was_copied_alone_is_a_template(tmp_path: Path, finished: RunConfig) -> None:
+    shutil.copy(run_dir(finished) / "config.json", tmp_path)
+    assert load_config(tmp_path / "config.json") == finished
 
 
 # One run at a time
