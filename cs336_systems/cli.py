@@ -155,6 +155,8 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
             seen.add(field)
     if "data" in content:
         content["data"] = without_derived_paths(content["data"])
+    if _is_of_run(path):
+        content.pop("resume", None)  # earlier versions kept here what one command was given
     return content
 
 

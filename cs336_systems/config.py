@@ -348,7 +348,8 @@ class RunConfig:
     run_dir: str | None = None
     """Folder of the run (default: runs/SOURCE-DATE-TIME)."""
     resume: str = "none"
-    """none; auto: the newest complete checkpoint in run_dir, if there is one; or the path of a checkpoint."""
+    """none; auto: the newest complete checkpoint in run_dir, if there is one; or the path of a checkpoint. A run's
+    config.json does not keep it."""
     init_from: str | None = None
     """Run or checkpoint to take the initial weights from, and nothing else (default: random weights)."""
     skip_data: bool = False

@@ -159,7 +159,8 @@ def _begin(
     if first_weights is not None:
         _check_first_weights(first_weights, identity)
     set_newer_aside(run_dir / CHECKPOINTS, resumed[1].step if resumed is not None else -1)
-    write_json(run_dir / CONFIG, config.to_dict())
+    # Whether to resume is each command's own, and no part of what the run is.
+    write_json(run_dir / CONFIG, dataclasses.replace(config, resume="none").to_dict())
     if data.tokenizer is not None:
         data.tokenizer.save(run_dir / TOKENIZER)
 
