@@ -211,7 +211,10 @@ def _generate(arguments: Sequence[str]) -> int:
     sampling = SampleConfig(**options)
     loaded = load_model(run)
     if loaded.tokenizer is None:
-        raise ValueError(f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text")
+        raise ValueError(
+            f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text (a run on token "
+            "files has one if --data.tokenizer names it)"
+        )
     print(sample_text(loaded.build(device), loaded.tokenizer, sampling))
     return 0
 

@@ -24,6 +24,8 @@ def without_derived_paths(data: dict[str, Any]) -> dict[str, Any]:
     if source is None or folder is None:
         return data
     derived = {name: f"{folder}/{file}" for name, file in _DATA_FILES.items()} | {"data_dir": f"data/{source}"}
+    if data.get("train_tokens") not in (None, derived["train_tokens"]):
+        del derived["tokenizer"]  # for token files elsewhere none is derived, so it was given
     return {name: value for name, value in data.items() if name not in derived or value != derived[name]}
 
 
@@ -42,7 +44,7 @@ class DataConfig:
     valid_fraction: float = 0.1
     """Share of train_text to cut off for validation when there is no valid_text."""
     tokenizer: str | None = None
-    """Tokenizer file (default: DATA_DIR/tokenizer.json)."""
+    """Tokenizer file (default: DATA_DIR/tokenizer.json; for train_tokens elsewhere, only if it has made them)."""
     train_tokens: str | None = None
     """Token file to train on (default: DATA_DIR/train.npy)."""
     valid_tokens: str | None = None
@@ -58,9 +60,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
-        if self.source == "text":
-            require(bool(self.train_text), "data.train_text", self.train_text, "a path, because data.source is 'text'")
-        else:
+        if self.source != "text":
             for name in ("train_text", "valid_text"):
                 require(
                     getattr(self, name) is None,
@@ -75,14 +75,21 @@ class DataConfig:
         require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
-        for name, file in _DATA_FILES.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, f"{folder}/{file}")
+        for name in ("train_tokens", "valid_tokens", "tokenizer"):
+            # Whose tokens are in a file elsewhere is not known.
+            is_derived = name != "tokenizer" or self.train_tokens == f"{folder}/{_DATA_FILES['train_tokens']}"
+            if getattr(self, name) is None and is_derived:
+                object.__setattr__(self, name, f"{folder}/{_DATA_FILES[name]}")
         taken: dict[str, str] = {f"{folder}/stories.txt": "the generated text"}
         for name in ("train_text", "valid_text", "tokenizer", "train_tokens", "valid_tokens"):
-            path = getattr(self, name)
+            path = self.tokenizer_path if name == "tokenizer" else getattr(self, name)
             if path is not None and taken.setdefault(path, f"data.{name}") != f"data.{name}":
                 raise ValueError(f"data.{name} is {path!r}: it must be another file than {taken[path]}")
+
+    @property
+    def tokenizer_path(self) -> str:
+        """The file in which the tokenizer is, or is made where there is none."""
+        return f"{self.data_dir}/{_DATA_FILES['tokenizer']}" if self.tokenizer is None else self.tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +377,9 @@ class RunConfig:
             require(path is None or (path.strip() != "" and "\0" not in path), name, path, accepted)
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
+        if self.data.source == "text" and not self.skip_data:
+            accepted = "a path, because data.source is 'text' and skip_data is false"
+            require(bool(self.data.train_text), "data.train_text", self.data.train_text, accepted)
         room = self.model.shape.context_length - 1
         require(
             (self.sample.max_new_tokens or 0) <= room,

@@ -139,7 +139,7 @@ def _kept_on_first_rank(function: Callable[[], T]) -> T | None:
 
 def _take_run_dir(config: RunConfig, run_dir: Path, stack: contextlib.ExitStack) -> None:
     """Lock the run folder until the stack is left."""
-    check_run_dir(run_dir, own={Path(str(config.data.tokenizer))})
+    check_run_dir(run_dir, own={Path(config.data.tokenizer_path)})
     stack.enter_context(locked(run_dir))
 
 

@@ -52,7 +52,7 @@ def prepare_data(config: RunConfig) -> PreparedData:
     """
     data = config.data
     tokenizer_path, train_path, valid_path = (
-        Path(str(p)) for p in (data.tokenizer, data.train_tokens, data.valid_tokens)
+        Path(str(p)) for p in (data.tokenizer_path, data.train_tokens, data.valid_tokens)
     )
     for name, path in (("tokenizer", tokenizer_path), ("train_tokens", train_path), ("valid_tokens", valid_path)):
         if path.is_dir():
@@ -65,6 +65,9 @@ def prepare_data(config: RunConfig) -> PreparedData:
                 )
         logger.info("data: as it is (--skip_data)")
         return _load(config, tokenizer_path, train_path, valid_path)
+    if all(path.is_file() and not _stamp(path).is_file() for path in (train_path, valid_path)):
+        logger.info("data: %s and %s were not made here, used as they are", train_path, valid_path)
+        return _load(config, tokenizer_path, train_path, valid_path)
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
     with one_at_a_time(train_path.parent):  # also to load: what is mapped stays, whatever another run makes later
         make(config, tokenizer_path, train_path, valid_path)
@@ -73,18 +76,52 @@ def prepare_data(config: RunConfig) -> PreparedData:
 
 def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> PreparedData:
     shape = config.model.shape
-    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() and config.data.source != "random" else None
+    tokenizer = _find_tokenizer(config, tokenizer_path, train_path)
     if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(
             f"model.vocab_size is {shape.vocab_size}: it must be at least {tokenizer.vocab_size}, the size of the "
             f"tokenizer {tokenizer_path}"
         )
-    for path in (train_path, valid_path):
-        made_with = read_info(path).tokenizer_sha256 if sidecar_path(path).is_file() else ""
-        if tokenizer is not None and made_with and made_with != tokenizer.sha256:
+    made_with = {path: _made_with(path) for path in (train_path, valid_path)}
+    if tokenizer is None and config.data.source != "random" and len(set(made_with.values())) > 1:
+        raise ValueError(
+            f"token files {train_path} and {valid_path} are not known to be of one tokenizer: give data.train_tokens "
+            "and data.valid_tokens that are, or data.tokenizer"
+        )
+    for path, sha256 in made_with.items():
+        if tokenizer is not None and sha256 and sha256 != tokenizer.sha256:
             raise ValueError(f"token file {path} was not made with the tokenizer {tokenizer_path}, its sidecar says")
     train, valid = (load_tokens(path, shape.vocab_size, shape.context_length + 1) for path in (train_path, valid_path))
     return PreparedData(train, valid, tokenizer, sha256_of_file(train_path))
+
+
+def _find_tokenizer(config: RunConfig, path: Path, train_path: Path) -> Tokenizer | None:
+    """The tokenizer of the training tokens: the one that is given or, if it has made them, that of data_dir.
+
+    Raises FileNotFoundError for a file that is given and not there.
+    """
+    data = config.data
+    if data.source == "random":
+        return None
+    if path.is_file():
+        tokenizer = Tokenizer.load(path)
+        if data.tokenizer is not None or _made_with(train_path) == tokenizer.sha256:
+            return tokenizer
+    elif data.tokenizer is not None and path != Path(str(data.data_dir), "tokenizer.json"):
+        raise FileNotFoundError(
+            f"data.tokenizer {path} does not exist: it must be the tokenizer that made {train_path}"
+        )
+    logger.warning("data: no tokenizer is known for %s, so no text will be sampled: give --data.tokenizer", train_path)
+    return None
+
+
+def _made_with(path: Path) -> str:
+    """SHA-256 of the tokenizer that made a token file, as its sidecar says; empty where that is not known."""
+    return read_info(path).tokenizer_sha256 if sidecar_path(path).is_file() else ""
+
+
+def _stamp(output: Path) -> Path:
+    return output.with_name(f"{output.name}.stamp.json")
 
 
 def _stage(
@@ -100,7 +137,7 @@ def _stage(
     A file without a stamp was not made here: it is used as it is, and never overwritten. If the output has to be made,
     `check` may refuse before anything is touched.
     """
-    stamp = output.with_name(f"{output.name}.stamp.json")
+    stamp = _stamp(output)
     if output.is_file():
         if not stamp.is_file():
             logger.info("%s: %s was not made here, used as it is", name, output)

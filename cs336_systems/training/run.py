@@ -224,6 +224,8 @@ class Run:
             sample = self._sample(self.data.tokenizer)
             if sample is not None:
                 (self.run_dir / SAMPLE).write_text(sample)
+        if interrupted is None and self.data.tokenizer is None:
+            logger.info("sample: none, because the run has no tokenizer")
         starts = self.trainer.validation_starts(len(self.data.valid))
         measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss covers
         loss_curve = self.run_dir / LOSS_CURVE

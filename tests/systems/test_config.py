@@ -198,7 +198,12 @@ def test_micro_batches_must_divide_the_batch(batch_size: int, accumulation: int)
 @pytest.mark.parametrize("train_text", [None, ""])
 def test_source_text_needs_a_text(train_text: str | None) -> None:
     with pytest.raises(ValueError, match=r"^data\.train_text is (None|''): it must be a path, because data\.source is"):
-        DataConfig(source="text", train_text=train_text)
+        RunConfig(model=ModelConfig(**TINY), data=DataConfig(source="text", train_text=train_text))
+
+
+def test_token_files_of_a_text_need_no_text_where_none_are_made() -> None:
+    run = RunConfig(model=ModelConfig(**TINY), skip_data=True, data=DataConfig(source="text"))
+    assert (run.data.train_text, run.data.train_tokens) == (None, "data/text/train.npy")
 
 
 @pytest.mark.parametrize("source", ["random", "stories", "tinystories"])
@@ -257,6 +262,15 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
         "elsewhere.npy",
     )
     assert DataConfig(source="random").data_dir == "data/random"
+
+
+def test_no_tokenizer_is_taken_to_be_that_of_training_tokens_elsewhere() -> None:
+    elsewhere = DataConfig(data_dir="d", train_tokens="mine.npy")
+    assert (elsewhere.tokenizer, elsewhere.tokenizer_path) == (None, "d/tokenizer.json")
+    named = DataConfig(data_dir="d", train_tokens="mine.npy", tokenizer="d/tokenizer.json")
+    assert named.tokenizer == named.tokenizer_path == "d/tokenizer.json"
+    with pytest.raises(ValueError, match=r"^data\.train_tokens is 'd/tokenizer\.json': it must be another file than"):
+        DataConfig(data_dir="d", train_tokens="d/tokenizer.json")
 
 
 @pytest.mark.parametrize(
@@ -351,6 +365,9 @@ RUNS = {
     "token files elsewhere": dict(
         model=ModelConfig(**TINY),
         data=DataConfig(data_dir="d", tokenizer="d/tokenizer.json", train_tokens="x.npy", valid_tokens="d/valid.npy"),
+    ),
+    "token files without a tokenizer": dict(
+        model=ModelConfig(**TINY), skip_data=True, data=DataConfig(train_tokens="x.npy", valid_tokens="y.npy")
     ),
     "a prompt that looks like JSON": dict(model=ModelConfig(**TINY), sample=SampleConfig(prompt="null")),
     "no clipping": dict(model=ModelConfig(**TINY), train=TrainConfig(max_grad_norm=INF)),

@@ -570,6 +570,8 @@ def test_random_tokens_have_no_tokenizer_even_beside_one(folder: Path) -> None:
 
 # Token files as they are
 
+NO_TOKENIZER = "data: no tokenizer is known for {}, so no text will be sampled: give --data.tokenizer"
+
 
 def test_skip_data_takes_files_given_by_path_and_needs_no_tokenizer(
     folder: Path, caplog: pytest.LogCaptureFixture
@@ -582,8 +584,71 @@ def test_skip_data_takes_files_given_by_path_and_needs_no_tokenizer(
     assert np.array_equal(data.train, ids)
     assert np.array_equal(data.valid, ids[::-1])
     assert data.tokenizer is None
-    assert caplog.messages == ["data: as it is (--skip_data)"]
+    assert caplog.messages == ["data: as it is (--skip_data)", NO_TOKENIZER.format("x.npy")]
     assert {p.name for p in folder.iterdir()} == {"input.txt", "valid.txt", "x.npy", "y.npy"}
+
+
+@pytest.fixture
+def own_tokens(folder: Path) -> dict[str, str]:
+    """Token files without a sidecar, beside the data of an earlier run that have nothing to do with them."""
+    prepare_data(text_config())
+    for name in ("x.npy", "y.npy"):
+        np.save(name, np.arange(100, dtype=np.uint16))
+    return dict(train_tokens="x.npy", valid_tokens="y.npy")
+
+
+@pytest.mark.parametrize("skip_data", [True, False])
+def test_token_files_of_ones_own_have_the_tokenizer_that_is_named_or_none(
+    own_tokens: dict[str, str], caplog: pytest.LogCaptureFixture, skip_data: bool
+) -> None:
+    before = contents()
+    # A text that has changed would have the tokenizer made again, if that were of any use here.
+    config = functools.partial(text_config, train_text="valid.txt", skip_data=skip_data, **own_tokens)
+    assert prepare_data(config()).tokenizer is None
+    assert NO_TOKENIZER.format("x.npy") in caplog.messages
+    caplog.clear()
+    named = prepare_data(config(tokenizer="d/tokenizer.json"))
+    assert named.tokenizer is not None
+    assert named.tokenizer.sha256 == Tokenizer.load("d/tokenizer.json").sha256
+    assert NO_TOKENIZER.format("x.npy") not in caplog.messages
+    assert np.array_equal(named.train, np.arange(100))
+    assert contents() == before
+
+
+def test_a_tokenizer_that_is_named_and_not_there_is_refused(own_tokens: dict[str, str]) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"^data\.tokenizer z\.json does not exist: .* tokenizer that made x\.npy$"
+    ):
+        prepare_data(text_config(tokenizer="z.json", **own_tokens))
+    assert not Path("z.json").exists()
+
+
+@pytest.mark.parametrize("skip_data", [True, False])
+def test_tokens_of_ones_own_are_not_validated_on_those_of_another_tokenizer(
+    own_tokens: dict[str, str], skip_data: bool
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"^token files x\.npy and d/valid\.npy are not known to be of one tokenizer: give"
+    ):
+        prepare_data(text_config(skip_data=skip_data, train_tokens="x.npy"))
+
+
+def test_token_files_elsewhere_that_were_made_here_keep_their_tokenizer(folder: Path) -> None:
+    elsewhere = dict(train_tokens="there/x.npy", valid_tokens="there/y.npy")
+    made = prepare_data(text_config(**elsewhere)).tokenizer
+    for skip_data in (False, True):
+        found = prepare_data(text_config(skip_data=skip_data, **elsewhere)).tokenizer
+        assert made is not None
+        assert found is not None
+        assert found.sha256 == made.sha256
+    Tokenizer.train([VALID_TEXT], 290).save("d/tokenizer.json")
+    assert prepare_data(text_config(skip_data=True, **elsewhere)).tokenizer is None
+
+
+def test_token_files_of_a_text_are_used_without_the_text(own_tokens: dict[str, str]) -> None:
+    assert len(prepare_data(run_config(source="text", skip_data=True, **own_tokens)).train) == 100
+    made = prepare_data(run_config(source="text", skip_data=True, data_dir="d"))
+    assert made.tokenizer is not None
 
 
 def test_skip_data_takes_the_files_and_the_tokenizer_of_a_run_before(folder: Path) -> None:

@@ -50,6 +50,27 @@ def run_command(*words: object) -> int:
     return stop.value.code
 
 
+def test_a_run_on_token_files_without_a_tokenizer_says_what_it_lacks_to_sample(
+    tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {}
+    for name in ("train", "valid"):
+        files[f"data.{name}_tokens"] = shutil.copy(trained.parent / "data" / f"{name}.npy", tmp_path)
+    fields = {**files, "data.data_dir": trained.parent / "data"}
+    assert run_command("train", "--skip_data", *arguments(tmp_path, "run", **fields)) == 0
+    said = capsys.readouterr()
+    assert "sample: none, because the run has no tokenizer" in said.out + said.err
+    assert not (tmp_path / "run" / "sample.txt").exists()
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
+    assert run_command("generate", tmp_path / "run") == 2
+    message = "was trained without a tokenizer, so it cannot take or give text (a run on token files has one if --data"
+    assert message in capsys.readouterr().err
+    fields["data.tokenizer"] = trained.parent / "data" / "tokenizer.json"
+    assert run_command("train", "--skip_data", *arguments(tmp_path, "named", **fields)) == 0
+    assert (tmp_path / "named" / "sample.txt").exists()
+    assert run_command("generate", tmp_path / "named") == 0
+
+
 def test_generate_continues_the_prompt_and_repeats_by_seed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in (1, 1, 2):
