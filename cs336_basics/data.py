@@ -3,10 +3,11 @@
 A token file is a plain .npy array of uint16 (uint32 where the vocabulary needs it) with a JSON sidecar beside it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,11 +38,27 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name this file in an OSError that names none, as one about a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
-    """Write a JSON file atomically: a reader sees either the old content or the new."""
+    """Write a JSON file atomically: a reader sees either the old content or the new. Raises OSError naming the file."""
     beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(beside, path)
+    try:
+        with naming_file(path):
+            beside.write_text(json.dumps(value, indent=2) + "\n")
+            os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def sidecar_path(path: str | os.PathLike[str]) -> Path:
@@ -65,13 +82,13 @@ def write_tokens(
     """Write a stream of lists of token IDs as a token file with its sidecar, without holding it in memory.
 
     Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not an
-    integer from 0 to vocab_size - 1.
+    integer from 0 to vocab_size - 1, and OSError naming the file.
     """
     path, dtype = Path(path), token_dtype(vocab_size)
     beside = path.with_name(f"{path.name}.tmp")
     count = 0
     try:
-        with beside.open("wb") as file:
+        with naming_file(path), beside.open("wb") as file:
             # NumPy leaves room in the header for the count to grow, so the header can be rewritten at the end.
             _write_header(file, 0, dtype)
             for chunk in chunks:

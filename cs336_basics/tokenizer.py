@@ -50,7 +50,10 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
         position = start
         while position < end:
             pending = len(decoder.getstate()[0])  # bytes of an incomplete character, left from the previous read
-            block = file.read(min(_READ_BYTES, end - position))
+            try:
+                block = file.read(min(_READ_BYTES, end - position))
+            except OSError as error:  # named here: whoever writes what comes of it names another file
+                raise ValueError(f"text file {path} cannot be read: {error.strerror}") from error
             if not block:
                 raise ValueError(f"text file {path} became shorter while it was read")
             try:

@@ -14,6 +14,8 @@ import rich
 from rich.live import Live
 from rich.text import Text
 
+from cs336_basics.data import naming_file
+
 from ..config import RunConfig
 from ..console import READER_GONE, say
 from ..files import write_figure, write_whole
@@ -36,15 +38,18 @@ class JsonLines:
     def __init__(self, path: Path, last_step: int = 0) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
         write_whole(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
+        self._path = path
         self._file = path.open("a", buffering=1)
 
     def write(self, row: Row) -> None:
         # NaN and Infinity are not JSON, so a loss that is not a number is null.
         plain = {k: finite_or_none(v) if isinstance(v, float) else v for k, v in row.items()}
-        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+        with naming_file(self._path):
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with naming_file(self._path):
+            self._file.close()
 
 
 class TensorBoard:

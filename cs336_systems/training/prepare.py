@@ -7,7 +7,6 @@ damaged is done again, too.
 import functools
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer, read_utf8, sample_evenly
 
 from ..config import RunConfig
+from ..files import written_whole
 from .loop import Tokens
 from .texts import TINYSTORIES_SHA256, TextSpan, fetch_tinystories, find_split, one_at_a_time
 
@@ -293,7 +293,5 @@ def _code_version() -> str:
 
 
 def _write_stories(path: Path, seed: int, chars: int) -> None:
-    beside = path.with_suffix(".tmp")
-    with beside.open("w", encoding="utf-8") as file:
+    with written_whole(path) as beside, beside.open("w", encoding="utf-8") as file:
         file.writelines(stories(seed, chars))
-    os.replace(beside, path)

@@ -582,6 +582,20 @@ def test_an_empty_text_file_is_refused(tmp_path):
         next(read_utf8(path))
 
 
+def test_a_text_file_that_stops_being_readable_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "failing.txt"
+    path.write_text("a" * 3_000_000)
+    blocks = read_utf8(path)
+    next(blocks)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(blocks.gi_frame.f_locals["file"], "read", fail)
+    with pytest.raises(ValueError, match=r"failing\.txt cannot be read: Input/output error"):
+        next(blocks)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_an_unreadable_text_file_is_refused(tmp_path):
     path = tmp_path / "secret.txt"

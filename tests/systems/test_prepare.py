@@ -35,6 +35,7 @@ from cs336_systems.training import prepare
 from cs336_systems.training import texts as sources
 from cs336_systems.training.prepare import find_texts, prepare_data
 from cs336_systems.training.texts import fetch_tinystories, find_split
+from tests.training.helpers import largest_file
 
 TEXT = "".join(stories(0, 10_000))
 VALID_TEXT = "".join(stories(1, 10_000))
@@ -282,6 +283,32 @@ def test_each_disk_has_to_hold_what_is_put_on_it(folder: Path, monkeypatch: pyte
         with pytest.raises(ValueError, match=f" the disk of {short} has {free[short]:,} bytes free$"):
             prepare_data(config)
         free[short] += 1
+    prepare_data(config)
+
+
+@pytest.mark.parametrize(
+    "config, again, room, named",
+    [
+        (stories_config(), [], 8192, "d/stories.txt"),
+        (text_config(), [], 4096, "d/tokenizer.json"),
+        (text_config(), [TRAIN], 4096, "d/train.npy"),
+        (random_config(), [], 1024, "d/train.npy"),
+        (random_config(), [VALID], 64, "d/valid.npy"),
+        (random_config(), [], 32, "d/train.npy.stamp.json"),
+    ],
+    ids=["text", "tokenizer", "tokens", "random tokens", "an array's header", "a stamp"],
+)
+def test_a_file_for_which_there_is_no_room_is_named(
+    folder: Path, config: RunConfig, again: list[str], room: int, named: str
+) -> None:
+    """By a limit on the size of files, which fails as a full disk does; `again` are the only files to be made."""
+    if again:
+        prepare_data(config)
+    for name in again:
+        Path("d", name).unlink()
+    with pytest.raises(OSError, match=rf"\] File too large: '{re.escape(named)}'$"), largest_file(room):
+        prepare_data(config)
+    assert not [path for path in Path("d").iterdir() if path.suffix == ".tmp" or path.name.startswith("writing-")]
     prepare_data(config)
 
 

@@ -27,7 +27,7 @@ from cs336_systems.training.metrics import (
     summarise,
 )
 
-from .helpers import checkpoint_path, make_config, run_train
+from .helpers import checkpoint_path, largest_file, make_config, run_train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,6 +61,16 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
         sink.write(row)
         assert read_metrics(path) == rows[:i], "a row is not in the file as soon as it is written"
     sink.close()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    sink = JsonLines(path)
+    sink.write(ROW)
+    for use in (lambda: sink.write(ROW), sink.close):
+        with pytest.raises(OSError, match=rf"\] File too large: '{path}'$"), largest_file(path.stat().st_size):
+            use()
+    assert read_metrics(path) == [ROW]
 
 
 def test_a_last_line_cut_short_at_any_place_is_left_out(tmp_path: Path) -> None:
