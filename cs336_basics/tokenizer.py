@@ -25,6 +25,15 @@ _LONGEST_WORD = 1 << 10
 _CUT = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
 
 
+def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
+    """Raise ValueError, naming the field, for a vocabulary too small to train a tokenizer to."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"{name} is {vocab_size}: it must be at least {MIN_VOCAB_SIZE} to train a tokenizer, for 256 bytes and "
+            f"{END_OF_TEXT}"
+        )
+
+
 def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[str]:
     """Yield the text of bytes start to end of a file (end None: to its end), in pieces of about a megabyte.
 
@@ -60,7 +69,7 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
                 text = decoder.decode(block, final=position + len(block) == end)
             except UnicodeDecodeError as error:
                 offset = position - pending + error.start
-                raise ValueError(f"text file {path} is not UTF-8: {error.reason} at byte {offset}") from error
+                raise ValueError(f"text file {path} must be UTF-8 text: {error.reason} at byte {offset}") from error
             position += len(block)
             if text:
                 yield text
@@ -132,10 +141,7 @@ class Tokenizer:
 
         Raises ValueError for a vocabulary too small for the 256 bytes and the special token.
         """
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size is {vocab_size}: it must be at least {MIN_VOCAB_SIZE}, for 256 bytes and {END_OF_TEXT}"
-            )
+        check_vocab_size(vocab_size)
         tokenizer = tokenizers.Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()

@@ -374,7 +374,7 @@ class RunConfig:
         paths = {"run_dir": "the path of a folder, or left out", "resume": "none, auto or a checkpoint"}
         for name, accepted in paths.items():
             path = getattr(self, name)
-            require(path is None or (path.strip() != "" and "\0" not in path), name, path, accepted)
+            require(path is None or path.strip() != "", name, path, accepted)
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
         if self.data.source == "text" and not self.skip_data:
@@ -385,7 +385,7 @@ class RunConfig:
             (self.sample.max_new_tokens or 0) <= room,
             "sample.max_new_tokens",
             self.sample.max_new_tokens,
-            f"at most {room}, so that a prompt and it fit into model.context_length",
+            f"at most {room}, what model.context_length, {room + 1}, leaves after a prompt",
         )
         self.check_world_size(self.parallel.devices)
         self.train.check_checkpointed(self.model.shape.num_layers)

@@ -24,6 +24,8 @@ def check_types(config: Any, group: str) -> None:
         value = getattr(config, name)
         if not any(_is_a(value, kind) for kind in _alternatives(hint)):
             raise ValueError(f"{group}{name} is {value!r}: it must be {describe_type(hint)}")
+        # A command line cannot hold one, but JSON can, and no path may.
+        require(not isinstance(value, str) or "\0" not in value, f"{group}{name}", value, "text without NUL characters")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -50,7 +52,8 @@ def describe_type(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        count = len(get_args(hint))
+        return f"a list of {count} numbers, such as [{', '.join(['0.5'] * count)}]"
     names = {int: "an integer", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
     return names.get(hint, f"a {hint.__name__}")
 

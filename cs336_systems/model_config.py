@@ -70,10 +70,11 @@ class ModelConfig:
                 )
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
-        require_at_least(self, "model", 1, *SHAPE_FIELDS)
+        require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
         require(0 < self.rope_theta < math.inf, "model.rope_theta", self.rope_theta, "above 0 and finite")
         s = self.shape
-        require(s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, "at most 2^24")
+        accepted = "from 1 to 2^24, and at least 257 to train a tokenizer"
+        require(1 <= s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, accepted)
         if s.d_model % s.num_heads:
             raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
         if (s.d_model // s.num_heads) % 2:

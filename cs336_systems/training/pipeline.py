@@ -19,6 +19,7 @@ from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes
 from ..config import RunConfig, SampleConfig
+from ..fields import require
 from ..hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
 from ..parallel import comm
@@ -232,6 +233,7 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
             )
         return None
     path = Path(config.resume)
+    require(path.is_dir(), "resume", config.resume, "none, auto or the folder of a checkpoint, which is not there")
     if taken and path.is_dir() and path.resolve().parent != checkpoints.resolve():
         raise ValueError(f"run_dir {run_dir} holds another run than resume, {path}: give another run_dir")
     return path, verify_checkpoint(path)

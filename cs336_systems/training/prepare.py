@@ -25,7 +25,7 @@ from cs336_basics.data import (
     write_tokens,
 )
 from cs336_basics.stories import stories
-from cs336_basics.tokenizer import Tokenizer, read_utf8, sample_evenly
+from cs336_basics.tokenizer import Tokenizer, check_vocab_size, read_utf8, sample_evenly
 
 from ..config import RunConfig
 from ..files import written_whole
@@ -65,7 +65,7 @@ def prepare_data(config: RunConfig) -> PreparedData:
                 )
         logger.info("data: as it is (--skip_data)")
         return _load(config, tokenizer_path, train_path, valid_path)
-    if all(path.is_file() and not _stamp(path).is_file() for path in (train_path, valid_path)):
+    if _is_given(train_path) and _is_given(valid_path):
         logger.info("data: %s and %s were not made here, used as they are", train_path, valid_path)
         return _load(config, tokenizer_path, train_path, valid_path)
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
@@ -91,7 +91,13 @@ def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path:
     for path, sha256 in made_with.items():
         if tokenizer is not None and sha256 and sha256 != tokenizer.sha256:
             raise ValueError(f"token file {path} was not made with the tokenizer {tokenizer_path}, its sidecar says")
-    train, valid = (load_tokens(path, shape.vocab_size, shape.context_length + 1) for path in (train_path, valid_path))
+    train, valid = (load_tokens(path, shape.vocab_size, min_count=0) for path in (train_path, valid_path))
+    for name, path, tokens in (("train", train_path, train), ("valid", valid_path, valid)):
+        if len(tokens) <= shape.context_length:
+            raise ValueError(
+                f"data.{name}_tokens {path}{_made_from(config, name, path)} holds {len(tokens)} tokens: at least "
+                f"{shape.context_length + 1} are needed, one more than model.context_length"
+            )
     return PreparedData(train, valid, tokenizer, sha256_of_file(train_path))
 
 
@@ -124,6 +130,22 @@ def _stamp(output: Path) -> Path:
     return output.with_name(f"{output.name}.stamp.json")
 
 
+def _is_given(output: Path) -> bool:
+    """Whether a stage's output is there and was not made here."""
+    return output.is_file() and not _stamp(output).is_file()
+
+
+def _made_from(config: RunConfig, name: str, path: Path) -> str:
+    """What a token file was made from, by the fields that say it; empty if it was not made here."""
+    data = config.data
+    if config.skip_data or _is_given(path) or data.source not in ("stories", "text"):
+        return ""
+    fields = ["story_chars" if data.source == "stories" else "train_text"]
+    if name == "valid":
+        fields = ["valid_fraction", *fields] if data.valid_text is None else ["valid_text"]
+    return f", made from {' and '.join(f'data.{field} {getattr(data, field)}' for field in fields)},"
+
+
 def _stage(
     name: str,
     output: Path,
@@ -138,10 +160,10 @@ def _stage(
     `check` may refuse before anything is touched.
     """
     stamp = _stamp(output)
+    if _is_given(output):
+        logger.info("%s: %s was not made here, used as it is", name, output)
+        return
     if output.is_file():
-        if not stamp.is_file():
-            logger.info("%s: %s was not made here, used as it is", name, output)
-            return
         known = _read_stamp(stamp)
         if known == {"inputs": inputs, "sha256": _hashes(output, *companions)}:
             logger.info("%s: %s is up to date, skipped", name, output)
@@ -201,8 +223,10 @@ def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Pat
 
 
 def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
-    train_text, valid_text = find_texts(config)
     vocab_size = config.model.shape.vocab_size
+    if not _is_given(tokenizer_path):
+        check_vocab_size(vocab_size, "model.vocab_size")  # before anything is fetched
+    train_text, valid_text = find_texts(config)
     inputs = {"text": train_text.fingerprint, "vocab_size": vocab_size, "algorithm": "byte-level BPE, GPT-2 words"}
     # Training the tokenizer holds every distinct word of its text with the places of its pairs: memory grows with the
     # text.
@@ -282,7 +306,8 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
 
 
 def _whole_text(path: Path) -> TextSpan:
-    next(read_utf8(path))  # fails at once for a file that is missing, empty or not text
+    if "\0" in next(read_utf8(path)):  # which fails at once for a file that is missing, empty or not UTF-8
+        raise ValueError(f"text file {path} must be UTF-8 text: it has NUL bytes, as UTF-16 and binary files do")
     return TextSpan(path, sha256_of_file(path))
 
 

@@ -547,7 +547,7 @@ def test_the_first_wrong_byte_is_named(tmp_path, data, size):
         if offset is None:
             assert "".join(read_utf8(path)) == expected
         else:
-            with pytest.raises(ValueError, match=rf"text\.txt is not UTF-8: .* at byte {offset}$"):
+            with pytest.raises(ValueError, match=rf"text\.txt must be UTF-8 text: .* at byte {offset}$"):
                 list(read_utf8(path))
 
 

@@ -263,7 +263,7 @@ def test_a_kernel_that_there_is_not_is_named_as_the_option(size: str) -> None:
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(vocab_size=1), "vocab_size is 1: it must be at least 257 without train_path"),
+        (dict(vocab_size=1), "vocab_size is 1: it must be at least 257 to train a tokenizer"),
         (dict(size="quick", context_length=1000), "context_length is 1000: it must be below 1000 without train_path"),
         (dict(kernel="flash"), "kernel is 'flash'"),
         (dict(strategy="ddp"), "strategy is 'ddp'"),

@@ -364,7 +364,13 @@ NOT_OF_THE_TYPE: dict[Any, list[Any]] = {  # annotation -> values that JSON can 
     tuple: ["abc", "", 1.5, True, [1], {"a": 1}, [1, 2, 3], [None, 1]],
     typing.Literal: ["abc", "", 1.5, True, [1], {"a": 1}],
 }
-IN_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", tuple: "a list of 2 numbers"}
+IN_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "a list of 2 numbers, such as [0.5, 0.5]",
+}
 
 
 def _kind(hint: Any) -> Any:
@@ -784,7 +790,7 @@ def test_an_empty_text_is_named(train_text: Callable[..., str]) -> None:
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xc3(", b"\xed\xa0\x80"])
 def test_text_that_is_not_utf8_says_at_which_byte(train_text: Callable[..., str], wrong: bytes) -> None:
     message = train_text(GOOD_TEXT[:5000] + wrong + GOOD_TEXT[5000:])
-    assert message.startswith("text file input.txt is not UTF-8: ")
+    assert message.startswith("text file input.txt must be UTF-8 text: ")
     assert message.endswith(" at byte 5000")
 
 
@@ -799,20 +805,45 @@ def test_invalid_utf8_far_in_the_file_says_at_which_byte(train_text: Callable[..
 
 def test_text_shorter_than_a_context_says_how_much_is_needed(train_text: Callable[..., str]) -> None:
     message = train_text(b"once upon a time, twice upon a dime")
-    assert message.startswith("token file data/text/")
-    assert message.endswith(": at least 17 are needed")
+    assert message.startswith("data.train_tokens data/text/train.npy, made from data.train_text input.txt, holds ")
+    assert message.endswith(" tokens: at least 17 are needed, one more than model.context_length")
+
+
+@pytest.mark.parametrize(
+    "more, fields",
+    [
+        ((), "data.valid_fraction 0.1 and data.train_text input.txt"),
+        (("--data.valid_text=valid.txt",), "data.valid_text valid.txt"),
+    ],
+)
+def test_a_part_to_validate_on_that_is_shorter_than_a_context_names_the_fields_that_say_it(
+    train_text: Callable[..., str], more: tuple[str, ...], fields: str
+) -> None:
+    Path("valid.txt").write_text("Once.")
+    message = train_text(b"one two three " * 30, *more)
+    assert message.startswith(f"data.valid_tokens data/text/valid.npy, made from {fields}, holds ")
 
 
 @pytest.mark.parametrize("text", [b"\xc3\xa9", "日本語".encode(), b"x"])
 def test_a_text_of_a_few_characters_is_too_short_and_not_called_broken(
     train_text: Callable[..., str], text: bytes
 ) -> None:
-    assert train_text(text).endswith(": at least 17 are needed")
+    assert ": at least 17 are needed" in train_text(text)
 
 
 def test_a_vocabulary_without_room_for_every_byte_says_how_much_is_needed(train_text: Callable[..., str]) -> None:
     message = train_text(GOOD_TEXT, "--model.vocab_size=256")
-    assert "vocab_size is 256: it must be at least 257" in message
+    assert message.startswith("model.vocab_size is 256: it must be at least 257 to train a tokenizer")
+    assert not Path("data/text/tokenizer.json.stamp.json").exists()
+    assert "at least 257 to train a tokenizer" in train_text(GOOD_TEXT, "--model.vocab_size=0")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_text_of_another_encoding_is_refused_and_says_what_is_read(
+    train_text: Callable[..., str], encoding: str
+) -> None:
+    message = train_text(GOOD_TEXT.decode().encode(encoding))
+    assert message.startswith("text file input.txt must be UTF-8 text: ")
 
 
 @pytest.fixture
@@ -887,7 +918,8 @@ def test_an_id_outside_the_vocabulary_is_found_in_the_validation_file_too(train_
 
 def test_a_token_file_shorter_than_a_context_says_how_much_is_needed(train_tokens: Callable[..., str]) -> None:
     np.save("train.npy", np.zeros(16, dtype=np.uint16))
-    assert train_tokens() == "token file train.npy holds 16 tokens: at least 17 are needed"
+    accepted = "at least 17 are needed, one more than model.context_length"
+    assert train_tokens() == f"data.train_tokens train.npy holds 16 tokens: {accepted}"
 
 
 def test_a_token_file_that_differs_from_its_sidecar_says_so(train_tokens: Callable[..., str]) -> None:

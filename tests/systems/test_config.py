@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cs336_basics.tokenizer import MIN_VOCAB_SIZE
 from cs336_systems.cli import parse_run_config
 from cs336_systems.config import (
     CheckpointConfig,
@@ -110,7 +111,8 @@ def _cases(group: str, names: str, values: tuple[Any, ...], accepted: str) -> li
 IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     ("model", "size", "huge", "one of small, medium, large, xl, 2.7B, 10B, 8B"),
     ("model", "size", "", "one of small"),
-    *_cases("model", "vocab_size context_length d_model d_ff num_layers num_heads", (0, -1, NAN), AT_LEAST_1),
+    *_cases("model", "vocab_size", (0, -1, NAN, 1 << 25), f"from 1 to 2^24, and at least {MIN_VOCAB_SIZE} to train a"),
+    *_cases("model", "context_length d_model d_ff num_layers num_heads", (0, -1, NAN), AT_LEAST_1),
     *_cases("model", "rope_theta", (0.0, -1.0, NAN), ABOVE_0),
     ("data", "valid_fraction", 0.0, "above 0 and below 1"),
     ("data", "valid_fraction", 1.0, "above 0 and below 1"),
@@ -224,7 +226,17 @@ def test_resume_auto_needs_a_run_dir() -> None:
         RunConfig(model=ModelConfig(**TINY), resume="auto")
 
 
-@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_no_text_may_have_a_nul_character() -> None:
+    for make, name in (
+        (lambda text: DataConfig(data_dir=text), "data.data_dir"),
+        (lambda text: LogConfig(wandb_project=text), "log.wandb_project"),
+        (lambda text: RunConfig(model=ModelConfig(**TINY), run_dir=text), "run_dir"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} is 'a\\x00b': it must be text without NUL characters$"):
+            make("a\0b")
+
+
+@pytest.mark.parametrize("path", ["", " "])
 @pytest.mark.parametrize(
     "name, accepted", [("run_dir", "the path of a folder, or left out"), ("resume", "none, auto or a checkpoint")]
 )

@@ -995,8 +995,8 @@ def test_a_checkpoint_of_one_run_is_not_gone_on_from_in_the_folder_of_another(
     config = copy_of(finished, tmp_path)
     with pytest.raises(ValueError, match="holds another run than resume"):
         train(resumed(config, checkpoint_path(finished, 5)))
-    with pytest.raises(ValueError, match=r"checkpoint .*/nowhere does not exist"):  # which is no other run
-        train(resumed(config, tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"resume is '.*/nowhere': it must be none, auto or the folder of"):
+        train(resumed(config, tmp_path / "nowhere"))  # which is no other run
 
 
 def test_a_file_where_the_checkpoints_go_is_found_before_training(tmp_path: Path, finished: RunConfig) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from cs336_basics.data import load_tokens
-from cs336_basics.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
+from cs336_basics.tokenizer import check_vocab_size
 
 from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require, require_at_least, without_groups
@@ -126,8 +126,7 @@ class LMMatrixBench:
                     told = f"{name} is {path!r}, vocab_size {vocab_size}, context_length {self.context_length}"
                     raise ValueError(f"{told}: {error}") from error
         if self.train_path is None:
-            least = f"at least {MIN_VOCAB_SIZE} without train_path, for 256 bytes and {END_OF_TEXT}"
-            require(vocab_size >= MIN_VOCAB_SIZE, "vocab_size", vocab_size, least)
+            check_vocab_size(vocab_size)
             data = self._stories(Path("unused"))
             most = int(data.story_chars * data.valid_fraction)  # there are no more tokens than characters
             accepted = f"below {most} without train_path: stories of so many characters are validated on"
