@@ -32,7 +32,7 @@ _DTYPES = {f"{module}{theirs}": ours for module in ("", "torch.")
 _MODES = {"full_step": "train_step"}
 _OUR_VALUES = {
     **dict.fromkeys(("dtype", "precision", "weight_dtype", "grad_dtype"), _DTYPES),
-    **dict.fromkeys(("mode", "modes"), _MODES),
+    "mode": _MODES,
 }
 
 

@@ -37,8 +37,8 @@ def _kernels(arguments: Sequence[str]) -> int:
     parser = make_parser("profile kernels", "Where the time of a forward pass and a training step goes, by kernel.")
     _add_workload(parser, "size", "context_length", "precision")
     parser.add_argument(
-        "--modes",
         "--mode",
+        "--modes",
         nargs="+",
         type=str,
         default=list(MODES),
@@ -56,8 +56,9 @@ def _kernels(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     if not options.quick:
         check_sized_for_gpu("profile kernels", options.device)
-    how = dict(modes=tuple(options.modes), warmup=options.warmup, steps=options.steps)
-    configs = [KernelProfile(workload=each, **how) for each in _workloads(vars(options))]
+    workload = vars(options).copy()
+    how = dict(modes=tuple(workload.pop("mode")), warmup=options.warmup, steps=options.steps)
+    configs = [KernelProfile(workload=each, **how) for each in _workloads(workload)]
     return _profile_kernels(configs, options.tool, options.out)
 
 

@@ -39,8 +39,8 @@ class KernelProfile:
 
     def __post_init__(self) -> None:
         for mode in self.modes:
-            require(mode in SPANS, "modes", mode, f"one or more of {', '.join(SPANS)}")
-        require(len(self.modes) > 0, "modes", "", f"one or more of {', '.join(SPANS)}")
+            require(mode in SPANS, "mode", mode, f"one or more of {', '.join(SPANS)}")
+        require(len(self.modes) > 0, "mode", "", f"one or more of {', '.join(SPANS)}")
         require_at_least(self, "", 1, "warmup", "steps")
 
     def workload_of(self, mode: str) -> Workload:

@@ -255,7 +255,7 @@ def test_options_win_over_quick_and_the_row_says_what_ran(tmp_path: Path, capsys
         (["--steps", "0"], "steps is 0: it must be at least 1"),
         (["--warmup", "0"], "warmup is 0: it must be at least 1"),
         (["--steps", str(1 << 63)], "and below 2^63"),
-        (["--modes", "backwards"], "modes is 'backwards': it must be one or more of forward"),
+        (["--mode", "backwards"], "cs336: mode is 'backwards': it must be one or more of forward"),
         (["--attention", "flash9"], "attention is 'flash9': it must be auto or one of"),
         (["--device", "tpu"], "device is 'tpu': it must be"),
         (["--device", "cuda:99"], "device is 'cuda:99': "),
