@@ -79,7 +79,8 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     PARENT is this process's ID, see `one_of_several`. `folder` is for their reports. Once they have ended, raises what
     the first of them to fail raised, and SignalException if a signal came.
     """
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in ("", ".elastic.agent.server.api"):  # the latter, which has a level of its own, tells of each signal
+        logging.getLogger(f"torch.distributed{name}").setLevel(logging.CRITICAL)
     # We handle SIGINT. A PyTorch without this field handles it itself, and forwards it as it is.
     options: dict[str, Any] = {"shutdown_timeout": _SAVING_S, "signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}

@@ -70,10 +70,12 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
+        # The process that has launched this one sends SIGTERM whichever signal it got; it says at the end which.
+        told = "" if failure.OWN_LAUNCH in os.environ else f"{self.signal}: "
         # Not by print or log: a signal can interrupt one of them, and they are not reentrant.
         if comm.rank() == 0:
             with contextlib.suppress(OSError):
-                os.write(1, f"{self.signal}: stopping after this step, which is then saved\n".encode())
+                os.write(1, f"{told}stopping after this step, which is then saved\n".encode())
 
 
 class BatchLoader:

@@ -297,6 +297,8 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
+    assert (err, set(re.findall(r"SIG\w+|\w+ signal", out))) == ("", {number.name})
+    assert "stopping after this step" in out
     last = loss_rows(config)[-1]["step"]
     (again,) = re.findall(rf"stopped by {number.name} at step {last}; to go on: cs336 (train .*)", out)
     assert RunConfig.from_dict(json.loads(Path(again.split()[2]).read_text())).parallel.devices == 2
