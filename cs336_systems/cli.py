@@ -33,7 +33,7 @@ from .config import (
     TrainConfig,
     without_derived_paths,
 )
-from .console import by_command, launched_rank, program, say, start_logging
+from .console import by_command, launched_rank, program, say, start_logging, visible
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -215,7 +215,8 @@ def _generate(arguments: Sequence[str]) -> int:
             f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text (a run on token "
             "files has one if --data.tokenizer names it)"
         )
-    print(sample_text(loaded.build(device), loaded.tokenizer, sampling))
+    text = sample_text(loaded.build(device), loaded.tokenizer, sampling)
+    print(visible(text) if sys.stdout is not None and sys.stdout.isatty() else text)
     return 0
 
 

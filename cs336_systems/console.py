@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -15,6 +16,7 @@ COMMAND = "CS336_COMMAND"
 """Environment variable that holds the command that was given, for whatever makes rows."""
 _WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir", "--timeout_s")
 """Options of a command, with a value, that do not say what is measured."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 
 
@@ -67,12 +69,22 @@ def program(name: str = "cs336") -> str:
     return str(called.with_name(name)) if called.name == "cs336" else name
 
 
+def visible(text: str) -> str:
+    """The text with escapes for control characters, except newline and tab.
+
+    A terminal would obey them: they move the cursor, change colours, or set the window's title.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def say(line: str) -> None:
     """Print a line. A reader that has gone (`| head`, a closed terminal) is no reason to lose a run."""
     import rich  # not at the top, so that --help is quick
 
+    console = rich.get_console()
+    line = visible(line) if console.is_terminal else line
     with contextlib.suppress(*READER_GONE):
-        rich.get_console().print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class _Ended(KeyboardInterrupt):

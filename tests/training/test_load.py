@@ -1,6 +1,9 @@
 """Models out of runs: sampling, export, import and starting from other weights, through the command."""
 
+import io
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -9,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 from cs336_systems.cli import main, parse_run_config
+from cs336_systems.console import say
 from cs336_systems.training import train
 from cs336_systems.training.load import load_model
 from cs336_systems.training.metrics import read_metrics
@@ -78,6 +83,24 @@ def test_generate_continues_the_prompt_and_repeats_by_seed(trained: Path, capsys
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
     assert all(output.startswith("One day") and len(output) > 10 for output in outputs)
+
+
+def test_generate_escapes_control_characters_for_a_terminal_only(trained: Path, tmp_path: Path) -> None:
+    prompt = "\x1b[31m\r\x9b2J\a\té\n"
+    words = [sys.executable, "-m", "cs336_systems", "generate", trained, "--prompt", prompt, "--max_new_tokens", "0"]
+    piped = subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
+    assert piped == f"{prompt}\n".encode()
+    screen, stdout = pty.openpty()
+    subprocess.run(words, stdout=stdout, check=True)
+    assert os.read(screen, 1000).decode() == "\\x1b[31m\\r\\x9b2J\\x07\té\r\n\r\n"  # \r\n is the terminal's newline
+
+
+def test_a_line_of_text_from_elsewhere_does_not_steer_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal, expected in ((True, "\\x1b[2Jé\n\n"), (False, "\x1b[2Jé\n\n")):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
+        monkeypatch.setattr("rich.get_console", lambda console=console: console)
+        say("\x1b[2Jé\n")
+        assert console.file.getvalue() == expected
 
 
 def test_export_gives_what_transformers_loads(trained: Path, tmp_path: Path) -> None:
