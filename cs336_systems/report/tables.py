@@ -122,6 +122,8 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
                 result.number("mfu", ".1%"),
             )
         )
+    if not lines:  # the unfinished ones may still be drawn
+        return "none of these runs is finished"
     header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
     return markdown_table(header.split(","), lines)
 

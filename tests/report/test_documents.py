@@ -271,7 +271,9 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_finished_is_left_out(tmp_path: Path) -> None:
-    assert len(runs_table([tmp_path]).splitlines()) == 2
+    (tmp_path / "begun").mkdir()
+    assert len(runs_table([tmp_path / "begun", DEMO]).splitlines()) == 3
+    assert runs_table([tmp_path / "begun"]) == "none of these runs is finished"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])
