@@ -111,6 +111,9 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
     of = dict(repo_id=TINYSTORIES_REPOSITORY, filename=path.name, repo_type="dataset", revision=TINYSTORIES_REVISION)
     partial = path.with_name(f"{path.name}.partial")
     logger.info("text: fetching %s of %s", path.name, TINYSTORIES_REPOSITORY)
+    library = logging.getLogger("huggingface_hub")  # which would tell of every attempt
+    level = library.level
+    library.setLevel(logging.CRITICAL)
     try:
         cached = try_to_load_from_cache(**of)
         if isinstance(cached, str) and sha256_of_file(cached) == expected:
@@ -120,8 +123,11 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
     except Exception as error:  # the library's network errors have no common base
         reason = " ".join(str(error).split())
         raise ConnectionError(
-            f"{path.name} of {TINYSTORIES_REPOSITORY} could not be fetched: {reason} (a file at {path} is used instead)"
+            f"{path.name} of {TINYSTORIES_REPOSITORY} could not be fetched: {reason} (without a network, copy the file to "
+            f"{path}, or take --data.source stories, a text that is generated here)"
         ) from error
+    finally:
+        library.setLevel(level)
     found = sha256_of_file(partial)
     if found != expected:
         partial.unlink()

@@ -1024,11 +1024,19 @@ def test_offline_nothing_is_asked_for(hub: Hub, tmp_path: Path, monkeypatch: pyt
 
 
 def the_connection_error(folder: Path, endpoint: str) -> str:
+    told: list[logging.LogRecord] = []
+    library, listener = logging.getLogger("huggingface_hub"), logging.Handler()
+    listener.emit = told.append  # type: ignore[method-assign]
+    library.addHandler(listener)
     with pytest.raises(ConnectionError) as caught:
         fetch_tinystories(TRAIN_FILE, folder, endpoint)
+    library.removeHandler(listener)
+    assert told == []
+    assert library.isEnabledFor(logging.WARNING)
     message = str(caught.value)
     assert message.startswith(f"{TRAIN_FILE} of roneneldan/TinyStories could not be fetched: ")
-    assert message.endswith(f"(a file at {folder / TRAIN_FILE} is used instead)")
+    instead = f"copy the file to {folder / TRAIN_FILE}, or take --data.source stories, a text that is generated here"
+    assert message.endswith(f"(without a network, {instead})")
     assert "\n" not in message
     assert not (folder / TRAIN_FILE).exists()
     return message
