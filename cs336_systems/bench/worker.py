@@ -48,7 +48,7 @@ class Worker:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
         resource_tracker.ensure_running()  # the server needs it; starting it unblocks interrupts
-        with _later(), _no_interrupts_inherited():  # a terminal's Ctrl-C is for this process, not for the server
+        with _later(), no_interrupts_inherited():  # a terminal's Ctrl-C is for this process, not for the server
             forkserver.ensure_running()
         with _later():  # half a request would make the server print a traceback
             self._process.start()
@@ -119,7 +119,7 @@ def _later() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_interrupts_inherited() -> Iterator[None]:
+def no_interrupts_inherited() -> Iterator[None]:
     """A process that this thread starts inside gets no interrupts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

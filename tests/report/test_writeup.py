@@ -7,12 +7,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -1218,16 +1220,16 @@ def ran_commands(monkeypatch: pytest.MonkeyPatch, fails: str = "", stops: str = 
     """What is run from now on, in the place of measuring: each leaves a file; one fails, one is interrupted."""
     found: list[list[str]] = []
 
-    def run(words: list[str], check: bool) -> Any:
+    def run(words: list[str]) -> int:
         found.append(words[3:])
         out = Path(words[words.index("--out") + 1])
         out.mkdir(parents=True, exist_ok=True)
         (out / "rows.jsonl").write_text("")
         if stops and stops in words:
             raise KeyboardInterrupt
-        return SimpleNamespace(returncode=1 if fails and fails in words else 0)
+        return 1 if fails and fails in words else 0
 
-    monkeypatch.setattr(measure.subprocess, "run", run)
+    monkeypatch.setattr(measure, "run_alone", run)
     monkeypatch.setattr(measure, "gpu_count", lambda: 1)
     return found
 
@@ -1301,6 +1303,28 @@ def test_a_profile_that_was_interrupted_is_measured_again(tmp_path: Path, monkey
     made = list((tmp_path / "profile-kernels").iterdir())
     assert len(made) == len(kernels)
     assert not [path for path in made if path.suffix == ".part"]
+
+
+MEASURING = """
+import sys
+from cs336_systems.report.writeup.measure import run_alone
+work = "import time; print('at work', flush=True); time.sleep(600)"
+try:
+    run_alone([sys.executable, "-c", work])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("number, code, said", [(signal.SIGINT, 0, "interrupted\n"), (signal.SIGTERM, 143, "")])
+def test_a_signal_from_the_terminal_is_told_of_once(number: signal.Signals, code: int, said: str) -> None:
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", MEASURING], start_new_session=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n"
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=30)  # which waits for the command too, since it holds the pipes
+    assert (process.returncode, out, err) == (code, said, "")
 
 
 def test_rows_of_a_profile_are_found_where_it_writes_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...bench.worker import no_interrupts_inherited
 from ...console import ended_in_order, say
 from ...hardware import gpu_count, gpu_name
 from .build import find_rows
@@ -49,13 +50,27 @@ def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> li
             more = ["--out", str(half)]
         words = [*shlex.split(command), *more]
         say(f"{number} of {len(commands)}: cs336 {shlex.join(words)}")
-        with ended_in_order():  # with what it has started
-            code = subprocess.run([sys.executable, "-m", "cs336_systems", *words], check=False).returncode
-        if code != 0:
+        if run_alone([sys.executable, "-m", "cs336_systems", *words]) != 0:
             failed.append(f"cs336 {command}")
         elif half.exists():
             half.rename(done)
     return failed
+
+
+def run_alone(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. Whatever signal ends this process ends the command first, by SIGTERM.
+
+    A terminal sends Ctrl-C to both. Here only this process gets it, so that only one of them says it was interrupted.
+    """
+    with ended_in_order():
+        with no_interrupts_inherited():
+            process = subprocess.Popen(command)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
 
 
 def _has_all(results: Path, exhibit: Exhibit, command: str) -> bool:
