@@ -19,6 +19,7 @@ from ..kernels.attention import get_attention
 from ..parallel import comm
 from ..training.loop import Trainer
 from ..training.metrics import summarise
+from ..training.pipeline import lacking_memory
 from .outcome import free_memory
 from .timing import wait_for
 
@@ -44,8 +45,18 @@ Look = Callable[[Any, bool, Trainer], dict[str, Any]]
 """Looks at a step: called with the configuration, whether this is the first rank, and the trainer."""
 
 
+def check_host_memory(run: RunConfig, device: torch.device) -> None:
+    """Raise MemoryError for a run on a CPU that this machine cannot hold; it would be killed without a word."""
+    if device.type == "cpu" and (lacking := lacking_memory(run, device)):
+        raise MemoryError(lacking)
+
+
 def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
-    """The training loop of a run, on random weights and tokens, which are the same on all ranks."""
+    """The training loop of a run, on random weights and tokens, which are the same on all ranks.
+
+    Raises MemoryError as `check_host_memory` does.
+    """
+    check_host_memory(run, device)
     shape = run.model.shape
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
     torch.manual_seed(run.train.seed)

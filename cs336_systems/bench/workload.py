@@ -17,11 +17,15 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.shape import ModelShape
 
+from ..accounting import num_parameters
 from ..config import OptimizerConfig, TrainConfig
 from ..fields import check_types, require, without_groups
-from ..hardware import DTYPE_NAMES, autocast, check_precision, select_device, use_device
+from ..hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
+from ..planner.forward import forward_peak_bytes
+from ..planner.memory import peak_bytes
+from ..planner.rows import workload_job
 from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
 from .ranges import named_range
 
@@ -92,6 +96,25 @@ class Workload:
         with without_groups():
             self.train_config.check_checkpointed(self.shape.num_layers)
 
+    def check_host_memory(self) -> None:
+        """Raise MemoryError if this needs more than the machine has, where a process would be killed and not told."""
+        needed, there = self.least_bytes(), memory_bytes(torch.device("cpu"))
+        if there is not None and needed > there:
+            raise MemoryError(
+                f"size {self.size}, batch_size {self.batch_size}, context_length {self.context_length}: {self.mode} "
+                f"needs about {needed / 2**30:,.1f} GiB, and the machine has {there / 2**30:,.1f} GiB"
+            )
+
+    def least_bytes(self) -> float:
+        """The memory that the planner predicts, or where it knows nothing of the workload that of weights and such."""
+        config = {**asdict(self), **asdict(self.shape)}
+        try:
+            job = workload_job(config)
+            return float(forward_peak_bytes(job) if self.mode == "forward" else peak_bytes(job))
+        except ValueError:
+            copies = {"forward": 1, "forward_backward": 2, "train_step": 4}[self.mode]
+            return 4.0 * copies * num_parameters(self.shape)
+
     @property
     def shape(self) -> ModelShape:
         """The resolved architecture."""
@@ -107,6 +130,8 @@ class Workbench:
     def __init__(self, config: Workload) -> None:
         self.config, self.device = config, use_device(config.device)
         check_precision(self.device, config.precision)
+        if self.device.type == "cpu":
+            config.check_host_memory()
         torch.manual_seed(0)
         shape = config.shape
         with self.device:

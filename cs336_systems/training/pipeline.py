@@ -113,7 +113,8 @@ def _check(config: RunConfig, device: torch.device) -> None:
     check_precision(device, config.train.precision)
     if config.train.cuda_graph and device.type != "cuda":
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
-    _check_memory(config, device)
+    if lacking := lacking_memory(config, device):
+        raise ValueError(lacking)
     shape = config.model.shape
     check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
 
@@ -178,8 +179,8 @@ def _build(config: RunConfig, data: PreparedData, device: torch.device, weights:
     return Trainer(config, model, data.train, device)
 
 
-def _check_memory(config: RunConfig, device: torch.device) -> None:
-    """Refuse what cannot fit before it is built: a billion layers would not fail, but take forever."""
+def lacking_memory(config: RunConfig, device: torch.device) -> str:
+    """Why a run cannot fit, if so: said before it is built, since a billion layers would not fail, but take forever."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
     sharded = config.parallel.strategy_for(world_size) in ("fsdp", "torch_fsdp")
@@ -195,14 +196,15 @@ def _check_memory(config: RunConfig, device: torch.device) -> None:
     there = memory_bytes(device)
     if device.type == "cpu" and there is not None:
         there //= comm.local_world_size()
-    if there is not None and needed > there:
-        names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers")
-        sizes = [f"model.{name} {getattr(shape, name)}" for name in names]
-        sizes += [f"train.{name} {getattr(train, name)}" for name in ("batch_size", "gradient_accumulation_steps")]
-        raise ValueError(
-            f"{', '.join(sizes)}: to train this needs at least {needed / 2**30:,.1f} GiB, and {device} has "
-            f"{there / 2**30:,.1f} GiB"
-        )
+    if there is None or needed <= there:
+        return ""
+    names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers")
+    sizes = [f"model.{name} {getattr(shape, name)}" for name in names]
+    sizes += [f"train.{name} {getattr(train, name)}" for name in ("batch_size", "gradient_accumulation_steps")]
+    return (
+        f"{', '.join(sizes)}: to train this needs at least {needed / 2**30:,.1f} GiB, and {device} has "
+        f"{there / 2**30:,.1f} GiB"
+    )
 
 
 @contextlib.contextmanager

@@ -123,8 +123,8 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
     except Exception as error:  # the library's network errors have no common base
         reason = " ".join(str(error).split())
         raise ConnectionError(
-            f"{path.name} of {TINYSTORIES_REPOSITORY} could not be fetched: {reason} (without a network, copy the file to "
-            f"{path}, or take --data.source stories, a text that is generated here)"
+            f"{path.name} of {TINYSTORIES_REPOSITORY} could not be fetched: {reason} (without a network, copy the file "
+            f"to {path}, or take --data.source stories, a text that is generated here)"
         ) from error
     finally:
         library.setLevel(level)

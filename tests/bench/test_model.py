@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems import profile_command
-from cs336_systems.accounting import forward_flops, training_flops
-from cs336_systems.bench import sweep, timing
+from cs336_systems.accounting import forward_flops, num_parameters, training_flops
+from cs336_systems.bench import sweep, timing, workload
 from cs336_systems.bench.case import Row
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
@@ -256,6 +256,29 @@ def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert get_case(name).name == name
         assert f"{name} " in listed
         assert configurations(get_case(name), quick=True)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "vectorized_torch"])  # the planner knows nothing of the last
+@pytest.mark.parametrize("mode, copies", [("forward", 1), ("forward_backward", 2), ("train_step", 4)])
+def test_what_a_cpu_cannot_hold_is_a_row_before_it_is_built(
+    mode: str, copies: int, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: Any = dict(size="small", mode=mode, attention=attention, device="cpu", warmup=0, steps=1)
+    weights = 4 * num_parameters(Workload(size="small", device="cpu").shape)
+    monkeypatch.setattr(workload, "memory_bytes", lambda device: copies * weights - 1)
+    monkeypatch.setattr(workload, "TransformerLM", None)  # it must not come to that
+    (row,) = case.CASE.measure([case.ModelBench(**fields)])
+    assert row.status == "oom"
+    assert row.error is not None
+    assert row.error.startswith(f"size small, batch_size 4, context_length 256: {mode} needs about ")
+
+
+def test_what_a_cpu_can_hold_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("forward", "train_step"):
+        config = Workload(size="quick", mode=mode, device="cpu")  # type: ignore[arg-type]
+        least = config.least_bytes()
+        monkeypatch.setattr(workload, "memory_bytes", lambda device, least=least: least)
+        Workbench(config).step()
 
 
 @pytest.mark.gpu

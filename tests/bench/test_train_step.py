@@ -5,6 +5,7 @@ import pytest
 from cs336_systems.bench.cases.train_step import CASE
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.report.views import rows_table
+from cs336_systems.training import pipeline
 
 
 def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
@@ -23,6 +24,13 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
         assert row.metrics["tokens_per_s"] == pytest.approx(2 * 16 / (mean / 1e3))
         assert row.metrics["mfu"] is None  # a CPU's peak is not known
     assert rows_table(rows).count("\n| ") == 4
+
+
+def test_what_a_cpu_cannot_hold_is_a_row_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "memory_bytes", lambda device: 1 << 20)
+    given = {"variant": ("cs336", "hf_llama"), "size": ("xl",)}
+    for row in CASE.measure(configurations(CASE, given, quick=True)):
+        assert (row.status, row.error is not None and "to train this needs at least" in row.error) == ("oom", True)
 
 
 def test_the_graph_is_that_of_its_variant_alone() -> None:

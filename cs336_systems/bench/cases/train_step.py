@@ -23,7 +23,7 @@ from ...training.metrics import summarise
 from ..outcome import each
 from ..sweep import Case, swept
 from ..timing import wait_for
-from ..turns import build_trainer
+from ..turns import build_trainer, check_host_memory
 from ..workload import Workload
 
 
@@ -130,6 +130,7 @@ def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, An
 
 def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callable[[], None]:
     """Build a LlamaForCausalLM of the run's shape with its optimizer; returns its step, always on the same tokens."""
+    check_host_memory(config, device)
     shape, adamw = config.model.shape, config.optimizer
     with device:
         model: Any = llama(
