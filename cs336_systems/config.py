@@ -44,11 +44,12 @@ class DataConfig:
     valid_fraction: float = 0.1
     """Share of train_text to cut off for validation when there is no valid_text."""
     tokenizer: str | None = None
-    """Tokenizer file (default: DATA_DIR/tokenizer.json; for train_tokens elsewhere, only if it has made them)."""
+    """Tokenizer file, trained and written there if it is missing and tokens are made (default: DATA_DIR/tokenizer.json;
+    for train_tokens elsewhere, only if it has made them)."""
     train_tokens: str | None = None
-    """Token file to train on (default: DATA_DIR/train.npy)."""
+    """Token file to train on, made if it is missing (default: DATA_DIR/train.npy)."""
     valid_tokens: str | None = None
-    """Token file to validate on (default: DATA_DIR/valid.npy)."""
+    """Token file to validate on, made if it is missing (default: DATA_DIR/valid.npy)."""
     tokenizer_sample_bytes: int = 1 << 28
     """Train the tokenizer on at most this many bytes; of a longer text, on an evenly spaced sample of this size."""
     story_chars: int = 4_000_000

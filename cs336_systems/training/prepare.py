@@ -163,13 +163,16 @@ def _stage(
     if _is_given(output):
         logger.info("%s: %s was not made here, used as it is", name, output)
         return
+    why = "which does not exist"
     if output.is_file():
         known = _read_stamp(stamp)
         if known == {"inputs": inputs, "sha256": _hashes(output, *companions)}:
             logger.info("%s: %s is up to date, skipped", name, output)
             return
+        why = "which is of something else, or damaged"
     check()
-    logger.info("%s: making %s", name, output)
+    # A person who mistyped the name of a file that they have reads it here.
+    logger.info("%s: making %s, %s", name, output, why)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(stamp, {"inputs": None, "sha256": None})  # marks it unfinished: if this is cut short, it is made again
     make()
