@@ -5,11 +5,13 @@ Processes are forked from a server that has PyTorch loaded, so a test of four ra
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +97,17 @@ def _rank_main(
         answer = False, traceback.format_exc()
     # Not by send, which would share tensors with a process that is gone by then.
     pipe.send_bytes(pickle.dumps(answer))
+
+
+def processes_of(folder: str) -> list[str]:
+    """Command lines of living processes that work in the folder, as ranks do, or name it."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                text = (process / "cmdline").read_text()
+                if folder in f"{text} {(process / 'cwd').readlink()}":
+                    found.append(text)
+            except OSError:
+                continue
+    return found

@@ -121,8 +121,8 @@ class Task:
     """How many sequences fit on a GPU at once; 0 if not even one does."""
     measure: Callable[[Trial], Timing | None]
     """Times a trial; None if memory does not suffice. Raises TrialFailed for any other failure."""
-    is_time_left: Callable[[], bool]
-    """Whether to continue the search."""
+    is_time_left: Callable[[float], bool]
+    """Whether there is time for a trial whose steps take so many seconds each."""
 
 
 def run_flops(shape: ModelShape, tokens: float) -> float:
@@ -139,6 +139,8 @@ def search(task: Task) -> Iterator[Candidate]:
     """
     best: Candidate | None = None
     for size in _sizes(task):
+        if best is not None and not task.is_time_left(_expected_step_s(task, size, best)):
+            break
         found = _try(task, size, task.kernels[0], None if best is None else best.flops)
         if found is None:  # a larger one needs even more memory
             break
@@ -146,11 +148,9 @@ def search(task: Task) -> Iterator[Candidate]:
         if best is not None and found.loss > best.loss - _LEAST_GAIN:
             break
         best = found
-        if not task.is_time_left():
-            break
     if best is None:
         raise RuntimeError("no model of any size could be trained here; the reasons stand above")
-    if not task.is_time_left():
+    if not task.is_time_left(_expected_step_s(task, best.trial.size, best)):
         yield best
         return
     of_best = [
@@ -172,14 +172,26 @@ def _sizes(task: Task) -> list[str]:
     return list(task.shapes)[:1]
 
 
+def _expected_step_s(task: Task, size: str, known: Candidate) -> float:
+    """How long a step of a size takes if it computes as fast as a known one."""
+    shape = task.shapes[size]
+    ratio = run_flops(shape, shape.context_length) / run_flops(known.shape, known.shape.context_length)
+    return known.timing.step_s * ratio * _batch(task, shape, known.flops) / known.trial.sequences
+
+
+def _batch(task: Task, shape: ModelShape, flops: float | None) -> int:
+    """Sequences per step and GPU for a run of this many operations: a power of two."""
+    sequences = _FIRST_SEQUENCES if flops is None else batch_tokens(flops) / shape.context_length / task.devices
+    return 2 ** max(0, round(math.log2(sequences)))
+
+
 def _try(task: Task, size: str, kernel: str, flops: float | None, known: Candidate | None = None) -> Candidate | None:
     """Try a size with the batch for a run of this many operations; if memory is short, in ever smaller pieces."""
     shape = task.shapes[size]
     most = task.most_sequences(shape)
     if task.tokens is not None:
         flops = run_flops(shape, task.tokens)
-    sequences = _FIRST_SEQUENCES if flops is None else batch_tokens(flops) / shape.context_length / task.devices
-    whole = 2 ** max(0, round(math.log2(sequences)))
+    whole = _batch(task, shape, flops)
     at_once = min(whole, 2 ** int(math.log2(most))) if most else 0
     while at_once:
         trial = Trial(size=size, kernel=kernel, sequences=whole, micro_batches=whole // at_once)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ..bench.case import Row
-from ..bench.outcome import measured
+from ..bench.outcome import failed, measured
 from ..bench.ranks import launched
 from ..bench.sweep import Case, row_config
 from ..bench.turns import measure_in_turns
+from ..bench.worker import Worker, WorkerEndedError
 from ..config import RunConfig
 from .choice import Timing, Trial, TrialFailed
 
@@ -54,15 +55,28 @@ CASE = Case(
 )
 
 
+_STEPS = {"cuda": (3, 10), "cpu": (1, 3)}
+"""Steps of a trial by device: before those that are measured, and measured."""
+
+
+def trial_s(step_s: float, device: str) -> float:
+    """How long the steps of a trial take, with the one that all ranks start together."""
+    return (sum(_STEPS[device]) + 1) * step_s
+
+
 def time_trial(trial: Trial, run: RunConfig, device: str, tell: Callable[[Row], None]) -> Timing | None:
     """Time a trial's run on `device`, cpu or cuda; None if memory does not suffice. `tell` gets its row.
 
     Raises TrialFailed for any other failure.
     """
-    warmup, steps = (3, 10) if device == "cuda" else (1, 3)
+    warmup, steps = _STEPS[device]
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
                        devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
-    (row,) = CASE.measure([config])
+    try:
+        with Worker(CASE.module) as worker:  # which an interrupt ends at once, wherever it is
+            (row,) = worker.measure([config])
+    except WorkerEndedError as error:
+        row = failed(CASE.name, config.name, row_config(config), error)
     tell(row)
     if row.status == "error":
         raise TrialFailed(row.error)

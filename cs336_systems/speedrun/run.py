@@ -30,7 +30,7 @@ from ..planner.rows import training_job
 from ..training.launch import check_devices
 from ..training.prepare import prepare_data
 from .choice import MOST_EPOCHS, SIZES, Candidate, Task, Timing, Trial, TrialFailed, learning_rate, search
-from .measure import time_trial
+from .measure import time_trial, trial_s
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _CHOSEN = {
 _VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
 _PROMPTS = {"tinystories": "Once upon a time", "stories": "One day"}
 _GIVEN = "given"  # the name of a size that the command line gives field by field
-_SEARCH_SHARE = 0.2  # of the time; after this share no larger size is tried
+_SEARCH_SHARE = 0.2  # of the time, in which all trials are to be over
 _STEPS_SHARE = 0.93  # of what is left: the rest is for validations, a checkpoint and the sample
 _VALIDATIONS = 10
 _MEMORY_SHARE = 0.85  # of a card's, or of half a machine's, because the planner does not count what an allocator wastes
@@ -148,7 +148,9 @@ class Speedrun:
             tokens=None if self.epochs is None else self.epochs * unique_tokens,
             most_sequences=self._most_sequences,
             measure=self._measure,
-            is_time_left=lambda: seconds is None or self._elapsed() < _SEARCH_SHARE * seconds,
+            is_time_left=lambda step_s: (
+                seconds is None or self._elapsed() + trial_s(step_s, self.device.type) < _SEARCH_SHARE * seconds
+            ),
         )
         where = f"{self.devices} x {gpu_name()}" if self.device.type == "cuda" else "the CPU"
         formula = "the loss is a formula's, of large models on web text: to compare by, not to expect"

@@ -73,7 +73,7 @@ def find(measure: Callable[[Trial], Timing | None] = timed, **changes: Any) -> t
 
     fields: dict[str, Any] = dict(
         shapes=SHAPES, kernels=("auto",), devices=1, unique_tokens=10**12, seconds=600.0,
-        most_sequences=lambda shape: 1 << 20, measure=noted, is_time_left=lambda: True,
+        most_sequences=lambda shape: 1 << 20, measure=noted, is_time_left=lambda step_s: True,
     )  # fmt: skip
     return list(search(Task(**fields | changes))), tried
 
@@ -135,9 +135,19 @@ def test_the_fastest_kernel_is_taken_and_one_that_fails_is_not() -> None:
 
 
 def test_the_search_stops_when_its_time_is_over() -> None:
-    found, tried = find(seconds=86400.0, is_time_left=lambda: False)
+    found, tried = find(seconds=86400.0, is_time_left=lambda step_s: False)
     assert [trial.size for trial in tried] == ["nano"]
     assert found[-1].trial.size == "nano"
+
+
+def test_a_size_whose_steps_would_take_too_long_is_not_tried() -> None:
+    asked: list[float] = []
+    _, everything = find(seconds=86400.0)
+    took = [timed(trial).step_s for trial in everything]
+    _, tried = find(seconds=86400.0, is_time_left=lambda step_s: asked.append(step_s) or step_s < took[2])
+    assert tried[:2] == everything[:2]
+    assert asked[:2] == pytest.approx(took[1:3])  # the machine of this test is as fast at any size
+    assert all(timed(trial).step_s < took[2] for trial in tried)
 
 
 def test_where_nothing_works_it_says_so() -> None:

@@ -1,6 +1,11 @@
 """The command: what it measures, what it writes, what it refuses; and one that really searches."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +21,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.speedrun import run as speedrun_run
 from cs336_systems.speedrun.choice import SIZES, Timing, Trial, TrialFailed
 from cs336_systems.speedrun_command import speedrun
+from tests.distributed import processes_of
 
 STORIES = ["--data.source", "stories", "--data.story_chars=10000", "--model.context_length", "32"]
 
@@ -76,6 +82,12 @@ def test_it_writes_the_run_it_has_found_and_trains_it(
     said = capsys.readouterr().out
     assert f"cs336 train --config {file}" in said
     assert f"cs336 generate {config['run_dir']}" in said
+
+
+def test_a_trial_that_would_take_longer_than_the_search_may_is_not_begun(machine: Machine, tmp_path: Path) -> None:
+    machine.step_s = lambda trial: 2.0 * trial.sequences  # type: ignore[method-assign]
+    prepare(tmp_path, "--minutes", "10", "--train.device", "cpu")
+    assert {trial.size for trial in machine.trials} == {"nano"}
 
 
 def test_what_is_given_stands_above_what_is_chosen(machine: Machine, tmp_path: Path) -> None:
@@ -267,3 +279,23 @@ def test_a_search_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
     config = json.loads((folder / "speedrun.json").read_text())
     assert json.loads(row.config["run"])["train"]["batch_size"] == config["train"]["batch_size"]
     assert not (folder / "run").exists()
+
+
+def test_an_interrupt_ends_the_search_and_what_it_has_started(tmp_path: Path) -> None:
+    """In the midst of a trial, which by itself would take this CPU the better part of a minute."""
+    words = ["--size", "small", "--minutes", "100", "--train.device", "cpu", "--dry_run", "--out", str(tmp_path)]
+    stories = ["--data.source", "stories", "--data.story_chars", "40000"]
+    command = [sys.executable, "-m", "cs336_systems", "speedrun", *words, *stories]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # which is in the command line of the process that computes
+    with subprocess.Popen(command, env=environ, start_new_session=True, **pipes) as process:
+        while not any("cs336_systems.bench.ranks" in words for words in processes_of(str(tmp_path))):
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=15)
+    assert (process.returncode, err) == (130, "cs336: interrupted\n")
+    deadline = time.monotonic() + 10
+    while processes_of(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_of(str(tmp_path))

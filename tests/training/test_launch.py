@@ -26,7 +26,7 @@ from cs336_systems.training import pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
-from tests.distributed import run_ranks
+from tests.distributed import processes_of, run_ranks
 from tests.training.helpers import (
     _environment,
     checkpoint_names,
@@ -110,20 +110,6 @@ def assert_same_losses(config: RunConfig, expected: RunConfig, rel: float = 1e-4
     for row, other in zip(rows, wanted, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=rel)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * rel)
-
-
-def processes_of(run_dir: str) -> list[str]:
-    """Command lines of living processes that work in the folder, as ranks do, or name it."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                text = (process / "cmdline").read_text()
-                if run_dir in f"{text} {(process / 'cwd').readlink()}":
-                    found.append(text)
-            except OSError:
-                continue
-    return found
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
