@@ -221,6 +221,12 @@ def test_training_and_validation_tokens_need_files_of_their_own() -> None:
         DataConfig(train_tokens="x.npy", valid_tokens="x.npy")
 
 
+def test_a_sample_that_a_context_has_no_room_for_names_both() -> None:
+    accepted = "at most 0, what model.context_length, 1, leaves after a prompt"
+    with pytest.raises(ValueError, match=rf"^sample\.max_new_tokens is 5: it must be {accepted}$"):
+        RunConfig(model=ModelConfig(**{**TINY, "context_length": 1}), sample=SampleConfig(max_new_tokens=5))
+
+
 def test_resume_auto_needs_a_run_dir() -> None:
     with pytest.raises(ValueError, match=r"^run_dir is None: it must be given where resume is 'auto'"):
         RunConfig(model=ModelConfig(**TINY), resume="auto")
