@@ -1,5 +1,6 @@
 """What the machine is and could do at best: devices, number types, peak rates by GPU name, the environment stamp."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,6 +19,7 @@ from .peaks import peak_flops
 
 logger = logging.getLogger(__name__)
 
+_PROC, _CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -107,13 +109,33 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Total memory of a GPU, or of the machine for the CPU; None if the system does not tell."""
+    """Total memory of a GPU, or for the CPU what this process may have of the machine's; None if nothing tells."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    limits = _cgroup_limits()
+    with contextlib.suppress(ValueError, OSError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+def _cgroup_limits() -> list[int]:
+    """Memory that the control groups of this process allow it in bytes: a container's, a batch system's. Linux only."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                root, name = _CGROUPS, "memory.max"
+            elif "memory" in controllers.split(","):
+                root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            # Inside a container its own group is the root, whatever its path outside. Outer groups limit inner ones.
+            path = Path(group.lstrip("/"))
+            for folder in {root, *(root / part for part in (path, *path.parents))}:
+                with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+                    found.append(int((folder / name).read_text()))
+    return found
 
 
 def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:

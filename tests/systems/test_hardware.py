@@ -184,10 +184,40 @@ def test_a_name_of_no_device_is_an_error_that_says_what_is_accepted(gpus: Any, n
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc/meminfo")
-def test_the_cpus_memory_is_what_the_kernel_says() -> None:
+def test_the_cpus_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
     assert total
+    monkeypatch.setattr(hardware, "_cgroup_limits", list)
     assert memory_bytes(torch.device("cpu")) == int(total[1]) * 1024
+
+
+@pytest.mark.parametrize(
+    "groups, files, limit",
+    [
+        ("0::/\n", {"memory.max": "4096\n"}, 4096),  # inside a container
+        ("0::/job/step\n", {"job/memory.max": "8192\n", "job/step/memory.max": "max\n"}, 8192),  # of a batch system
+        ("0::/job/step\n", {"job/memory.max": "8192\n", "job/step/memory.max": "4096\n"}, 4096),
+        ("0::/elsewhere\n", {"memory.max": "4096\n"}, 4096),
+        ("5:cpu:/\n4:hugetlb,memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "8192\n"}, 8192),
+        ("4:cpu:/job\n", {"cpu/job/memory.limit_in_bytes": "8192\n", "memory.max": "4096\n"}, None),
+        ("0::/\n", {"memory.max": f"{1 << 60}\n"}, None),  # more than there is
+        ("0::/\n", {}, None),
+        (None, {"memory.max": "4096\n"}, None),
+    ],
+)
+def test_a_containers_or_a_jobs_limit_is_the_cpus_memory(
+    groups: str | None, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(hardware, "_CGROUPS", tmp_path / "sys")
+    all_of_it = memory_bytes(torch.device("cpu"))
+    for path, text in {
+        **({"proc/cgroup": groups} if groups else {}),
+        **{f"sys/{k}": v for k, v in files.items()},
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert memory_bytes(torch.device("cpu")) == (limit or all_of_it)
 
 
 def test_the_gpus_memory_is_all_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +230,7 @@ def test_memory_that_the_system_does_not_tell_is_none(monkeypatch: pytest.Monkey
         raise ValueError("unrecognized configuration name")
 
     monkeypatch.setattr(hardware.os, "sysconf", unknown)
+    monkeypatch.setattr(hardware, "_cgroup_limits", list)
     assert memory_bytes(torch.device("cpu")) is None
 
 
