@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which has to be said bef
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,16 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_sessionstart() -> None:
+    _hear_signals()
     if os.environ.get("TRITON_INTERPRET") == "1":
         _spare_the_interpreter()
+
+
+def _hear_signals() -> None:
+    """Under nohup and in a shell's background jobs signals are ignored, and by the processes that tests start too."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _spare_the_interpreter() -> None:

@@ -383,13 +383,9 @@ def test_however_a_process_was_ended_it_has_a_name() -> None:
 def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cs336_systems", "bench", "model", "--quick", "--mode", "forward"]
     command += ["--steps", "900000000", "--out", str(tmp_path)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        sweep = subprocess.Popen(
-            command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    sweep = subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         end, begun = time.monotonic() + 60, False
         while not begun and time.monotonic() < end:  # as soon as there is a second one, which may still be importing
@@ -430,24 +426,16 @@ sys.exit(main(["bench", "model", "--quick", "--mode", "forward", "--out", sys.ar
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_a_process_is_asked_for_makes_no_traceback(number: int, heard: int, tmp_path: Path) -> None:
+def test_a_signal_while_a_process_is_asked_for_makes_no_traceback(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IN_A_REQUEST, str(int(number)), str(tmp_path)]
     sweep = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert sweep.returncode == 128 + number
     assert sweep.stderr == ("cs336: interrupted\n" if number == signal.SIGINT else "")
 
 
-@pytest.fixture
-def heard(number: int) -> Iterator[int]:
-    """The signal, which is not ignored, as it is under nohup and in a shell's background jobs."""
-    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    yield number
-    signal.signal(number, before)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_a_sweep_leaves_no_folder_and_its_code(
-    number: int, heard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
