@@ -6,6 +6,7 @@ This module imports nothing heavy, so that `cs336 --help` is fast.
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
@@ -81,11 +82,13 @@ class DataConfig:
             is_derived = name != "tokenizer" or self.train_tokens == f"{folder}/{_DATA_FILES['train_tokens']}"
             if getattr(self, name) is None and is_derived:
                 object.__setattr__(self, name, f"{folder}/{_DATA_FILES[name]}")
-        taken: dict[str, str] = {f"{folder}/stories.txt": "the generated text"}
-        for name in ("train_text", "valid_text", "tokenizer", "train_tokens", "valid_tokens"):
-            path = self.tokenizer_path if name == "tokenizer" else getattr(self, name)
-            if path is not None and taken.setdefault(path, f"data.{name}") != f"data.{name}":
-                raise ValueError(f"data.{name} is {path!r}: it must be another file than {taken[path]}")
+        files = {"the generated text": f"{folder}/stories.txt", "data.tokenizer": self.tokenizer_path}
+        for name in ("train_text", "valid_text", "train_tokens", "valid_tokens"):
+            files[f"data.{name}"] = getattr(self, name)
+        taken: dict[str, str] = {}
+        for name, path in files.items():
+            if path is not None and taken.setdefault(os.path.realpath(path), name) != name:
+                raise ValueError(f"{name} is {path!r}: it must be another file than {taken[os.path.realpath(path)]}")
 
     @property
     def tokenizer_path(self) -> str:

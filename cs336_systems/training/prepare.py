@@ -27,7 +27,7 @@ from cs336_basics.data import (
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer, check_vocab_size, read_utf8, sample_evenly
 
-from ..config import RunConfig
+from ..config import DataConfig, RunConfig
 from ..files import written_whole
 from .loop import Tokens
 from .texts import TINYSTORIES_SHA256, TextSpan, fetch_tinystories, find_split, one_at_a_time
@@ -65,7 +65,7 @@ def prepare_data(config: RunConfig) -> PreparedData:
                 )
         logger.info("data: as it is (--skip_data)")
         return _load(config, tokenizer_path, train_path, valid_path)
-    if _is_given(train_path) and _is_given(valid_path):
+    if _is_given(config, train_path) and _is_given(config, valid_path):
         logger.info("data: %s and %s were not made here, used as they are", train_path, valid_path)
         return _load(config, tokenizer_path, train_path, valid_path)
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
@@ -83,7 +83,11 @@ def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path:
             f"tokenizer {tokenizer_path}"
         )
     made_with = {path: _made_with(path) for path in (train_path, valid_path)}
-    if tokenizer is None and config.data.source != "random" and len(set(made_with.values())) > 1:
+    # One that a person has brought is vouched for.
+    is_brought = tokenizer is not None and (
+        not _is_own(config.data, tokenizer_path) or _is_given(config, tokenizer_path)
+    )
+    if not is_brought and config.data.source != "random" and len(set(made_with.values())) > 1:
         raise ValueError(
             f"token files {train_path} and {valid_path} are not known to be of one tokenizer: give data.train_tokens "
             "and data.valid_tokens that are, or data.tokenizer"
@@ -107,13 +111,13 @@ def _find_tokenizer(config: RunConfig, path: Path, train_path: Path) -> Tokenize
     Raises FileNotFoundError for a file that is given and not there.
     """
     data = config.data
-    if data.source == "random":
+    if data.source == "random" and _is_own(data, path):
         return None
     if path.is_file():
         tokenizer = Tokenizer.load(path)
         if data.tokenizer is not None or _made_with(train_path) == tokenizer.sha256:
             return tokenizer
-    elif data.tokenizer is not None and path != Path(str(data.data_dir), "tokenizer.json"):
+    elif data.tokenizer is not None and not _is_own(data, path):
         raise FileNotFoundError(
             f"data.tokenizer {path} does not exist: it must be the tokenizer that made {train_path}"
         )
@@ -130,15 +134,25 @@ def _stamp(output: Path) -> Path:
     return output.with_name(f"{output.name}.stamp.json")
 
 
-def _is_given(output: Path) -> bool:
-    """Whether a stage's output is there and was not made here."""
-    return output.is_file() and not _stamp(output).is_file()
+def _is_own(data: DataConfig, path: Path) -> bool:
+    return path.parent.resolve() == Path(str(data.data_dir)).resolve()
+
+
+def _is_given(config: RunConfig, output: Path) -> bool:
+    """Whether a stage's output is there and not to be made again: not made here, or whole and outside data_dir.
+
+    data_dir's own files follow the text and the vocabulary. What a field names elsewhere, other runs may rely on.
+    """
+    stamp = _stamp(output)
+    if not output.is_file() or not stamp.is_file():
+        return output.is_file()
+    return not _is_own(config.data, output) and _read_stamp(stamp).get("inputs") is not None
 
 
 def _made_from(config: RunConfig, name: str, path: Path) -> str:
     """What a token file was made from, by the fields that say it; empty if it was not made here."""
     data = config.data
-    if config.skip_data or _is_given(path) or data.source not in ("stories", "text"):
+    if config.skip_data or _is_given(config, path) or data.source not in ("stories", "text"):
         return ""
     fields = ["story_chars" if data.source == "stories" else "train_text"]
     if name == "valid":
@@ -147,6 +161,7 @@ def _made_from(config: RunConfig, name: str, path: Path) -> str:
 
 
 def _stage(
+    config: RunConfig,
     name: str,
     output: Path,
     inputs: dict[str, Any],
@@ -156,13 +171,16 @@ def _stage(
 ) -> None:
     """Make `output`, unless it is there as its stamp describes it and was made from the same inputs.
 
-    A file without a stamp was not made here: it is used as it is, and never overwritten. If the output has to be made,
-    `check` may refuse before anything is touched.
+    What `_is_given` is used as it is, and never overwritten. If the output has to be made, `check` may refuse before
+    anything is touched. Raises ValueError for a companion that was not made here.
     """
     stamp = _stamp(output)
-    if _is_given(output):
+    if _is_given(config, output):
         logger.info("%s: %s was not made here, used as it is", name, output)
         return
+    for companion in companions:
+        if companion.is_file() and not stamp.is_file():
+            raise ValueError(f"{companion} was not made here, but is to be written beside {output}: move one of them")
     why = "which does not exist"
     if output.is_file():
         known = _read_stamp(stamp)
@@ -222,12 +240,12 @@ def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Pat
             write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
 
         check = functools.partial(_require_space, "data.random_tokens", data.random_tokens, sizes[i:])
-        _stage("tokens", path, inputs, make, sidecar_path(path), check=check)
+        _stage(config, "tokens", path, inputs, make, sidecar_path(path), check=check)
 
 
 def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
     vocab_size = config.model.shape.vocab_size
-    if not _is_given(tokenizer_path):
+    if not _is_given(config, tokenizer_path):
         check_vocab_size(vocab_size, "model.vocab_size")  # before anything is fetched
     train_text, valid_text = find_texts(config)
     inputs = {"text": train_text.fingerprint, "vocab_size": vocab_size, "algorithm": "byte-level BPE, GPT-2 words"}
@@ -256,7 +274,7 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
                 vocab_size,
             )
 
-    _stage("tokenizer", tokenizer_path, inputs, train_tokenizer)
+    _stage(config, "tokenizer", tokenizer_path, inputs, train_tokenizer)
     tokenizer = Tokenizer.load(tokenizer_path)
     for text, path in ((train_text, train_path), (valid_text, valid_path)):
         inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
@@ -271,7 +289,7 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
             )
             logger.info("tokens: %s has %s tokens", path, f"{info.count:,}")
 
-        _stage("tokens", path, inputs, encode, sidecar_path(path))
+        _stage(config, "tokens", path, inputs, encode, sidecar_path(path))
 
 
 def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
@@ -293,6 +311,7 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
             (Path(str(data.valid_tokens)), valid_chars * width),
         ]
         _stage(
+            config,
             "text",
             text_path,
             inputs,

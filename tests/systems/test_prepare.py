@@ -1187,3 +1187,71 @@ def test_a_gigabyte_needs_less_than_2_gb_of_memory_and_encodes_as_fast_as_the_li
     assert found["vocab"] == 10_000 or exponent is None  # stories have too few words
     assert found["peak"] < 2e9
     assert rates["own"] > 0.9 * rates["library"]
+
+
+# Files of others
+
+
+@pytest.mark.parametrize("name", ["train.json", "valid.json"])
+def test_a_file_that_was_not_made_here_is_not_replaced_by_a_sidecar(folder: Path, name: str) -> None:
+    Path("d").mkdir()
+    Path("d", name).write_text('{"precious": 1}')
+    with pytest.raises(ValueError, match=rf"^d/{name} was not made here, but is to be written beside d/\w+\.npy: move"):
+        prepare_data(text_config())
+    assert Path("d", name).read_text() == '{"precious": 1}'
+
+
+def test_the_text_itself_is_not_replaced_by_a_sidecar(folder: Path) -> None:
+    Path("d").mkdir()
+    Path("d/train.json").write_text(TEXT)
+    with pytest.raises(ValueError, match=r"^d/train\.json was not made here"):
+        prepare_data(text_config(train_text="d/train.json"))
+    assert Path("d/train.json").read_text() == TEXT
+
+
+def test_a_tokenizer_in_another_runs_data_is_used_as_it_is(stages: Any) -> None:
+    stages(text_config())
+    before = contents()
+    other = functools.partial(text_config, train_text="valid.txt", data_dir="e")
+    assert stages(other(tokenizer="d/tokenizer.json")) == ({TRAIN, VALID}, set())
+    assert {name: found for name, found in contents().items() if name in before} == before
+    assert read_info("e/train.npy").tokenizer_sha256 == Tokenizer.load("d/tokenizer.json").sha256
+
+
+def test_token_files_in_another_runs_data_are_used_as_they_are(stages: Any) -> None:
+    stages(text_config())
+    before = contents()
+    tokens = dict(train_tokens="d/train.npy", valid_tokens="d/valid.npy", data_dir="e")
+    assert stages(stories_config(**tokens)) == (set(), set())
+    assert prepare_data(stories_config(**tokens)).tokenizer is None  # none is named, and there is none in e
+    assert contents() == before
+
+
+def test_what_was_broken_off_outside_of_data_dir_is_made_again(stages: Any) -> None:
+    outside = text_config(train_tokens="x/t.npy", tokenizer="x/tokenizer.json")
+    stages(outside)
+    Path("x/t.npy.stamp.json").write_text('{"inputs": null, "sha256": null}')
+    made, _ = stages(outside)
+    assert made == {"t.npy"}
+
+
+@pytest.mark.parametrize("name", ["train_tokens", "valid_tokens"])
+def test_a_tokenizer_made_here_does_not_vouch_for_one_token_file_of_ones_own(folder: Path, name: str) -> None:
+    np.save("own.npy", np.arange(100, dtype=np.uint16))
+    with pytest.raises(ValueError, match="are not known to be of one tokenizer"):
+        prepare_data(text_config(**{name: "own.npy"}))
+
+
+def test_random_tokens_have_the_tokenizer_that_is_named(folder: Path) -> None:
+    Tokenizer.train([TEXT], 280).save("mine.json")
+    assert prepare_data(random_config()).tokenizer is None
+    assert prepare_data(random_config(tokenizer="mine.json")).tokenizer is not None
+
+
+def test_one_file_has_one_field_however_it_is_spelled(folder: Path) -> None:
+    Path("link.npy").symlink_to("a.npy")
+    for other in ("a.npy", "./a.npy", str(folder / "a.npy"), "link.npy"):
+        with pytest.raises(
+            ValueError, match=r"^data\.valid_tokens is '.*': it must be another file than data\.train_tok"
+        ):
+            text_config(train_tokens="a.npy", valid_tokens=other)
