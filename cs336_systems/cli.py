@@ -31,9 +31,9 @@ from .config import (
     RunConfig,
     SampleConfig,
     TrainConfig,
-    without_derived_paths,
 )
 from .console import by_command, launched_rank, program, say, start_logging, visible
+from .data_config import without_derived_paths
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,

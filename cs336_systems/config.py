@@ -6,94 +6,12 @@ This module imports nothing heavy, so that `cs336 --help` is fast.
 
 import dataclasses
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
+from .data_config import DataConfig
 from .fields import check_types, checkpointed_blocks, require, require_at_least
 from .model_config import ModelConfig
-
-_DATA_FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tokens": "valid.npy"}
-
-
-def without_derived_paths(data: dict[str, Any]) -> dict[str, Any]:
-    """The group `data` of a configuration file, without the paths that follow from its own source and data_dir.
-
-    The resolved form holds them all. Where the command line gives another source or data_dir, they are to follow that.
-    """
-    source, folder = data.get("source"), data.get("data_dir")
-    if source is None or folder is None:
-        return data
-    derived = {name: f"{folder}/{file}" for name, file in _DATA_FILES.items()} | {"data_dir": f"data/{source}"}
-    if data.get("train_tokens") not in (None, derived["train_tokens"]):
-        del derived["tokenizer"]  # for token files elsewhere none is derived, so it was given
-    return {name: value for name, value in data.items() if name not in derived or value != derived[name]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the text comes from, and where its tokenizer and token files are kept."""
-
-    source: Literal["random", "stories", "text", "tinystories"] = "stories"
-    """random: seeded random tokens. stories: the built-in generator. text: your files. tinystories: downloaded."""
-    data_dir: str | None = None
-    """Folder for text, tokenizer and token files (default: data/SOURCE)."""
-    train_text: str | None = None
-    """Text file to train on (source text)."""
-    valid_text: str | None = None
-    """Text file to validate on (source text; default: the last valid_fraction of train_text)."""
-    valid_fraction: float = 0.1
-    """Share of train_text to cut off for validation when there is no valid_text."""
-    tokenizer: str | None = None
-    """Tokenizer file, trained and written there if it is missing and tokens are made (default: DATA_DIR/tokenizer.json;
-    for train_tokens elsewhere, only if it has made them)."""
-    train_tokens: str | None = None
-    """Token file to train on, made if it is missing (default: DATA_DIR/train.npy)."""
-    valid_tokens: str | None = None
-    """Token file to validate on, made if it is missing (default: DATA_DIR/valid.npy)."""
-    tokenizer_sample_bytes: int = 1 << 28
-    """Train the tokenizer on at most this many bytes; of a longer text, on an evenly spaced sample of this size."""
-    story_chars: int = 4_000_000
-    """Characters of text to generate (source stories)."""
-    random_tokens: int = 1 << 24
-    """Number of tokens to draw (source random)."""
-    seed: int = 0
-    """Seed of the stories or of the random tokens."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "data.")
-        if self.source != "text":
-            for name in ("train_text", "valid_text"):
-                require(
-                    getattr(self, name) is None,
-                    f"data.{name}",
-                    getattr(self, name),
-                    f"left out unless data.source is 'text' (it is {self.source!r})",
-                )
-        require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
-        require_at_least(self, "data", 10_000, "story_chars")
-        require_at_least(self, "data", 2, "random_tokens")
-        require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
-        require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
-        folder = self.data_dir or f"data/{self.source}"
-        object.__setattr__(self, "data_dir", folder)
-        for name in ("train_tokens", "valid_tokens", "tokenizer"):
-            # Whose tokens are in a file elsewhere is not known.
-            is_derived = name != "tokenizer" or self.train_tokens == f"{folder}/{_DATA_FILES['train_tokens']}"
-            if getattr(self, name) is None and is_derived:
-                object.__setattr__(self, name, f"{folder}/{_DATA_FILES[name]}")
-        files = {"the generated text": f"{folder}/stories.txt", "data.tokenizer": self.tokenizer_path}
-        for name in ("train_text", "valid_text", "train_tokens", "valid_tokens"):
-            files[f"data.{name}"] = getattr(self, name)
-        taken: dict[str, str] = {}
-        for name, path in files.items():
-            if path is not None and taken.setdefault(os.path.realpath(path), name) != name:
-                raise ValueError(f"{name} is {path!r}: it must be another file than {taken[os.path.realpath(path)]}")
-
-    @property
-    def tokenizer_path(self) -> str:
-        """The file in which the tokenizer is, or is made where there is none."""
-        return f"{self.data_dir}/{_DATA_FILES['tokenizer']}" if self.tokenizer is None else self.tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

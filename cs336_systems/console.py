@@ -87,6 +87,16 @@ def say(line: str) -> None:
         console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
+@contextlib.contextmanager
+def no_interrupts_inherited() -> Iterator[None]:
+    """A process that this thread starts inside gets no interrupts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Ended(KeyboardInterrupt):
     """A signal that ends this process, raised as an interrupt, because SystemExit would be lost in `say`."""
 

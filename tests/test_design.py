@@ -35,6 +35,7 @@ DOCUMENTS = [
 # What each part may import, besides itself. Order is that of docs/design.md.
 BASE = {
     "cs336_systems.config",
+    "cs336_systems.data_config",
     "cs336_systems.fields",
     "cs336_systems.files",
     "cs336_systems.model_config",
@@ -50,7 +51,13 @@ ALLOWED = {
     "cs336_systems.fields": set(),
     "cs336_systems.files": set(),
     "cs336_systems.model_config": {"cs336_basics", "cs336_systems.fields"},
-    "cs336_systems.config": {"cs336_basics", "cs336_systems.fields", "cs336_systems.model_config"},
+    "cs336_systems.data_config": {"cs336_systems.fields"},
+    "cs336_systems.config": {
+        "cs336_basics",
+        "cs336_systems.data_config",
+        "cs336_systems.fields",
+        "cs336_systems.model_config",
+    },
     "cs336_systems.accounting": {"cs336_basics"},
     "cs336_systems.peaks": set(),
     "cs336_systems.hardware": {"cs336_systems.peaks"},

@@ -14,7 +14,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..console import COMMAND
+from ..console import COMMAND, no_interrupts_inherited
 from .case import Row
 from .outcome import is_sound
 from .sweep import Case
@@ -116,16 +116,6 @@ def _later() -> Iterator[None]:
             signal.signal(ours, handler)
         for one in dict.fromkeys(came):
             signal.raise_signal(one)
-
-
-@contextlib.contextmanager
-def no_interrupts_inherited() -> Iterator[None]:
-    """A process that this thread starts inside gets no interrupts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _how(code: int | None) -> str:

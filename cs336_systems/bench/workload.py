@@ -24,6 +24,7 @@ from ..hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, sel
 from ..kernels.attention import get_attention
 from ..model_config import ModelConfig
 from ..planner.forward import forward_peak_bytes
+from ..planner.job import Job
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
 from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
@@ -107,9 +108,8 @@ class Workload:
 
     def least_bytes(self) -> float:
         """The memory that the planner predicts, or where it knows nothing of the workload that of weights and such."""
-        config = {**asdict(self), **asdict(self.shape)}
         try:
-            job = workload_job(config)
+            job = self.job
             return float(forward_peak_bytes(job) if self.mode == "forward" else peak_bytes(job))
         except ValueError:
             copies = {"forward": 1, "forward_backward": 2, "train_step": 4}[self.mode]
@@ -119,6 +119,11 @@ class Workload:
     def shape(self) -> ModelShape:
         """The resolved architecture."""
         return self.model_config.shape
+
+    @property
+    def job(self) -> Job:
+        """This for the planner. Raises ValueError for what it knows nothing of."""
+        return workload_job({**asdict(self), **asdict(self.shape)})
 
 
 class Workbench:

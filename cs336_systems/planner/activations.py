@@ -102,6 +102,17 @@ def activation_sections(job: Job) -> list[Section]:
     return [Section("One activation of the residual stream", stream), each]
 
 
+def counted_activations(job: Job, on_gpu: bool = True) -> tuple[int, int]:
+    """What `accounting.checkpointed_activation_bytes` counts for a job: at the end of its forward pass, and at most.
+
+    Raises ValueError for compiled blocks and for an unknown kernel.
+    """
+    if job.compile:
+        raise ValueError("no prediction for the case checkpointing with compiled blocks")
+    how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel, job.checkpointing)
+    return checkpointed_activation_bytes(*how, on_gpu)
+
+
 def checkpointing_sections(job: Job) -> list[Section]:
     """The peak of forward and backward by the size of the checkpointed group, and the best size.
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import checkpointed_activation_bytes, naive_attention_bytes
-from .activations import block_parts
+from ..accounting import naive_attention_bytes
+from .activations import block_parts, counted_activations
 from .comparison import HELD_BEFORE_BACKWARD, PEAK, PEAK_OF_ACTIVATIONS, SAVED_BY_BLOCK, Pair
 from .forward import forward_peak_bytes
 from .job import Job
@@ -76,16 +76,5 @@ def _peak_of_activations(row: Measured) -> Pair:
 
     `counted_activations` is the prediction, as for `cs336 plan checkpointing`.
     """
-    return positive("peak_bytes", row.metrics["peak_bytes"]), float(counted_activations(row)[1])
-
-
-def counted_activations(row: Measured) -> tuple[int, int]:
-    """What `accounting.checkpointed_activation_bytes` counts for a row of the case checkpointing: held, and at most.
-
-    Raises ValueError for compiled blocks and for an unknown kernel.
-    """
-    job = workload_job(row.config)
-    if job.compile:
-        raise ValueError("no prediction for the case checkpointing with compiled blocks")
-    how = (job.shape, job.batch_size, job.shape.context_length, job.precision, job.kernel, job.checkpointing)
-    return checkpointed_activation_bytes(*how, on_gpu=not is_of_cpu(row))
+    _, peak = counted_activations(workload_job(row.config), on_gpu=not is_of_cpu(row))
+    return positive("peak_bytes", row.metrics["peak_bytes"]), float(peak)

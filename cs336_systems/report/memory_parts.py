@@ -8,9 +8,9 @@ from typing import Any
 
 from ..bench.case import Row
 from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
-from ..planner.cases import counted_activations
+from ..planner.activations import counted_activations
 from ..planner.memory import part_bytes
-from ..planner.rows import training_job
+from ..planner.rows import is_of_cpu, training_job, workload_job
 from ..profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
 from ..profiling.plot import COLORS
 from .pictures import save_picture
@@ -43,7 +43,7 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
 
 def _predicted_today(row: Row) -> Row:
     if "predicted_bytes" in row.metrics:  # of the case checkpointing
-        held, peak = counted_activations(row)
+        held, peak = counted_activations(workload_job(row.config), on_gpu=not is_of_cpu(row))
         return replace(row, metrics={**row.metrics, "predicted_held_bytes": held, "predicted_bytes": peak})
     stored = row.metrics.get("predicted")
     if not stored:

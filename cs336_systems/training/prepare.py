@@ -83,10 +83,7 @@ def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path:
             f"tokenizer {tokenizer_path}"
         )
     made_with = {path: _made_with(path) for path in (train_path, valid_path)}
-    # One that a person has brought is vouched for.
-    is_brought = tokenizer is not None and (
-        not _is_own(config.data, tokenizer_path) or _is_given(config, tokenizer_path)
-    )
+    is_brought = tokenizer is not None and _is_given(config, tokenizer_path)  # and so vouched for
     if not is_brought and config.data.source != "random" and len(set(made_with.values())) > 1:
         raise ValueError(
             f"token files {train_path} and {valid_path} are not known to be of one tokenizer: give data.train_tokens "
@@ -135,6 +132,7 @@ def _stamp(output: Path) -> Path:
 
 
 def _is_own(data: DataConfig, path: Path) -> bool:
+    """Whether a file is in data_dir."""
     return path.parent.resolve() == Path(str(data.data_dir)).resolve()
 
 

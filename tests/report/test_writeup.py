@@ -31,12 +31,13 @@ from cs336_systems.model_config import MODEL_SIZES
 from cs336_systems.planner.working import Section, Term
 from cs336_systems.report.memory_timelines import draw_timeline
 from cs336_systems.report.writeup import (
-    additions,
     attention,
     buckets,
     build,
+    checkpointing,
     claims,
     collectives,
+    fully_sharded,
     leaderboard_2026,
     measure,
     memory,
@@ -262,7 +263,7 @@ def test_steps_that_a_sentence_compares_are_of_one_run() -> None:
             several_gpus.added("overlap")(e) or ""
         )
         assert "takes 297 ms instead of 310 ms with `overlap`" in (several_gpus.sharded_time(e) or "")
-        assert additions.fsdp_step(e) == (
+        assert fully_sharded.fsdp_step(e) == (
             "Eager, a step of xl with `fsdp` takes 90 ms at a peak of 1 GiB, 12% longer than one rank alone."
         )
         assert several_gpus.compared("fsdp", "naive")(e) is None
@@ -353,14 +354,14 @@ def test_the_setup_of_strategies_is_told_of_the_rows_own_settings() -> None:
 def test_why_gathers_in_time_are_not_all_hidden_is_told_of_a_trace() -> None:
     def said(compute_ms: float) -> str:
         metrics = dict(span_ms=200.0, compute_ms=compute_ms, communication_ms=40.0, both_ms=20.0)
-        return additions.fsdp_exposed(evidence(row("overlap-trace", "fsdp", metrics, size="2.7B"))) or ""
+        return fully_sharded.fsdp_exposed(evidence(row("overlap-trace", "fsdp", metrics, size="2.7B"))) or ""
 
     assert said(175.0) == (
         "Traced, a step communicates for 40 ms, the reduce-scatters of gradients included, of which 50% run beside "
         "computing."
     )
     assert "For 40% of the traced step the GPU does neither" in said(100.0)
-    assert additions.fsdp_exposed(evidence(row("overlap-trace", "naive", {}, size="2.7B"))) is None
+    assert fully_sharded.fsdp_exposed(evidence(row("overlap-trace", "naive", {}, size="2.7B"))) is None
 
 
 def test_where_there_are_rows_of_2026s_xl_sentences_are_of_it_and_of_the_other_before_it() -> None:
@@ -566,29 +567,29 @@ def test_checkpointing_that_saves_nothing_fails() -> None:
         return row("checkpointing", name, metrics, **config, policy=kind, K=k)
 
     rows = [policy("none", 8 << 30, None), policy("groups_2", 2 << 30, 2), policy("groups_4", 3 << 30, 4)]
-    said = additions.least_memory(evidence(*rows)) or ""
+    said = checkpointing.least_memory(evidence(*rows)) or ""
     assert said.startswith(
         "`groups_2` needs less than no checkpointing, and least of all 2 policies: 2 GiB instead of 8 GiB"
     )
     smaller = policy("groups_1", 4 << 30, 1)
-    best = additions.best_size(evidence(smaller, *rows)) or ""
+    best = checkpointing.best_size(evidence(smaller, *rows)) or ""
     assert "K = 2 needs least, 2 GiB beyond weights and gradients, beside 4 GiB with K = 1 and 3 GiB with K = 4" in best
     assert "`sqrt(L I / A)`, 2.5, counts only a group's backward pass." in best
     assert "by which K = 4 would be the least;" in best
-    assert "Measured" not in additions.group_reasoning(evidence(smaller, *rows))
+    assert "Measured" not in checkpointing.group_reasoning(evidence(smaller, *rows))
     shape = dict(size="2.7B", num_layers=32, d_model=2560, d_ff=10240, num_heads=32, context_length=2048)
     given = [policy(f"groups_{k}", size, k, "fp32", "naive") for k, size in ((1, 11781832712), (2, 14772437000))]
     asked = [replace(each, config={**each.config, **shape}) for each in given]
-    assert additions.group_reasoning(evidence(smaller, *rows, *asked)).endswith(
+    assert checkpointing.group_reasoning(evidence(smaller, *rows, *asked)).endswith(
         "K = 1 is best by the planner. Measured so, K = 1 needs least, 11 GiB beyond weights and gradients, beside "
         "13.8 GiB with K = 2, each within 0.1% of the prediction."
     )
-    assert additions.best_size(evidence(*asked)) is None
-    assert "and K = 4 is best by the planner" in (additions.other_reasoning(evidence()) or "")
+    assert checkpointing.best_size(evidence(*asked)) is None
+    assert "and K = 4 is best by the planner" in (checkpointing.other_reasoning(evidence()) or "")
     ours = [replace(each, config={**each.config, "size": "2.7B"}) for each in (rows[0], rows[2])]
-    assert "`groups_4` needs less" in (additions.least_memory(evidence(*rows, *ours)) or "")
+    assert "`groups_4` needs less" in (checkpointing.least_memory(evidence(*rows, *ours)) or "")
     with pytest.raises(ClaimError, match=r"made_up.*`groups_2` needs less.*least 2147483648, none 1073741824"):
-        additions.least_memory(evidence(policy("none", 1 << 30, None), *rows[1:]))
+        checkpointing.least_memory(evidence(policy("none", 1 << 30, None), *rows[1:]))
 
 
 def test_collectives_are_compared_by_size_and_backend() -> None:
@@ -695,7 +696,7 @@ def test_sharding_that_does_not_divide_the_state_fails() -> None:
         measured("fsdp-accounting", "fsdp", 1, 9 << 30),
     ]
     with pytest.raises(ClaimError, match="'FSDP needs less memory'"):
-        additions.fsdp_memory(evidence(*sharded))
+        fully_sharded.fsdp_memory(evidence(*sharded))
 
 
 def step_8b(ms: float, strategy: str = "fsdp", attention: str = "sdpa", policy: str = "first_6", **more: Any) -> Row:
@@ -777,7 +778,7 @@ def test_gathers_of_the_forward_pass_are_told_apart_from_those_of_the_backward_p
 
     gathers = [gather("embedding", 1, -3.0), gather("block 0", 1, 1.0), gather("block 0", 2, -9.0)]
     metrics = {"moments": {}, "gathers": gathers, "step_ms": {"p50": 50.0}}
-    said = additions.fsdp_gathers(evidence(row("fsdp-accounting", "fsdp", metrics, size="2.7B")))
+    said = fully_sharded.fsdp_gathers(evidence(row("fsdp-accounting", "fsdp", metrics, size="2.7B")))
     assert said == (
         "(b) In a step of 2.7B 1 of 2 all-gathers of the forward pass, which take 2 ms each, are over before their "
         "weights are needed; `embedding` holds it up for 3 ms of 50 ms. In the backward pass 0 of 1 are in time."
@@ -799,11 +800,11 @@ def test_every_part_of_the_accounting_of_communication_is_answered_with_a_smalle
 def test_what_fsdp_is_expected_to_save_is_half_of_sixteen_bytes_a_parameter() -> None:
     parameters = 2 * 10_000 * 2560 + 32 * (4 * 2560**2 + 3 * 2560 * 10_240 + 2 * 2560) + 2560
     told = f"`16 N / 2` = {claims.gib(8 * parameters)} instead of `16 N` = {claims.gib(16 * parameters)}"
-    assert told in additions.expected_saving(evidence())
+    assert told in fully_sharded.expected_saving(evidence())
     assert re.search(
-        r"peaks of \S+ GiB with FSDP, \S+ GiB with nothing sharded and", additions.expected_saving(evidence())
+        r"peaks of \S+ GiB with FSDP, \S+ GiB with nothing sharded and", fully_sharded.expected_saving(evidence())
     )
-    state = additions.sharding_working()[0]
+    state = fully_sharded.sharding_working()[0]
     assert state.value("optimizer state sharded") == 12 * parameters
     assert state.value("everything sharded") == 8 * parameters
 
@@ -877,7 +878,7 @@ def run(blocks, x):
 
 def test_halves_keep_the_inputs_and_compute_the_blocks_that_the_answer_says() -> None:
     for count in (*range(1, 18), 31, 32, 33, 63, 64):
-        blocks, levels = differentiated(additions.HALVES, count), math.ceil(math.log2(count))
+        blocks, levels = differentiated(checkpointing.HALVES, count), math.ceil(math.log2(count))
         assert blocks.most_residuals == 1, count
         assert blocks.most_inputs == levels + 1, count
         most = count * (levels + 1)

@@ -16,10 +16,11 @@ from cs336_systems.bench.sweep import configurations
 from cs336_systems.planner.memory import part_bytes
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.report.writeup import (
-    additions,
     build,
+    checkpointing,
     claims,
     flash,
+    fully_sharded,
     memory,
     precision,
     profiling,
@@ -285,7 +286,7 @@ def test_what_memory_after_initialisation_shows_is_explained_of_the_rows() -> No
 
 def test_fsdp_is_told_of_the_last_launch_with_each_comparison_within_one() -> None:
     first, second = of_ddp(fsdp=300.0, alone=150.0, torch_fsdp=600.0), of_ddp("2026-01-02", fsdp=240.0, alone=200.0)
-    assert additions.fsdp_step(of_files(first, second)) == (
+    assert fully_sharded.fsdp_step(of_files(first, second)) == (
         "Eager, a step of xl with `fsdp` takes 240 ms at a peak of 1 GiB, 20% longer than one rank alone (100% longer "
         "in 1 other launch); in another launch, 300 ms, it is 50% shorter than with `torch_fsdp`."
     )
@@ -390,7 +391,7 @@ def test_predictions_are_those_of_the_planner_of_today(name: str, case: str, tmp
     problem = next(each for each in PROBLEMS if each.name == name)
     text = "\n".join(build.problem_parts(problem, {case: [RowFile(tmp_path / "a.jsonl", rows)]}, tmp_path))
     assert "| 77.00 |" not in text
-    for job in list(additions._jobs().values())[: 3 if case == "fsdp-accounting" else 2]:
+    for job in list(fully_sharded._jobs().values())[: 3 if case == "fsdp-accounting" else 2]:
         assert f"| {part_bytes(job)['peak'] / 2**30:.2f} |" in text
 
 
@@ -420,7 +421,9 @@ def test_that_the_profiler_makes_steps_longer_is_said_of_the_rows() -> None:
 def test_which_block_saves_most_is_named_with_its_length() -> None:
     metrics = {"saved_bytes": 100, "counted_bytes": 100, "parts": {"attention": 67, "ffn": 33}}
     config = dict(size="2.7B", precision="bf16", compile=False, attention="naive")
-    said = additions.saved_by_block(evidence(row("residuals", metrics=metrics, context_length=2048, **config))) or ""
+    said = (
+        checkpointing.saved_by_block(evidence(row("residuals", metrics=metrics, context_length=2048, **config))) or ""
+    )
     assert said.endswith("for the one that saves most (2.7B, 2048 tokens, bf16, `naive`).")
 
 

@@ -17,9 +17,10 @@ import torch
 
 from cs336_basics.shape import ModelShape
 
-from ...accounting import best_group, checkpointed_activation_bytes
+from ...accounting import best_group
 from ...fields import require_at_least
 from ...hardware import requested_gpu_bytes, select_device
+from ...planner.activations import counted_activations
 from ..case import Row
 from ..live_bytes import LiveBytes
 from ..outcome import each
@@ -131,14 +132,11 @@ def _cpu_memory(bench: Workbench) -> dict[str, int]:
 
 def _counted(config: CheckpointingBench) -> dict[str, Any]:
     """What is counted for eager blocks; {} for compiled blocks and for an unknown kernel."""
-    if config.compile:
-        return {}
-    how = (config.shape, config.batch_size, config.context_length, config.precision, config.attention)
     try:
-        on_gpu = select_device(config.device).type == "cuda"
-        held, peak = checkpointed_activation_bytes(*how, config.train_config.checkpointed, on_gpu)
+        held, peak = counted_activations(config.job, on_gpu=select_device(config.device).type == "cuda")
     except ValueError:
         return {}
+    how = (config.shape, config.batch_size, config.context_length, config.precision, config.attention)
     return {"predicted_held_bytes": held, "predicted_bytes": peak, "best_group": best_group(*how)}
 
 

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...bench.worker import no_interrupts_inherited
-from ...console import ended_in_order, say
+from ...console import ended_in_order, no_interrupts_inherited, say
 from ...hardware import gpu_count, gpu_name
 from .build import find_rows
 from .commands import not_measured
