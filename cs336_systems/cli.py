@@ -31,9 +31,11 @@ from .config import (
     RunConfig,
     SampleConfig,
     TrainConfig,
+    without_derived_rate,
 )
 from .console import by_command, launched_rank, program, say, start_logging, visible
 from .data_config import without_derived_paths
+from .model_config import SIZE_FIELDS
 
 _GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -95,8 +97,12 @@ def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[st
             others.append(word)
     read = [(Path(file), _read_config(Path(file), parser)) for file in files]
     naming = [(path, content["run_dir"]) for path, content in read if "run_dir" in content]
-    if naming and not any(word.partition("=")[0] == "--run_dir" for word in others):
+    given = {word.partition("=")[0] for word in others}
+    if naming and "--run_dir" not in given:
         _check_run_dir(*naming[-1])
+    if "--model.size" in given:  # it says all of these
+        for _, content in read:
+            content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
     return [word for _, content in read for word in ("--config", json.dumps(content))] + others
 
 
@@ -127,7 +133,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
-    """The fields of a file, without paths that are to follow from others.
+    """The fields of a file, without those that are to follow from others.
 
     Raises ValueError or FileNotFoundError naming the file, and the field, if it cannot be used.
     """
@@ -155,6 +161,8 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
             seen.add(field)
     if "data" in content:
         content["data"] = without_derived_paths(content["data"])
+    if "optimizer" in content:
+        content["optimizer"] = without_derived_rate(content["optimizer"])
     if _is_of_run(path):
         content.pop("resume", None)  # earlier versions kept here what one command was given
     return content

@@ -14,6 +14,20 @@ from .fields import check_types, checkpointed_blocks, require, require_at_least
 from .model_config import ModelConfig
 
 
+def _final_rate(lr: float) -> float:
+    return lr / 10
+
+
+def without_derived_rate(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The group `optimizer` of a configuration file, without a min_lr that follows from its own lr.
+
+    Where the command line gives another lr, it is to follow that.
+    """
+    lr, min_lr = optimizer.get("lr"), optimizer.get("min_lr")
+    is_derived = type(lr) is float and min_lr == _final_rate(lr)
+    return {name: value for name, value in optimizer.items() if name != "min_lr" or not is_derived}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to min_lr at the last step."""
@@ -38,7 +52,7 @@ class OptimizerConfig:
         require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
-        min_lr = self.lr / 10 if self.min_lr is None else self.min_lr
+        min_lr = _final_rate(self.lr) if self.min_lr is None else self.min_lr
         object.__setattr__(self, "min_lr", min_lr)
         accepted = f"at most optimizer.lr, {self.lr:g} (a run's config.json holds the one that it ran with)"
         require(min_lr <= self.lr, "optimizer.min_lr", min_lr, accepted)

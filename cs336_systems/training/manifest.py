@@ -152,8 +152,11 @@ def newest_whole_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def check_identity(path: Path, manifest: Manifest, identity: dict[str, Any]) -> None:
-    """Raise ValueError naming every field in which a run differs from the one that wrote the checkpoint."""
+def check_identity(path: Path, manifest: Manifest, identity: dict[str, Any], why: Iterable[str] = ()) -> None:
+    """Raise ValueError naming every field in which a run differs from the one that wrote the checkpoint.
+
+    `why` is told with them: other differences, which may be the cause.
+    """
     names = sorted({*manifest.identity, *identity})
     differing = [
         f"{name} is {identity.get(name)!r} here and {manifest.identity.get(name)!r} there"
@@ -161,4 +164,4 @@ def check_identity(path: Path, manifest: Manifest, identity: dict[str, Any]) -> 
         if identity.get(name) != manifest.identity.get(name)
     ]
     if differing:
-        raise ValueError(f"checkpoint {path} is of another run: {'; '.join(differing)}")
+        raise ValueError(f"checkpoint {path} is of another run: {'; '.join([*differing, *why])}")

@@ -6,19 +6,20 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from cs336_basics.data import write_json
+from cs336_basics.data import sha256_of_file, write_json
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes
 from ..config import RunConfig, SampleConfig
+from ..data_config import without_derived_paths
 from ..fields import require
 from ..hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
@@ -30,7 +31,7 @@ from .load import LoadedModel, load_model
 from .loop import Position, Trainer
 from .manifest import Manifest, check_identity, find_checkpoints, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
-from .prepare import PreparedData, prepare_data
+from .prepare import PreparedData, is_own, prepare_data
 from .run import Run, RunResult
 from .state import restore_state
 from .together import file_group, on_every_rank, on_first_rank
@@ -70,13 +71,13 @@ def _train(config: RunConfig, device: torch.device) -> RunResult:
         on_first_rank(lambda: _take_run_dir(config, run_dir, stack))
         resumed = on_first_rank(lambda: _find_resume(config, run_dir))
         first_weights = _kept_on_first_rank(lambda: _first_weights(config, resumed))
-        data = _prepare(config)
+        data = _prepare(config, resumed)
         if data.tokenizer is not None:
             _check_prompt(data.tokenizer, config.sample, config.model.shape.context_length)
         identity = _identity(config, data)
         comm.check_same(identity, "data")
         if resumed is not None:
-            check_identity(*resumed, identity)
+            check_identity(*resumed, identity, _changed_data(config, resumed[1]))
             if (finished := on_first_rank(lambda: _finished_result(config, run_dir, resumed))) is not None:
                 return finished
         on_first_rank(lambda: _begin(config, run_dir, data, resumed, first_weights, identity))
@@ -119,7 +120,7 @@ def _check(config: RunConfig, device: torch.device) -> None:
     check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
 
 
-def _prepare(config: RunConfig) -> PreparedData:
+def _prepare(config: RunConfig, resumed: tuple[Path, Manifest] | None) -> PreparedData:
     """The data: made, or found, by rank 0 and then by the others, whose disks may be different ones.
 
     A download, or training a tokenizer on a large text, may take long, so ranks wait for each other for days if need
@@ -127,9 +128,45 @@ def _prepare(config: RunConfig) -> PreparedData:
     """
     group = file_group(wait_h=24 * 7)
     made: list[PreparedData] = []
-    on_first_rank(lambda: made.append(prepare_data(config)), "preparation of the data", group)
-    on_every_rank(lambda: None if made else made.append(prepare_data(config)), "preparation of the data", group)
+
+    def prepare() -> None:
+        if not made:
+            made.append(prepare_data(config, lambda: _check_may_make(resumed, config)))
+
+    on_first_rank(prepare, "preparation of the data", group)
+    on_every_rank(prepare, "preparation of the data", group)
     return made[0]
+
+
+def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:
+    """The fields of the data in which a run differs from the one that wrote the checkpoint."""
+    here, there = (
+        without_derived_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
+    )
+    return [
+        f"data.{name} is {here.get(name)!r} here and {there.get(name)!r} there"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _check_may_make(resumed: tuple[Path, Manifest] | None, config: RunConfig) -> None:
+    """Refuse to make a tokenizer or tokens if a run that is resumed has, or had, others.
+
+    Raises ValueError, or FileNotFoundError where the run has a copy of the file.
+    """
+    if resumed is None:
+        return
+    checkpoint, manifest = resumed
+    tokenizer, copy = Path(config.data.tokenizer_path), checkpoint.parent.parent / TOKENIZER
+    if not is_own(config.data, tokenizer) and not tokenizer.is_file() and copy.is_file():
+        raise FileNotFoundError(f"data.tokenizer {tokenizer} does not exist: {copy} is the run's copy of it")
+    changed = _changed_data(config, manifest)
+    tokens = Path(str(config.data.train_tokens))
+    if changed and tokens.is_file() and sha256_of_file(tokens) == manifest.identity.get("training tokens"):
+        raise ValueError(
+            f"checkpoint {checkpoint} is of a run on {tokens}, which would be made again: {'; '.join(changed)}"
+        )
 
 
 def _kept_on_first_rank(function: Callable[[], T]) -> T | None:
@@ -146,7 +183,15 @@ def _take_run_dir(config: RunConfig, run_dir: Path, stack: contextlib.ExitStack)
 
 
 def _first_weights(config: RunConfig, resumed: tuple[Path, Manifest] | None) -> LoadedModel | None:
-    return load_model(config.init_from) if config.init_from is not None and resumed is None else None
+    """The weights to begin with, if given. Raises ValueError for those, or a checkpoint, of another architecture."""
+    if resumed is not None:
+        _check_shared(*resumed, _own_identity(config), _changed_data(config, resumed[1]))
+        return None
+    if config.init_from is None:
+        return None
+    weights = load_model(config.init_from)
+    _check_shared(weights.checkpoint, weights.manifest, _architecture(config))
+    return weights
 
 
 def _begin(
@@ -159,7 +204,7 @@ def _begin(
 ) -> None:
     """Make the run folder this run's, after the last check that can still refuse it."""
     if first_weights is not None:
-        _check_first_weights(first_weights, identity)
+        _check_shared(first_weights.checkpoint, first_weights.manifest, {"tokenizer": identity["tokenizer"]})
     set_newer_aside(run_dir / CHECKPOINTS, resumed[1].step if resumed is not None else -1)
     # Whether to resume is each command's own, and no part of what the run is.
     write_json(run_dir / CONFIG, dataclasses.replace(config, resume="none").to_dict())
@@ -256,20 +301,27 @@ def _finished_result(config: RunConfig, run_dir: Path, resumed: tuple[Path, Mani
     return known
 
 
+def _architecture(config: RunConfig) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in dataclasses.asdict(config.model.shape).items()}
+
+
+def _own_identity(config: RunConfig) -> dict[str, Any]:
+    """What of a run's identity is known before its data is."""
+    return {**_architecture(config), "train.seed": config.train.seed}
+
+
 def _identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
     return {
-        **{f"model.{name}": value for name, value in dataclasses.asdict(config.model.shape).items()},
-        "train.seed": config.train.seed,
+        **_own_identity(config),
         "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
         "training tokens": data.train_sha256,
     }
 
 
-def _check_first_weights(weights: LoadedModel, identity: dict[str, Any]) -> None:
-    """Refuse weights of another architecture or tokenizer. Seed and data may differ: that is what this is for."""
-    wanted = {name: value for name, value in identity.items() if name.startswith("model.") or name == "tokenizer"}
-    known = {name: value for name, value in weights.manifest.identity.items() if name in wanted}
-    check_identity(weights.checkpoint, dataclasses.replace(weights.manifest, identity=known), wanted)
+def _check_shared(path: Path, manifest: Manifest, wanted: dict[str, Any], why: Iterable[str] = ()) -> None:
+    """`check_identity` for these fields alone."""
+    known = {name: value for name, value in manifest.identity.items() if name in wanted}
+    check_identity(path, dataclasses.replace(manifest, identity=known), wanted, why)
 
 
 def _check_prompt(tokenizer: Tokenizer, sample: SampleConfig, context_length: int) -> None:

@@ -4,7 +4,6 @@ Beside every output lies a stamp with the hashes of its inputs and of the output
 damaged is done again, too.
 """
 
-import functools
 import json
 import logging
 import shutil
@@ -45,10 +44,11 @@ class PreparedData:
     train_sha256: str
 
 
-def prepare_data(config: RunConfig) -> PreparedData:
+def prepare_data(config: RunConfig, check: Callable[[], None] = lambda: None) -> PreparedData:
     """Do the stages that are missing or stale, then load and check everything.
 
-    Raises FileNotFoundError or ValueError naming the file or field.
+    Before a tokenizer or training tokens are made, `check` is called, and may refuse it. Raises FileNotFoundError or
+    ValueError naming the file or field.
     """
     data = config.data
     tokenizer_path, train_path, valid_path = (
@@ -70,7 +70,7 @@ def prepare_data(config: RunConfig) -> PreparedData:
         return _load(config, tokenizer_path, train_path, valid_path)
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
     with one_at_a_time(train_path.parent):  # also to load: what is mapped stays, whatever another run makes later
-        make(config, tokenizer_path, train_path, valid_path)
+        make(config, check, tokenizer_path, train_path, valid_path)
         return _load(config, tokenizer_path, train_path, valid_path)
 
 
@@ -108,13 +108,13 @@ def _find_tokenizer(config: RunConfig, path: Path, train_path: Path) -> Tokenize
     Raises FileNotFoundError for a file that is given and not there.
     """
     data = config.data
-    if data.source == "random" and _is_own(data, path):
+    if data.source == "random" and is_own(data, path):
         return None
     if path.is_file():
         tokenizer = Tokenizer.load(path)
         if data.tokenizer is not None or _made_with(train_path) == tokenizer.sha256:
             return tokenizer
-    elif data.tokenizer is not None and not _is_own(data, path):
+    elif data.tokenizer is not None and not is_own(data, path):
         raise FileNotFoundError(
             f"data.tokenizer {path} does not exist: it must be the tokenizer that made {train_path}"
         )
@@ -131,7 +131,7 @@ def _stamp(output: Path) -> Path:
     return output.with_name(f"{output.name}.stamp.json")
 
 
-def _is_own(data: DataConfig, path: Path) -> bool:
+def is_own(data: DataConfig, path: Path) -> bool:
     """Whether a file is in data_dir."""
     return path.parent.resolve() == Path(str(data.data_dir)).resolve()
 
@@ -144,7 +144,7 @@ def _is_given(config: RunConfig, output: Path) -> bool:
     stamp = _stamp(output)
     if not output.is_file() or not stamp.is_file():
         return output.is_file()
-    return not _is_own(config.data, output) and _read_stamp(stamp).get("inputs") is not None
+    return not is_own(config.data, output) and _read_stamp(stamp).get("inputs") is not None
 
 
 def _made_from(config: RunConfig, name: str, path: Path) -> str:
@@ -223,7 +223,9 @@ def _require_space(field: str, value: int, sizes: list[tuple[Path, int]]) -> Non
             )
 
 
-def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
+def _make_random_tokens(
+    config: RunConfig, check: Callable[[], None], tokenizer_path: Path, train_path: Path, valid_path: Path
+) -> None:
     data, vocab_size = config.data, config.model.shape.vocab_size
     # A tenth is enough to validate on, but never less than two sequences.
     shares = (train_path, data.random_tokens), (valid_path, data.random_tokens // 10)
@@ -237,11 +239,17 @@ def _make_random_tokens(config: RunConfig, tokenizer_path: Path, train_path: Pat
             chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
             write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
 
-        check = functools.partial(_require_space, "data.random_tokens", data.random_tokens, sizes[i:])
-        _stage(config, "tokens", path, inputs, make, sidecar_path(path), check=check)
+        def check_all(i: int = i) -> None:
+            if i == 0:
+                check()
+            _require_space("data.random_tokens", data.random_tokens, sizes[i:])
+
+        _stage(config, "tokens", path, inputs, make, sidecar_path(path), check=check_all)
 
 
-def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path: Path) -> None:
+def _make_tokens_from_text(
+    config: RunConfig, check: Callable[[], None], tokenizer_path: Path, train_path: Path, valid_path: Path
+) -> None:
     vocab_size = config.model.shape.vocab_size
     if not _is_given(config, tokenizer_path):
         check_vocab_size(vocab_size, "model.vocab_size")  # before anything is fetched
@@ -272,7 +280,7 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
                 vocab_size,
             )
 
-    _stage(config, "tokenizer", tokenizer_path, inputs, train_tokenizer)
+    _stage(config, "tokenizer", tokenizer_path, inputs, train_tokenizer, check=check)
     tokenizer = Tokenizer.load(tokenizer_path)
     for text, path in ((train_text, train_path), (valid_text, valid_path)):
         inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
@@ -287,7 +295,8 @@ def _make_tokens_from_text(config: RunConfig, tokenizer_path: Path, train_path: 
             )
             logger.info("tokens: %s has %s tokens", path, f"{info.count:,}")
 
-        _stage(config, "tokens", path, inputs, encode, sidecar_path(path))
+        may_refuse = {"check": check} if path == train_path else {}
+        _stage(config, "tokens", path, inputs, encode, sidecar_path(path), **may_refuse)
 
 
 def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:

@@ -1065,7 +1065,7 @@ def test_a_sample_that_does_not_fit_the_context_is_refused_before_training(
 def test_ctrl_c_before_the_first_step_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(config: RunConfig) -> None:
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", interrupted)

@@ -436,6 +436,27 @@ def test_paths_that_a_file_gives_stay_as_they_are(tmp_path: Any) -> None:
     assert (found.train_tokens, found.valid_tokens) == ("data/stories/train.npy", "new/valid.npy")
 
 
+def test_a_size_on_the_command_line_replaces_that_of_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "config.json"
+    for model in (TINY, dataclasses.asdict(ModelConfig(size="small", vocab_size=500))):
+        file.write_text(json.dumps({"model": model}))
+        found = parse_run_config(["--config", str(file), "--model.size", "medium"])[0].model
+        others = {name: model[name] for name in ("vocab_size", "context_length")}
+        assert found == ModelConfig(size="medium", **others)
+        with pytest.raises(ValueError, match=r"model\.d_model is 8, but model.size 'medium' means 1024"):
+            parse_run_config(["--config", str(file), "--model.size=medium", "--model.d_model=8"])
+
+
+def test_a_final_learning_rate_that_a_file_derived_follows_the_command_line(tmp_path: Any) -> None:
+    file = tmp_path / "config.json"
+    for lr, min_lr, expected in ((1e-3, 1e-4, 3e-6), (1e-3, 2e-5, 2e-5)):
+        file.write_text(json.dumps({"model": TINY, "optimizer": {"lr": lr, "min_lr": min_lr}}))
+        same = parse_run_config(["--config", str(file)])[0].optimizer
+        assert (same.lr, same.min_lr) == (lr, min_lr)
+        other = parse_run_config(["--config", str(file), "--optimizer.lr=3e-5"])[0].optimizer
+        assert (other.lr, other.min_lr) == (3e-5, expected)
+
+
 def test_a_committed_runs_configuration_can_have_its_data_elsewhere() -> None:
     file = Path(__file__).parents[2] / "results/cpu/demo/config.json"
     data = parse_run_config(["--config", str(file), "--run_dir=new", "--data.data_dir=new/data"])[0].data

@@ -433,8 +433,8 @@ def stop_after(step: int, run: Callable[[], RunResult]) -> RunResult:
         (dict(model=dict(num_layers=2, d_ff=32)), ["model.num_layers", "model.d_ff"]),
         (dict(model=dict(rope_theta=5000.0)), ["model.rope_theta"]),
         (dict(train=dict(seed=1)), ["train.seed is 1 here and 0 there"]),
-        (dict(data=dict(seed=1)), ["training tokens"]),
-        (dict(train=dict(seed=3), data=dict(random_tokens=6000)), ["train.seed", "training tokens"]),
+        (dict(data=dict(seed=1)), ["training tokens", "data.seed is 1 here and 0 there"]),
+        (dict(train=dict(seed=3), data=dict(random_tokens=6000)), ["train.seed", "data.random_tokens is 6000 here"]),
     ],
     ids=["width", "depth", "rope", "seed", "data", "seed and data"],
 )
@@ -482,6 +482,74 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(tmp_path: Path, finish
     after = contents(run_dir(config))
     assert sorted(name for name in after if after[name] != before.get(name)) == []
     assert after.keys() == before.keys()
+
+
+def on_text(tmp_path: Path, resume: str = "none", **data: Any) -> RunConfig:
+    for i, name in enumerate("ab"):
+        (tmp_path / f"{name}.txt").write_text(f"once upon a time {i}. " * (500 + i))
+    fields: dict[str, Any] = dict(source="text", train_text=str(tmp_path / "a.txt"), data_dir=str(tmp_path / "d"))
+    return make_config(
+        tmp_path, resume=resume, model=dict(vocab_size=300), data={**fields, **data}, train=dict(max_steps=2)
+    )
+
+
+@pytest.mark.parametrize("changed", ["train_text", "valid_fraction"])
+def test_a_refused_resume_leaves_the_runs_data_as_it_was(tmp_path: Path, changed: str) -> None:
+    train(on_text(tmp_path))
+    before = contents(tmp_path / "d")
+    value = {"train_text": str(tmp_path / "b.txt"), "valid_fraction": 0.5}[changed]
+    said = f"is of a run on .*train.npy, which would be made again: data.{changed} is .* here and .* there$"
+    with pytest.raises(ValueError, match=said):
+        train(on_text(tmp_path, "auto", **{changed: value}))
+    assert contents(tmp_path / "d") == before
+    # With a folder of its own nothing would be lost, so that the tokens themselves say it.
+    with pytest.raises(ValueError, match=f"training tokens is .*; data.data_dir is .*/e' here .*; data.{changed} is"):
+        train(on_text(tmp_path, "auto", data_dir=str(tmp_path / "e"), **{changed: value}))
+
+
+def test_what_a_run_is_validated_on_may_change_while_its_data_stays(tmp_path: Path) -> None:
+    train(on_text(tmp_path, valid_text=str(tmp_path / "b.txt")))
+    (tmp_path / "c.txt").write_text("and they lived happily ever after. " * 500)
+    train(on_text(tmp_path, "auto", valid_text=str(tmp_path / "c.txt")))
+
+
+def test_a_run_of_another_seed_is_refused_before_its_data_is_made(tmp_path: Path) -> None:
+    config = on_text(tmp_path)
+    train(config)
+    shutil.rmtree(tmp_path / "d")
+    other = dataclasses.replace(resumed(config), train=dataclasses.replace(config.train, seed=5))
+    with pytest.raises(ValueError, match=r"is of another run: train\.seed is 5 here and 0 there$"):
+        train(other)
+    assert not (tmp_path / "d").exists()
+
+
+def test_weights_of_another_architecture_are_refused_before_the_data_is_made(
+    tmp_path: Path, finished: RunConfig
+) -> None:
+    config = on_text(tmp_path, source="random", train_text=None)
+    config = dataclasses.replace(
+        config, init_from=str(finished.run_dir), model=dataclasses.replace(config.model, num_layers=3)
+    )
+    with pytest.raises(ValueError, match=r"is of another run: model\.num_layers is 3 here"):
+        train(config)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_tokenizer_that_is_gone_is_not_trained_anew_for_a_run_that_has_a_copy(tmp_path: Path) -> None:
+    train(on_text(tmp_path, data_dir=str(tmp_path / "parent")))
+    given = tmp_path / "parent/tokenizer.json"
+    config = on_text(tmp_path, tokenizer=str(given))
+    shutil.rmtree(run_dir(config))
+    train(config)
+    gone = given.rename(tmp_path / "renamed.json")
+    for path in (tmp_path / "d").iterdir():  # else all is there, and the tokenizer is asked for when it is loaded
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"does not exist: .*run/tokenizer.json is the run's copy of it$"):
+        train(resumed(config))
+    assert not given.exists()
+    copied = dataclasses.replace(config.data, tokenizer=str(run_dir(config) / "tokenizer.json"))
+    assert train(resumed(config, data=copied)).step == 2
+    assert gone.is_file()
 
 
 # What is kept
@@ -690,7 +758,7 @@ def test_of_two_processes_that_start_in_one_folder_one_is_refused(
         except ValueError:
             outcomes.append("refused")
 
-    def prepare_slowly(of: RunConfig) -> Any:
+    def prepare_slowly(of: RunConfig, *_: Any) -> Any:
         monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", prepare_data)
         start()
         return prepare_data(of)
