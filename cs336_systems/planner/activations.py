@@ -133,7 +133,10 @@ def checkpointing_sections(job: Job) -> list[Section]:
     found = (
         Term("least memory", "by trying every K", best, "blocks a group"),
         Term(
-            "by calculus", f"sqrt(L I / A) = sqrt({layers} x {entry:,} / {whole:,})", best_group(*how), "blocks a group"
+            "by calculus",
+            f"sqrt(L I / A) = sqrt({layers} x {entry:,} / {whole:,}), at least 1",
+            best_group(*how),
+            "blocks a group",
         ),
         Term("were A = I", f"sqrt(L) = sqrt({layers})", math.sqrt(layers), "blocks a group"),
         Term("more operations", "the forward pass of the blocks again: 1 of 3", 1 / 3, "share"),

@@ -129,7 +129,7 @@ VIEWS: dict[str, View] = {
             Column("predicted (GiB)", "predicted_held_bytes", ".4g", 2**30),
             Column("peak (GiB)", "peak_bytes", ".4g", 2**30),
             Column("predicted (GiB)", "predicted_bytes", ".4g", 2**30),
-            Column("sqrt(L I / A)", "best_group", ".1f"),
+            Column("sqrt(L I / A), at least 1", "best_group", ".1f"),
             Column("with weights and gradients (GiB)", "peak_memory_bytes", ".4g", 2**30),
         ),
         plots=(

@@ -120,7 +120,7 @@ def _check(config: RunConfig, device: torch.device) -> None:
     check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
 
 
-def _prepare(config: RunConfig, resumed: tuple[Path, Manifest] | None) -> PreparedData:
+def _prepare(config: RunConfig, resumed: tuple[Path, Manifest] | None = None) -> PreparedData:
     """The data: made, or found, by rank 0 and then by the others, whose disks may be different ones.
 
     A download, or training a tokenizer on a large text, may take long, so ranks wait for each other for days if need

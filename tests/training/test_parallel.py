@@ -244,7 +244,7 @@ def prepare_slowly(root: str, slow_rank: int, times_out: float) -> int:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=times_out), dist.group.WORLD)
     prepare = pipeline.prepare_data
 
-    def slow(config: RunConfig) -> Any:
+    def slow(config: RunConfig, *_: Any) -> Any:
         if comm.rank() == slow_rank:
             time.sleep(2 * times_out)  # longer than the limit, which is what is tested
         return prepare(config)
@@ -265,7 +265,7 @@ def fail_to_prepare(root: str) -> str:
 
     prepare = pipeline.prepare_data
 
-    def failing(config: RunConfig) -> Any:
+    def failing(config: RunConfig, *_: Any) -> Any:
         if comm.rank() == 1:
             raise FileNotFoundError("valid.npy is not on this machine")
         return prepare(config)

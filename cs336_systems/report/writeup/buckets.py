@@ -11,17 +11,15 @@ from ...planner.cards import get_card
 from ...planner.communication import MIB, all_reduce_cost, best_bucket_bytes, overhead_sections
 from ...planner.working import Section
 from ..bucket_size import with_added
-from .claims import Evidence, listing, mib, ms, one_setting, p50
-from .steps import FAR, SETTING, steps
+from .claims import Evidence, is_xl_2026, listing, mib, ms, one_setting, p50
+from .steps import ALONE, FAR, SETTING, is_within_spread, steps
 
 _EXPECTED = (
     "(a) Expected: small buckets pay for many calls, and a large last one is sent after the backward pass; the best "
     "lies in between."
 )
-_CLOSER = (
-    "Results would come closer where the GPU, not the host, sets the pace (recorded steps, longer contexts) and with a "
-    "slower link."
-)
+_CLOSER = "Results would come closer {where}with a slower link."
+_PACED = "where the GPU, not the host, sets the pace (recorded steps, longer contexts), and "
 
 
 def buckets(e: Evidence) -> str | None:
@@ -31,21 +29,16 @@ def buckets(e: Evidence) -> str | None:
         return _buckets_of_ddp(e)
     sizes = listing([_size(row) for row in found[0]])
     told = f"{'; '.join(map(_best_bucket, found))}."
-    return " ".join([f"{_EXPECTED} Measured with {sizes} MiB: {told}", *_beside_the_model(found[0])])
+    return " ".join([f"{_EXPECTED} Measured with {sizes} MiB: {told}", *_beside_the_model(e, found[0])])
 
 
 def _best_bucket(rows: Sequence[Row]) -> str:
     """The size that adds least, and those that cannot be told apart from it."""
     best = min(rows, key=_added)
-    alike = [f"{_size(row)} MiB" for row in rows if row is not best and _overlap(row, best)]
+    alike = [f"{_size(row)} MiB" for row in rows if row is not best and is_within_spread(row, best)]
     how = _how(best)
     text = f"{how[0].lower()}{how[1:]}, {_size(best)} MiB adds least, {ms(_added(best))} a step"
     return f"{text} (not distinguishable from {listing(alike)})" if alike else text
-
-
-def _overlap(row: Row, best: Row) -> bool:
-    """Whether the slower steps of the best are as slow as the faster ones of another: of 10, the eighth and second."""
-    return row.metrics["step_ms"].get("p20", math.inf) <= best.metrics["step_ms"].get("p80", 0)
 
 
 def _by_bucket(e: Evidence, is_recorded: bool) -> list[Row]:
@@ -58,7 +51,7 @@ def _by_bucket(e: Evidence, is_recorded: bool) -> list[Row]:
     return max(reversed(found), key=len, default=[])
 
 
-def _beside_the_model(rows: Sequence[Row]) -> list[str]:
+def _beside_the_model(e: Evidence, rows: Sequence[Row]) -> list[str]:
     """What the model of (b) predicts of these rows, where and why it is off, and what would bring both together."""
     model = [row for row in rows if row.metrics.get("predicted")]
     if not model:
@@ -69,7 +62,7 @@ def _beside_the_model(rows: Sequence[Row]) -> list[str]:
     if is_off := _added(near) > FAR * predicted:
         told.append(
             f"At {_size(near)} MiB the model of (b) predicts {ms(predicted)}, but {ms(_added(near))} are measured: it "
-            "counts hidden transfers as free, while they slow down the computing that hides them."
+            f"counts hidden transfers as free, while they slow down the computing that hides them.{_in_profiles(e)}"
         )
     small = model[0]
     predicted, calls = small.metrics["predicted"]["added_ms"], small.metrics.get("buckets")
@@ -79,7 +72,26 @@ def _beside_the_model(rows: Sequence[Row]) -> list[str]:
             f"At {_size(small)} MiB it predicts {ms(predicted)}, but {ms(_added(small))} are measured: it counts "
             f"{counted:,.0f} calls, but a tensor is never split, so there are {calls}."
         )
-    return [*told, _CLOSER] if is_off else told
+    return [*told, _CLOSER.format(where="" if near.config.get("cuda_graph") else _PACED)] if is_off else told
+
+
+def _in_profiles(e: Evidence) -> str:
+    """What profiled recorded steps say of that: how long they compute, beside one GPU alone, and what is not hidden."""
+    names = ("compute_ms", "communication_ms", "both_ms")
+    for run in reversed(steps(e.where(lambda row: not is_xl_2026(row)))):
+        alone = run.get(f"{ALONE}+graph")
+        found = [row for name, row in run.items() if re.fullmatch(r"bucketed:[\d.]+\+graph", name)]
+        found = [row for row in found if all(name in row.metrics for name in names)]
+        if alone is None or not found:
+            continue
+        computing, sent, both = (found[-1].metrics[name] for name in names)
+        if computing > p50(alone):
+            return (
+                f" Profiled, recorded but not compiled, `{found[-1].variant.partition('+')[0]}` computes for "
+                f"{ms(computing)}, where one GPU alone takes {ms(p50(alone))} in all, and has {ms(sent - both)} of "
+                "communication exposed."
+            )
+    return ""
 
 
 def _counted_calls(row: Row) -> float:

@@ -2,7 +2,7 @@
 
 from ...accounting import num_parameters
 from ...bench.case import Row
-from ...bench.memory_moments import AFTER
+from ...bench.memory_moments import AFTER, FORWARD
 from ...model_config import ModelConfig
 from ...planner.job import Job
 from ...planner.memory import memory_sections, part_bytes
@@ -31,11 +31,11 @@ from .timing import CONTEXT
 
 _SECTION = "Fully sharded data parallelism"
 _RANKS = 2
-_IDLE = 0.1  # of a traced step: so much of it with nothing to do is told
+_IDLE = 0.1  # of a step: so much of it with nothing to do is told
 
 
 def _variants(e: Evidence) -> dict[str, Row]:
-    rows = of_2026(e.ok("fsdp-accounting", "moments"))
+    rows = of_2026(e.ok("fsdp-accounting", "moments", "step_ms"))
     return {
         r.variant: r
         for r in one_setting(rows, "devices", "size", "context_length", "batch_size", "precision", "compile")
@@ -80,13 +80,17 @@ def expected_saving(e: Evidence) -> str:
     """(a) What FSDP is expected to save, by arithmetic."""
     jobs = _jobs()
     whole, optimizer, everything = (_state_bytes(job) for job in jobs.values())
-    peaks = [part_bytes(job)["peak"] for job in jobs.values()]
+    parts = [part_bytes(job) for job in jobs.values()]
+    weights = 4 * num_parameters(jobs["nothing"].shape) / _RANKS
+    copies = memory_sections(jobs["nothing"])[0].value("weight copies")
     return (
-        f"(a) Expected for {XL_2026} on {_RANKS} GPUs: weights, gradients and moments take `16 N / {_RANKS}` = "
-        f"{gib(everything)} instead of `16 N` = {gib(whole)}, so that {gib(whole - everything)} go from the peak, and "
-        f"{gib(optimizer - everything)} beside a sharded optimizer, which has divided the moments already. With the "
-        f"buffers counted the planner has peaks of {gib(peaks[2])} with FSDP, {gib(peaks[0])} with nothing sharded and "
-        f"{gib(peaks[1])} with the optimizer."
+        f"(a) Expected for {XL_2026} on {_RANKS} GPUs: after a step weights, gradients and moments take "
+        f"`16 N / {_RANKS}` = {gib(everything)} instead of `16 N` = {gib(whole)}, and {gib(optimizer)} with the "
+        "optimizer sharded. The peak comes earlier, where the backward pass begins and there are few gradients: from "
+        f"it go half of the weights ({gib(weights)}), half of the moments ({gib(2 * weights)}) and autocast's 16-bit "
+        f"copies of the weights ({gib(copies)}), which FSDP frees with each layer. The planner has peaks of "
+        f"{gib(parts[2]['peak'])} with FSDP, {gib(parts[0]['peak'])} with nothing sharded and "
+        f"{gib(parts[1]['peak'])} with the optimizer."
     )
 
 
@@ -104,9 +108,12 @@ def fsdp_memory(e: Evidence) -> str | None:
         if parts[1][name]
     ]
     claim = e.claim("FSDP needs less memory", peak(ours) < peak(plain), fsdp=peak(ours), plain=peak(plain))
+    kept = [gib(row.metrics["moments"][FORWARD]["parts"]["activations"]) for row in (ours, plain)]
     return (
         f"Measured, {claim}: a peak of {gib(peak(ours))} instead of {gib(peak(plain))} with `{plain.variant}` on "
-        f"{ours.config['devices']} ranks ({ours.config['size']}); after a step they hold {listing(told)}."
+        f"{ours.config['devices']} ranks ({ours.config['size']}); after a step they hold {listing(told)}, and before "
+        f"the backward pass activations of {kept[0]} instead of {kept[1]}. Here a step takes "
+        f"{ms(p50(ours))}, {difference(ours, plain, (), f' than with `{plain.variant}`')}."
     )
 
 
@@ -127,7 +134,7 @@ def fsdp_gathers(e: Evidence) -> str | None:
     if late:
         names = listing([f"`{gather['unit']}`" for gather in late[:3]]) + (" and others" if len(late) > 3 else "")
         held = sum(gather["stall_ms"] for gather in late)
-        text += f"; {names} hold{'s' if len(late) == 1 else ''} it up for {ms(held)} of {ms(p50(row))}"
+        text += f"; it waits for {names}, {ms(held)} of a step's {ms(p50(row))}"
     if backward:
         on_time = sum(gather["slack_ms"] >= 0 for gather in backward)
         text += f". In the backward pass {on_time} of {len(backward)} are in time"
@@ -136,22 +143,26 @@ def fsdp_gathers(e: Evidence) -> str | None:
 
 def fsdp_exposed(e: Evidence) -> str | None:
     """(b) Why gathers that come in time are not all hidden, by the trace of a step."""
-    rows = of_2026(e.ok("overlap-trace", "communication_ms", "both_ms", "compute_ms", "span_ms"))
+    rows = of_2026(e.ok("overlap-trace", "communication_ms", "both_ms", "compute_ms", "span_ms", "step_ms"))
     rows = [row for row in rows if row.variant.partition(" ")[0] == "fsdp" and row.metrics["communication_ms"]]
     if not rows:
         return None
-    m = rows[-1].metrics
-    sent, both, computing, span_ms = (m[f"{name}_ms"] for name in ("communication", "both", "compute", "span"))
-    text = (
-        f"Traced, a step communicates for {ms(sent)}, the reduce-scatters of gradients included, of which "
-        f"{percent(both / sent)} run beside computing"
+    row = rows[-1]
+    sent, both, computing, span_ms = (
+        row.metrics[f"{name}_ms"] for name in ("communication", "both", "compute", "span")
     )
-    idle = span_ms - computing - (sent - both)
-    if idle < _IDLE * span_ms:
-        return f"{text}."
+    longer = span_ms / p50(row) - 1
+    slowed = f", which makes a step {percent(longer)} longer" if longer > 0 else ""
+    text = (
+        f"Traced{slowed}, it communicates for {ms(sent)}, the reduce-scatters of gradients included, of which "
+        f"{percent(both / sent)} run beside computing."
+    )
+    idle = p50(row) - computing - (sent - both)  # more than that cannot be waiting for the host
+    if idle < _IDLE * p50(row):
+        return text
     return (
-        f"{text}. For {percent(idle / span_ms)} of the traced step the GPU does neither, because the host sets the "
-        "pace of an eager step: a gather can be in time and still have nothing to run beside."
+        f"{text} For {percent(idle / p50(row))} of a step that is not traced the GPU does neither, because the host "
+        "sets the pace: a gather can be in time and still have nothing to run beside."
     )
 
 
@@ -161,9 +172,14 @@ def _fsdp_step(e: Evidence) -> str | None:
     runs = steps(e)
     for end, how in {"": "eager", " compiled": "compiled", **HOWS}.items():
         first: Row | None = None
-        for other, than in (("alone", "one rank alone"), ("torch_fsdp", "with `torch_fsdp`")):
-            if (pair := told_pair(runs, f"fsdp{end}", other + end)) is None:
-                continue
+        found = [
+            (pair, than)
+            for other, than in (("alone", "one rank alone"), ("torch_fsdp", "with `torch_fsdp`"))
+            if (pair := told_pair(runs, f"fsdp{end}", other + end)) is not None
+        ]
+        # Of several launches, the last comes first.
+        launches = [id(run.get(f"fsdp{end}")) for run in runs]
+        for pair, than in sorted(found, key=lambda each: -launches.index(id(each[0][0]))):
             ours = pair[0]
             text = difference(*pair, f" than {than}")
             if first is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...bench.case import Row
-from ...bench.memory_moments import AFTER, BEFORE, INITIALISED
+from ...bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED
 from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
 from ..memory_parts import draw_parts, predicted_today
 from ..overlap import streams_file
@@ -18,6 +18,7 @@ from .claims import (
     XL_2026,
     Evidence,
     gib,
+    is_alike,
     is_xl_2026,
     listing,
     ms,
@@ -61,17 +62,20 @@ def _overlapped(e: Evidence) -> str | None:
     ]
     if not told:
         return None
+    profiled = {row.variant for row in e.ok("ddp", "communication_ms") if is_alike(row, rows[0], SETTING)}
     slowed = [
         f"{ms(row.metrics['span_ms'])} instead of {ms(p50(row))} with `{row.variant}`"
         for row in rows
         if "span_ms" in row.metrics and "step_ms" in row.metrics and row.metrics["span_ms"] > p50(row)
     ]
-    longer = f" Tracing makes steps longer: {listing(slowed)}." if slowed else ""
+    longer = f" Tracing makes steps, and waiting, longer: {listing(slowed)}" if slowed else ""
+    if longer and profiled >= {row.variant for row in rows}:
+        longer += "; the profiles above, without operators, disturb them less"
     size = rows[0].config["size"]
     tool = PROFILERS.get(str(rows[0].config.get("profiler")), "the profiler")
     return (
         f"In a step of {size} traced with {tool} communication, waiting for the other rank included, runs beside "
-        f"computing for {listing(told)}.{longer}"
+        f"computing for {listing(told)}.{longer}{'.' if longer else ''}"
     )
 
 
@@ -140,9 +144,11 @@ def sharded_memory(e: Evidence) -> str | None:
             (AFTER, "after it"),
         )
     ]
-    state = [m[AFTER]["parts"]["optimizer_state"] for m in (ours, moments)]
+    state = [m[BEFORE]["parts"]["optimizer_state"] for m in (ours, moments)]
     e.claim("sharding divides the optimizer's state", state[0] < state[1], sharded=state[0], whole=state[1])
-    rest = listing([f"{name} {gib(ours[AFTER]['parts'][name])}" for name in ("parameters", "gradients")])
+    rest = listing([f"{name} {gib(ours[BEFORE]['parts'][name])}" for name in ("parameters", "gradients")])
+    used = [gib(m[BEFORE]["live_bytes"]) for m in (ours, moments)]
+    activations = gib(ours[FORWARD]["parts"]["activations"])
     begun, parts = [m[INITIALISED] for m in (ours, moments)], []
     if not any(m["parts"]["optimizer_state"] + m["parts"]["gradients"] for m in begun):
         parts.append("After initialisation it is weights alone, since AdamW makes its moments in its first step")
@@ -154,8 +160,9 @@ def sharded_memory(e: Evidence) -> str | None:
     initialised = f" {'; '.join(parts)}." if parts else ""
     return (
         f"(a) With the optimizer sharded, {sharded[-1].config['size']} on {sharded[-1].config['devices']} ranks has a "
-        f"peak of memory of {listing(told)}. Of that AdamW's moments are {gib(state[0])} instead of {gib(state[1])}, "
-        f"and {rest} in both cases.{initialised}"
+        f"peak of memory of {listing(told)}. Directly before the optimizer's step {used[0]} instead of {used[1]} are "
+        f"in use: AdamW's moments {gib(state[0])} instead of {gib(state[1])}, and {rest} in both cases. The peak comes "
+        f"earlier, where activations, {activations}, are there instead of gradients.{initialised}"
     )
 
 

@@ -1,5 +1,6 @@
 """Steps of strategies that sentences compare: those of one run, and how far several runs lie apart."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ...bench.case import Row
@@ -53,8 +54,22 @@ def told_of(found: Sequence[tuple[Row, Row]]) -> tuple[Row, Row, list[float]] | 
     """
     if not found:
         return None
-    told = max(reversed(found), key=lambda pair: len(pair[0].metrics.get("steps_ms", ())))
+    told = max(reversed(found), key=lambda pair: step_count(pair[0]))
     return (*told, ratios([pair for pair in found if pair is not told]))
+
+
+def step_count(row: Row) -> int:
+    """How many steps were measured."""
+    return len(row.metrics.get("steps_ms", ()))
+
+
+def is_within_spread(one: Row, other: Row) -> bool:
+    """Whether the slower steps of the faster row are as slow as the faster steps of the other: of ten, eighth, second.
+
+    False for rows without these.
+    """
+    fast, slow = sorted((one, other), key=p50)
+    return bool(slow.metrics["step_ms"].get("p20", math.inf) <= fast.metrics["step_ms"].get("p80", 0))
 
 
 def peak_bytes(runs: Sequence[Steps], row: Row) -> float | None:
@@ -70,15 +85,20 @@ def difference(ours: Row, theirs: Row, others: Sequence[float], than: str = "", 
     """
     ratio = p50(ours) / p50(theirs)
     text = f"{longer_or_shorter([ratio, ratio])}{than}"
-    if not others:
-        return text
+    notes = ["within their spread"] if is_within_spread(ours, theirs) else []
+    if others:
+        notes.append(_in_other_launches(ratio, others, of))
+    return f"{text} ({'; '.join(notes)})" if notes else text
+
+
+def _in_other_launches(ratio: float, others: Sequence[float], of: str) -> str:
     undecided = ""
     if is_undecided(others):
         undecided = f", longer in {sum(each > 1 for each in others)} of them"
     elif is_undecided(sorted((*others, ratio))):
         undecided = ", so that it is undecided which is shorter"
     launches = "1 other launch" if len(others) == 1 else f"{len(others)} other launches"
-    return f"{text} ({longer_or_shorter(others)} in {launches}{of}{undecided})"
+    return f"{longer_or_shorter(others)} in {launches}{of}{undecided}"
 
 
 def longer_or_shorter(found: Sequence[float]) -> str:

@@ -13,6 +13,7 @@ from .steps import (
     SETTING,
     Steps,
     difference,
+    is_within_spread,
     longer_or_shorter,
     pairs,
     peak_bytes,
@@ -80,9 +81,23 @@ def added(variant: str, is_profiled: bool = True) -> Callable[[Evidence], str | 
                     f"{how[0].upper()}{how[1:]}, {what} takes {ms(p50(ours))}, "
                     f"{difference(*found, ' than one rank alone')}.{_communicating(ours) if is_profiled else ''}"
                 )
-        return " ".join(told) if told else None
+        return " ".join([*told, *_recorded_with_gaps(e, variant)]) if told else None
 
     return say
+
+
+def _recorded_with_gaps(e: Evidence, variant: str) -> list[str]:
+    """On recorded steps that `_hows` leaves out, where they are far longer than those of one GPU."""
+    end = "+graph"
+    if variant + end in {variant + how.removesuffix(" compiled") for how in _hows(variant)}:
+        return []
+    found = told_pair(steps(e), f"{variant}{end} compiled", f"{ALONE}{end} compiled")
+    if found is None or p50(found[0]) < FAR * p50(found[1]):
+        return []
+    return [
+        f"Compiled and recorded as a CUDA graph it takes {ms(p50(found[0]))}, "
+        f"{difference(*found, ' than one rank alone')}: recorded transfers, one a gradient, have gaps between them."
+    ]
 
 
 def _parts(row: Row) -> tuple[float, float] | None:
@@ -121,7 +136,7 @@ def communicates_less(variant: str, other: str) -> Callable[[Evidence], str | No
         assert second is not None
         what = longer_or_shorter([first[0] / second[0]] * 2)
         text = f"Communication itself is {what} than with `{other}` ({ms(first[0])} instead of {ms(second[0])})"
-        if first[0] >= second[0] or p50(ours) <= p50(theirs):
+        if first[0] >= second[0] or p50(ours) <= p50(theirs) or is_within_spread(ours, theirs):
             return f"{text}."
         more = peak(ours) - peak(theirs)
         memory = f", and they take {gib(more)} more at the peak" if more > 0 else ""
@@ -202,6 +217,7 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
     Of each it is the launch with most steps, the last of equal ones, whichever the strategy.
     """
     told, of_what, saved = [], "", []
+    sent: list[tuple[tuple[float, float] | None, ...]] = []
     names = dict.fromkeys(name for run in runs for name in run if "+zero1" in name)
     for how in dict.fromkeys(name.partition("+zero1")[2] for name in names):
         variants = [name for name in names if name.partition("+zero1")[2] == how]
@@ -212,10 +228,18 @@ def _with_and_without(runs: Sequence[Steps]) -> str | None:
         of_what = f"{ours.config['size']} on {ours.config['devices']} ranks"
         of = " of all strategies" if len(variants) > 1 else ""
         told.append(f"{ms(p50(ours))} instead of {ms(p50(whole))} with `{whole.variant}`, {difference(*one, of=of)}")
+        sent = [both for each in found if None not in (both := tuple(map(_parts, each)))] or sent
         for row, beside in found:
             less, more = (peak_bytes(runs, each) for each in (row, beside))
             saved += [] if less is None or more is None else [more - less]
     if not told:
         return None
     text = f"A step of {of_what} with the optimizer sharded takes {'; '.join(told)}"
-    return f"{text}; its peak is {span(saved, gib)} less." if saved else f"{text}."
+    text += f"; its peak is {span(saved, gib)} less." if saved else "."
+    if not sent:
+        return text
+    less, more = (parts[0] for parts in reversed(sent[-1]) if parts is not None)
+    return (
+        f"{text} A rank steps only its part of the weights, but they have to be sent: a profiled step communicates for "
+        f"{ms(more)} instead of {ms(less)}."
+    )
