@@ -1,6 +1,5 @@
 """What is shown of the attention cases `attention`, `flash`, `kernels` and `leaderboard-2025`."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,17 +18,23 @@ def with_speedups(rows: Sequence[Row], metric: str, name: str, field: str, *refe
     A row's references are those whose `field` has one of the values in `references`, and whose other fields, machine
     and software are the same.
     """
-    best: dict[str, float] = {}
+    reference = fastest(rows, metric, field, *references)
+
+    def ratio(row: Row) -> dict[str, float]:
+        best = reference(row) if row.status == "ok" else None
+        return {} if best is None else {name: _median(best, metric) / _median(row, metric)}
+
+    return [replace(row, metrics={**row.metrics, **ratio(row)}) for row in rows]
+
+
+def fastest(rows: Sequence[Row], metric: str, field: str, *references: Any) -> Callable[[Row], Row | None]:
+    """What finds the fastest of a row's references by p50 of `metric`, which are those of `with_speedups`."""
+    best: dict[str, Row] = {}
     for row in rows:
         if row.status == "ok" and row.config.get(field) in references:
             key = _others(row, field)
-            best[key] = min(best.get(key, math.inf), _median(row, metric))
-
-    def ratio(row: Row) -> dict[str, float]:
-        reference = best.get(_others(row, field))
-        return {} if row.status != "ok" or reference is None else {name: reference / _median(row, metric)}
-
-    return [replace(row, metrics={**row.metrics, **ratio(row)}) for row in rows]
+            best[key] = min(best.get(key, row), row, key=lambda each: _median(each, metric))
+    return lambda row: best.get(_others(row, field))
 
 
 def _median(row: Row, metric: str) -> float:

@@ -84,6 +84,7 @@ LONGEST = {  # of two sizes, what each edition of the handout calls xl
     "naive_ddp_benchmarking": 220,  # with the setup, and why recorded steps are slow
     "ddp_overlap_individual_parameters_benchmarking": 225,
     "ddp_bucketed_benchmarking": 210,  # with what was expected, and what would bring results closer to that
+    "flash_benchmarking": 200,  # with the settings that are left out, and why
     "fsdp": 170,  # with what shows that it is right
     "gradient_checkpointing": 210,  # of the handout's setting, and of that which is faster
     "leaderboard_2026": 180,
@@ -449,3 +450,48 @@ def test_which_block_saves_most_is_named_with_its_length() -> None:
 
 def test_what_is_said_of_how_rows_were_measured_is_explained_once() -> None:
     assert "Older rows do not record their command; for them one is given that" in build.document({}, ROOT, ())
+
+
+def test_settings_that_wait_for_the_host_are_left_out_of_what_is_said_of_kernels() -> None:
+    def pair(length: int, ours: float, both: float, peer: float = 10.0) -> list[Row]:
+        alone = {name: {"p50": 1.0} for name in ("forward_ms", "backward_ms")}
+        return [
+            row("flash", kernel, alone | {"forward_backward_ms": {"p50": ms}}, kernel=kernel, length=length,
+                head_size=64, dtype="bf16")
+            for kernel, ms in (("sdpa", peer), ("flash_triton", ours * both))
+        ]  # fmt: skip
+
+    settings = [*pair(128, 1.0, 4.0), *pair(1024, 1.0, 2.1, 2.0), *pair(2048, 1.0, 1.9, 2.0)]
+    said = flash.best_and_worst(evidence(*settings)) or ""
+    assert "kernels in bf16 (only `sdpa` takes it) in 1 of 2 settings, at worst 0.95 times as fast" in said
+    assert "This leaves out 1, of 128 tokens, in which" in said
+    assert said.endswith("; with those it is ahead in 2 of 3 in bf16, at worst 0.95 times.")
+    assert "leaves out" not in (flash.best_and_worst(evidence(*settings[2:])) or "")
+    assert "in 1 of 1 in bf16, at worst 2.5 times, but in all of them both passes" in (
+        flash.best_and_worst(evidence(*settings[:2])) or ""
+    )
+
+
+def test_fp32_is_not_taken_for_tf32() -> None:
+    def at(tflops: float, **more: Any) -> Row:
+        config = dict(kernel="flash_triton", dtype="fp32", length=128, head_size=64) | more
+        return replace(row("flash", "flash_triton", {"forward_tflops": tflops}, **config), env=H200)
+
+    said = flash.how_float32_is_multiplied(evidence(at(63.0), at(40.0, length=256))) or ""
+    assert said.endswith(
+        "24 bits; so its forward pass reaches 63 TFLOP/s, more than the 50 that the planner takes for the card's "
+        "float32 units."
+    )
+    assert "TFLOP/s" not in (flash.how_float32_is_multiplied(evidence(at(40.0))) or "TFLOP/s")
+    assert flash.how_float32_is_multiplied(evidence(at(63.0, dtype="bf16"))) is None
+
+
+def test_the_flash_table_is_in_order_and_names_the_best_peer() -> None:
+    rows = read_rows(ROOT / "results/h200/flash.jsonl")
+    lines = [line.split(" | ") for line in flash.beside_naive(rows[::-1]).splitlines() if line.startswith("| ")]
+    assert lines[0][-3:] == ["best peer", "both, best peer (ms)", "both (x best peer) |"]
+    settings = [(dtype.removeprefix("| "), int(head), int(length)) for dtype, head, length, *_ in lines[2:]]
+    assert settings == sorted(settings)
+    for cells in lines[2:]:
+        ours, best, ratio = (float(cells[at].removesuffix(" |")) for at in (8, -2, -1))
+        assert best / ours == pytest.approx(ratio, abs=0.006)

@@ -1,19 +1,22 @@
 """FlashAttention-2 beside plain attention and PyTorch's kernels, and the leaderboard of 2025."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ...bench.case import Row
-from ..attention import PEERS, with_speedups
-from ..view import latest
+from ...planner.rows import card_of, is_of_cpu
+from ..attention import PEERS, fastest, with_speedups
+from ..view import Column, latest
 from ..views import VIEWS, columns_of
-from .claims import Evidence, about, listing, percent, span, times
+from .claims import Evidence, about, listing, p50, percent, span, times
 from .problem import Exhibit, Problem, says
 from .side_by_side import side_by_side
 
 FLASH = "FlashAttention-2"
 _OURS = "flash_triton"
 _IN_16_BITS = "vectorized_torch"
-_LAUNCHED = 8192  # tokens from which on times of kernels in bf16 are the GPU's and not the host's, which launches them
+_WAITING = 1.1  # times each pass alone, added up: both passes in one call that take longer wait for the host
+_BEST_PEER = "best_peer"
 
 
 def against_naive(way: str, word: str, is_whole: bool = True) -> Callable[[Evidence], str | None]:
@@ -81,36 +84,71 @@ def backward_variants(e: Evidence) -> str:
 
 
 def best_and_worst(e: Evidence) -> str | None:
-    """Our kernel beside the best of PyTorch's, by type, over all lengths."""
+    """Our kernel beside the best of PyTorch's, by type, where times are the GPU's, and over all settings."""
     ours = _ours_beside(e, "forward_backward", *PEERS)
     if not ours:
         return None
-    measured = {(row.config["dtype"], row.config["kernel"]) for row in e.ok("flash", "forward_backward_ms")}
-    parts = []
+    measured = e.ok("flash", "forward_backward_ms")
+    peer_of = fastest(measured, "forward_backward_ms", "kernel", *PEERS)
+    by_dtype = {(row.config["dtype"], row.config["kernel"]) for row in measured}
+    parts, waiting, overall = [], [], []
     for dtype, own in ours.items():
-        peers = [kernel for kernel in PEERS if (dtype, kernel) in measured]
+        peers = [kernel for kernel in PEERS if (dtype, kernel) in by_dtype]
         among = f" (only `{peers[0]}` takes it)" if len(peers) == 1 else ""
-        long = [row for row in own if row.config["length"] >= _LAUNCHED]
-        if 0 < len(long) < len(own):
-            least = times(min(row.metrics["speedup"] for row in own))
-            told = f"in {_ahead(long)} settings from {_LAUNCHED:,} tokens on, {_at_worst(long)}, and in "
-            told += f"{_ahead(own, 'all ')}, at worst {least}"
-        else:
-            told = f"in {_ahead(own)} settings, {_at_worst(own)}"
-        parts.append(f"in {dtype}{among} {told}")
+        found = [row for row in own if not any(_waits(each) for each in (row, peer_of(row)) if each)]
+        waiting += [row for row in own if row not in found]
+        parts += [f"in {dtype}{among} {_ahead(found)} settings, {_at_worst(found)}"] if found else []
+        overall.append(f"{_ahead(own)} in {dtype}, at worst {times(min(row.metrics['speedup'] for row in own))}")
+    text = f"`{_OURS}` is ahead of the fastest of PyTorch's own kernels"
+    if not waiting:
+        return f"{text} {'; '.join(parts)}."
+    lengths = span((row.config["length"] for row in waiting), lambda n: f"{n:,}")
+    why = (
+        f"both passes in one call of either kernel take over {_WAITING} times as long as each alone, added up: the GPU "
+        "waits for the host, which launches kernels"
+    )
+    if not parts:
+        return f"{text} {', and '.join(overall)}, but in all of them {why}."
     return (
-        f"`{_OURS}` is ahead of the fastest of PyTorch's own kernels {'; '.join(parts)}. Shorter inputs largely "
-        "measure how fast the host launches kernels."
+        f"{text} {'; '.join(parts)}. This leaves out {len(waiting)}, of {lengths} tokens, in which {why}; with those "
+        f"it is ahead {', and '.join(overall)}."
     )
 
 
-def _ahead(rows: Sequence[Row], which: str = "") -> str:
-    return f"{sum(row.metrics['speedup'] > 1 for row in rows)} of {which}{len(rows)}"
+def _waits(row: Row) -> bool:
+    """Whether both passes in one call take longer than their kernels do, so that the GPU waits for the host."""
+    if is_of_cpu(row) or not {"forward_ms", "backward_ms"} <= set(row.metrics):
+        return False
+    return p50(row, "forward_backward") > _WAITING * (p50(row, "forward") + p50(row, "backward"))
+
+
+def _ahead(rows: Sequence[Row]) -> str:
+    return f"in {sum(row.metrics['speedup'] > 1 for row in rows)} of {len(rows)}"
+
+
+def how_float32_is_multiplied(e: Evidence) -> str | None:
+    """With which products our kernel computes in fp32, so that its rate is not taken for that of TF32."""
+    rate = "forward_tflops"
+    rows = [row for row in e.ok("flash", rate, kernel=_OURS, dtype="fp32") if not is_of_cpu(row)]
+    if not rows:
+        return None
+    most = max(rows, key=lambda row: row.metrics[rate])
+    card = card_of(most)
+    beside = ""
+    if card is not None and most.metrics[rate] * 1e12 > card.matmul_fp32:
+        beside = (
+            f"; so its forward pass reaches {most.metrics[rate]:.3g} TFLOP/s, more than the "
+            f"{card.matmul_fp32 / 1e12:.3g} that the planner takes for the card's float32 units"
+        )
+    return (
+        f"In fp32 `{_OURS}` does not use TF32 unless PyTorch is told to allow it: a product is the sum of six of "
+        f"bfloat16 parts on the tensor cores (Triton's `bf16x6`), with all of float32's 24 bits{beside}."
+    )
 
 
 def how_timed(e: Evidence) -> str:
     """By what kernels are timed."""
-    return "Times are medians, taken as `triton.testing.do_bench` does; the kernels of a setting take turns."
+    return "Times are medians, as of `triton.testing.do_bench`; the kernels of a setting take turns."
 
 
 def out_of_memory(e: Evidence) -> str | None:
@@ -127,13 +165,24 @@ def out_of_memory(e: Evidence) -> str | None:
 
 
 def beside_naive(rows: Sequence[Row]) -> str:
-    """The table of our kernel beside plain attention, with the ratios to that and to the best of PyTorch's."""
+    """The table of our kernel beside plain attention and the best of PyTorch's, by type, head size and length."""
     view = VIEWS["flash"]
     derived = view.derive([row for row in latest(rows, view.keys) if row.config["kernel"] in ("naive", _OURS, *PEERS)])
+    peer_of = fastest(derived, "forward_backward_ms", "kernel", *PEERS)
+    shown = []
+    for row in sorted(derived, key=lambda row: [row.config[name] for name in ("dtype", "head_size", "length")]):
+        peer = peer_of(row)
+        best = {} if peer is None else {_BEST_PEER: {"name": peer.variant, "p50": p50(peer, "forward_backward")}}
+        shown.append(replace(row, metrics={**row.metrics, **best}))
+    best_peer = (
+        Column("best peer", f"{_BEST_PEER}.name", "s"),
+        Column("both, best peer (ms)", f"{_BEST_PEER}.p50", ".4g"),
+    )
     return side_by_side(
-        derived, view.keys, "kernel", {"naive": "naive", _OURS: _OURS},
+        shown, view.keys, "kernel", {"naive": "naive", _OURS: _OURS},
         columns_of("flash", "forward (ms)", "backward (ms)", "both (ms)"),
-        columns_of("flash", "forward (x naive)", "backward (x naive)", "both (x naive)", "both (x best peer)"),
+        (*columns_of("flash", "forward (x naive)", "backward (x naive)", "both (x naive)"), *best_peer,
+         *columns_of("flash", "both (x best peer)")),
     )  # fmt: skip
 
 
@@ -165,7 +214,7 @@ PROBLEMS = (
         section=FLASH,
         places=("1.3.2", "4.2.2"),
         question="FlashAttention-2's forward pass, tile by tile in PyTorch and as a Triton kernel, with a causal mask.",
-        sentences=(says(against_naive("forward", "forward"), "flash"),),
+        sentences=(says(against_naive("forward", "forward"), "flash"), says(how_float32_is_multiplied, "flash")),
         code=(
             "cs336_systems/kernels/attention/flash_torch.py",
             "cs336_systems/kernels/attention/flash_triton.py",
