@@ -16,6 +16,7 @@ from cs336_systems.bench.sweep import configurations
 from cs336_systems.planner.memory import part_bytes
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.report.writeup import (
+    attention,
     build,
     checkpointing,
     claims,
@@ -495,3 +496,22 @@ def test_the_flash_table_is_in_order_and_names_the_best_peer() -> None:
     for cells in lines[2:]:
         ours, best, ratio = (float(cells[at].removesuffix(" |")) for at in (8, -2, -1))
         assert best / ours == pytest.approx(ratio, abs=0.006)
+
+
+def test_that_rows_of_attention_count_workspaces_is_said_where_they_show_it() -> None:
+    def at(length: int, in_use: int, peak: int, is_compiled: bool = False, head_size: int = 16) -> Row:
+        times = {f"{name}_ms": {"p50": 1.0} for name in ("forward", "backward")}
+        sizes = {"memory_before_backward_bytes": in_use << 20, "peak_memory_bytes": peak << 20}
+        return row("attention", metrics=times | sizes, kernel="naive", head_size=head_size, length=length,
+                   compile=is_compiled)  # fmt: skip
+
+    first, second = at(256, 67, 73), at(1024, 36, 132)
+    assert attention.eager_alone([second, first]).endswith(
+        "At head size 16, length 256 more is in use, 67 MiB, than at length 1024, 36 MiB: 64 MiB of it, and of the "
+        "peak, are cuBLAS's workspaces, which the first product of a process takes."
+    )
+    for rows in ([at(256, 3, 9), second], [first, at(1024, 36, 132, head_size=32)], [first, at(1024, 1, 132)]):
+        assert "cuBLAS" not in attention.eager_alone(rows)
+    beside = attention.eager_beside_compiled([at(256, 3, 9), second, at(256, 3, 65, True), at(1024, 36, 128, True)])
+    assert "At length 256 compiled peaks are up to 56 MiB above eager ones" in beside
+    assert "cuBLAS" not in attention.eager_beside_compiled([at(256, 3, 9), at(256, 3, 8, True)])

@@ -7,12 +7,13 @@ from dataclasses import replace
 from ...accounting import naive_attention_bytes
 from ...bench.case import Row
 from ...planner.cards import get_card
+from ...planner.memory import WORKSPACE
 from ...planner.working import GIB, Section, Term
 from ..attention import with_speedups
 from ..tables import markdown_table
 from ..view import OUTCOMES, latest, table
 from ..views import VIEWS, columns_of
-from .claims import Evidence, about, gib, ms, one_setting, p50, percent, span, times
+from .claims import Evidence, about, gib, listing, mib, ms, one_setting, p50, peak, percent, span, times
 from .problem import Exhibit, Problem, says
 from .side_by_side import side_by_side
 from .timing import CONTEXT
@@ -21,6 +22,7 @@ PLAIN = "Attention in PyTorch"
 _COMPILED = {"forward_ms", "backward_ms", "step_ms"}
 _MOST = 0.75
 _BATCH, _HEAD_SIZE = 8, 16  # of the handout: its batch, and the smallest head
+_WORKSPACES = 2 * WORKSPACE  # of the two threads of a forward and a backward pass
 _LONG = 4096  # from here on scores are larger than a GPU's cache
 
 
@@ -169,7 +171,28 @@ def eager_alone(rows: Sequence[Row]) -> str:
     """The table of plain attention that is not compiled, without what compares it with itself."""
     view = VIEWS["attention"]
     columns = tuple(column for column in view.columns if not column.where.endswith("_speedup"))
-    return table(latest(rows, view.keys), replace(view, columns=columns))
+    shown = _in_order(latest(rows, view.keys))
+    return "\n\n".join(filter(None, (table(shown, replace(view, columns=columns)), _workspaces_in_use(shown))))
+
+
+def _in_order(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (row.config["head_size"], row.config["length"]))
+
+
+def _workspaces_in_use(rows: Sequence[Row]) -> str:
+    """What is to be known of a row with more in use than that of a greater length, by cuBLAS's workspaces; else ""."""
+    name, notes = "memory_before_backward_bytes", []
+    own = [row for row in rows if row.status == "ok" and name in row.metrics]
+    for row, longer in itertools.pairwise(own):
+        more = row.metrics[name] - longer.metrics[name]
+        alike = row.config["head_size"] == longer.config["head_size"]
+        if alike and 0 < more < _WORKSPACES < row.metrics[name]:
+            notes.append(
+                f"At {about(row, 'head_size', 'length')} more is in use, {mib(row.metrics[name])}, than at "
+                f"{about(longer, 'length')}, {mib(longer.metrics[name])}: {mib(_WORKSPACES)} of it, and of the peak, "
+                "are cuBLAS's workspaces, which the first product of a process takes."
+            )
+    return " ".join(notes)
 
 
 def eager_beside_compiled(rows: Sequence[Row]) -> str:
@@ -177,12 +200,31 @@ def eager_beside_compiled(rows: Sequence[Row]) -> str:
     view = VIEWS["attention"]
     derived = view.derive(latest(rows, view.keys))
     settings = {(row.config["head_size"], row.config["length"]) for row in derived if row.config.get("compile")}
-    both = [row for row in derived if (row.config["head_size"], row.config["length"]) in settings]
-    return side_by_side(
+    both = _in_order([row for row in derived if (row.config["head_size"], row.config["length"]) in settings])
+    text = side_by_side(
         both, view.keys, "compile", {False: "eager", True: "compiled"},
         columns_of("attention", "forward (ms)", "backward (ms)", "peak (GiB)"),
         columns_of("attention", "forward (x eager)", "backward (x eager)"),
     )  # fmt: skip
+    return "\n\n".join(filter(None, (text, _workspaces_in_peaks(both))))
+
+
+def _workspaces_in_peaks(rows: Sequence[Row]) -> str:
+    """What is to be known of compiled rows whose peak is above that of eager ones by nearly cuBLAS's workspaces."""
+    peaks: dict[bool, dict[tuple[int, int], float]] = {False: {}, True: {}}
+    for row in rows:
+        if row.status == "ok" and "peak_memory_bytes" in row.metrics:
+            peaks[bool(row.config.get("compile"))][row.config["length"], row.config["head_size"]] = peak(row)
+    eager, compiled = peaks[False], peaks[True]
+    above = {each: compiled[each] - eager[each] for each in compiled if each in eager}
+    above = {each: more for each, more in above.items() if _WORKSPACES / 2 < more <= _WORKSPACES}
+    if not above:
+        return ""
+    lengths = listing([f"{length:,}" for length in sorted({length for length, _ in above})])
+    return (
+        f"At length {lengths} compiled peaks are up to {mib(max(above.values()))} above eager ones: compiled rows count "
+        f"cuBLAS's workspaces, {mib(_WORKSPACES)}, which are most of so small a peak."
+    )
 
 
 PROBLEMS = (
