@@ -548,11 +548,17 @@ def test_what_a_block_saves_and_its_gradients_by_count_and_as_recorded() -> None
     step.metrics["phase_peak_bytes"]["optimizer"] = (6 << 30) + one_block + 1000
     assert (memory.block_gradients(evidence(block, step)) or "").endswith("0.0157 MiB a block, as counted.")
     profiled = recorded("train_step", 9 << 30, size="xl", length=512)
-    profiled = replace(profiled, config={**block.config, **profiled.config})
-    profiled.config.pop("batch_size")
-    profiled.metrics["phase_peak_bytes"] |= {"forward": 3 << 30, "optimizer": (3 << 30) + (21 << 20)}
+    how = dict(batch_size=2, attention="naive", compile=False, activation_checkpointing="none", num_layers=2)
+    profiled = replace(profiled, config={**profiled.config, **block.config, **how})
+    block = replace(block, config={**block.config, **how})
+    outside = 4 * 1024 * (2 * 10 + 1)  # weights of embedding, head and last norm
+    freed = 12 * 1024 * 1024 + 8 * 1024 + 8 * 1024 * 10  # what last norm and head save, then logits and loss
+    profiled.metrics["counted"]["parameter_bytes"] = 2 * 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + outside
+    phases = {"forward": (3 << 30) + freed, "optimizer": (3 << 30) + (42 << 20) + outside}
+    profiled.metrics["phase_peak_bytes"] |= phases
     assert (memory.block_gradients(evidence(block, profiled)) or "").endswith(
-        "21 MiB a block, so gradients have 43 MiB + 21 MiB = 64 MiB, as counted."
+        "Outside of blocks, by count, 12.1 MiB are freed, of last norm, head and loss, and gradients of 0.082 MiB "
+        "made; the rest is 21 MiB a block, so its gradients have 43 MiB + 21 MiB = 64 MiB, as counted."
     )
     profiled.metrics["phase_peak_bytes"]["forward"] -= 1 << 30
     assert (memory.block_gradients(evidence(block, profiled)) or "").endswith("where 64 MiB are counted.")

@@ -515,3 +515,31 @@ def test_that_rows_of_attention_count_workspaces_is_said_where_they_show_it() ->
     beside = attention.eager_beside_compiled([at(256, 3, 9), second, at(256, 3, 65, True), at(1024, 36, 128, True)])
     assert "At length 256 compiled peaks are up to 56 MiB above eager ones" in beside
     assert "cuBLAS" not in attention.eager_beside_compiled([at(256, 3, 9), at(256, 3, 8, True)])
+
+
+def test_a_step_out_of_memory_is_told_to_be_no_peak_of_a_step() -> None:
+    def failed(state: int, precision: str) -> Row:
+        made = replace(recorded("train_step", 99 << 30, length=2048, precision=precision), status="oom")
+        made.metrics["at_peak_bytes"]["optimizer state"] = state
+        return made
+
+    whole = recorded("train_step", 20 << 30)
+    assert "out of memory" not in memory.peak_parts([whole])
+    assert memory.peak_parts([whole, failed(0, "fp32"), failed(4 << 30, "bf16")]).endswith(
+        "not the peak of a whole step: 2.7B, 2048 tokens, fp32 in its first step, before AdamW has its moments; 2.7B, "
+        "2048 tokens, bf16 in a later one, with AdamW's moments."
+    )
+
+
+def test_level_stretches_of_a_timeline_are_the_host_waiting() -> None:
+    def step(*ms: float) -> Evidence:
+        in_use = {"activations": list(range(len(ms)))}
+        phases = {"forward": [0.0, 100.0], "backward": [100.0, 200.0], "optimizer": [200.0, 210.0]}
+        timeline = {"ms": list(ms), "in_use": in_use, "phases": phases}
+        return evidence(replace(recorded("train_step", 20 << 30, timeline=timeline), env=H200))
+
+    assert memory.level_stretches(step(0.0, 40.0, 100.0, 195.0, 200.0)) == (
+        "Time in the pictures is the host's: memory is level for the last 60 ms of the forward pass's 100 ms, in which "
+        "the host has launched all kernels and waits for the GPU."
+    )
+    assert memory.level_stretches(step(0.0, 98.0, 100.0, 195.0, 200.0)) is None

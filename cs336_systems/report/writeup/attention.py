@@ -222,8 +222,8 @@ def _workspaces_in_peaks(rows: Sequence[Row]) -> str:
         return ""
     lengths = listing([f"{length:,}" for length in sorted({length for length, _ in above})])
     return (
-        f"At length {lengths} compiled peaks are up to {mib(max(above.values()))} above eager ones: compiled rows count "
-        f"cuBLAS's workspaces, {mib(_WORKSPACES)}, which are most of so small a peak."
+        f"At length {lengths} compiled peaks are up to {mib(max(above.values()))} above eager ones: compiled rows "
+        f"count cuBLAS's workspaces, {mib(_WORKSPACES)}, which are most of so small a peak."
     )
 
 

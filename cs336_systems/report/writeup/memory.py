@@ -7,9 +7,13 @@ from typing import Any
 
 from ...bench.case import Row
 from ...planner.activations import activation_sections, residual_stream
+from ...planner.memory import head_term, logits_terms
+from ...planner.rows import is_of_cpu, workload_job
 from ...planner.working import Section
 from ...profiling.timeline import Timeline
+from ..memory_tables import KEYS, memory_table
 from ..memory_timelines import draw_timeline
+from ..view import latest
 from .claims import (
     XL_2026,
     Evidence,
@@ -19,6 +23,7 @@ from .claims import (
     is_xl_2026,
     listing,
     mib,
+    ms,
     of_2026,
     percent,
 )
@@ -30,6 +35,7 @@ from .timing import CONTEXT
 RESIDUALS_COMMAND = f"bench residuals --size {XL_2026} --context_length {CONTEXT} 2048"
 _LISTED = 5  # operations that the handout asks for
 _NEAR = 0.01
+_LONG = 0.1  # of a phase: a stretch at one level that its picture shows
 
 
 def _memory_rows(e: Evidence) -> list[Row]:
@@ -90,6 +96,49 @@ def _after_step(metrics: dict[str, Any]) -> str:
     if left > (1 - _NEAR) * metrics["phase_peak_bytes"]["optimizer"]:
         return ""
     return f", until the gradients are freed, which leaves {gib(left)}"
+
+
+def level_stretches(e: Evidence) -> str | None:
+    """(a) Why memory is level in the pictures up to the end of a phase: their time is that of the host."""
+    row = _told_by_mode(e).get("train_step")
+    if row is None or "timeline" not in row.metrics or is_of_cpu(row):
+        return None
+    timeline = Timeline(**row.metrics["timeline"])
+    told = []
+    for name in ("forward", "backward"):
+        begin, end = timeline.phases.get(name, (0.0, 0.0))
+        last = max((at for at in timeline.ms if begin <= at < end - _NEAR * (end - begin)), default=end)
+        if end - last > _LONG * (end - begin):
+            told.append(f"{ms(end - last)} of the {name} pass's {ms(end - begin)}")
+    if not told:
+        return None
+    return (
+        f"Time in the pictures is the host's: memory is level for the last {listing(told)}, in which the host has "
+        "launched all kernels and waits for the GPU."
+    )
+
+
+def peak_parts(rows: Sequence[Row]) -> str:
+    """The table of what peaks consist of, with what that means in rows whose step ran out of memory."""
+    text = memory_table(rows)
+    failed = [row for row in latest(rows, KEYS) if (row.status, row.variant) == ("oom", "train_step")]
+    failed = [row for row in failed if "at_peak_bytes" in row.metrics]
+    begun = [row for row in failed if row.metrics["at_peak_bytes"].get("optimizer state")]
+    first = [row for row in failed if row not in begun]
+    parts = [
+        f"{listing([about(row) for row in own])} {when}"
+        for own, when in (
+            (first, "in its first step, before AdamW has its moments"),
+            (begun, "in a later one, with AdamW's moments"),
+        )
+        if own
+    ]
+    if not parts:
+        return text
+    return (
+        f"{text}\n\nOf a step that is out of memory this is what it had most before it failed, not the peak of a whole "
+        f"step: {'; '.join(parts)}."
+    )
 
 
 def residual_size(e: Evidence) -> str:
@@ -202,22 +251,34 @@ def block_gradients(e: Evidence) -> str | None:
 
 
 def _change_in_profile(e: Evidence, block: Row, saved: float, gradients: float) -> str | None:
-    """A block's gradients out of the recorded change of memory over the backward pass, in a step of its setting."""
+    """A block's gradients out of the recorded change of memory over the backward pass, in a step of its setting.
+
+    Over it, what the last norm, head and loss save is freed too, and gradients are made of weights outside of blocks.
+    """
     setting = ("size", "context_length", "batch_size", "precision")
-    rows = [row for row in e.ok("profile-memory", "phase_peak_bytes") if row.variant == "train_step"]
+    rows = [row for row in e.ok("profile-memory", "phase_peak_bytes", "counted") if row.variant == "train_step"]
     rows = [row for row in rows if is_alike(row, block, setting) and row.config.get("optimizer") == "torch_fused"]
+    rows = [row for row in rows if _is_plain_block(row) and row.config["activation_checkpointing"] == "none"]
     if not rows:
         return None
-    phases, layers = rows[-1].metrics["phase_peak_bytes"], rows[-1].config["num_layers"]
-    change = (phases["forward"] - phases["optimizer"]) / layers
+    phases, job = rows[-1].metrics["phase_peak_bytes"], workload_job(rows[-1].config)
+    freed, made = head_term(job).value + logits_terms(job)[0].value, _outside_of_blocks(rows[-1])
+    change = (phases["forward"] - phases["optimizer"] - freed + made) / job.shape.num_layers
     found = saved - change
-    # Of a small model the logits, which are freed as well, are not little beside a block.
+    # Of a small model what is freed outside of blocks, which is only counted, is not little beside a block.
     beside = "as counted" if abs(found / gradients - 1) <= _NEAR else f"where {mib(gradients)} are counted"
     return (
         f"The profile shows that change: from {gib(phases['forward'])} at the end of the forward pass to "
-        f"{gib(phases['optimizer'])} while the optimizer steps, {mib(abs(change))} a block, so gradients have "
-        f"{mib(saved)} {'-' if change >= 0 else '+'} {mib(abs(change))} = {mib(found)}, {beside}."
+        f"{gib(phases['optimizer'])} while the optimizer steps. Outside of blocks, by count, {mib(freed)} are freed, "
+        f"of last norm, head and loss, and gradients of {mib(made)} made; the rest is {mib(abs(change))} a block, so "
+        f"its gradients have {mib(saved)} {'-' if change >= 0 else '+'} {mib(abs(change))} = {mib(found)}, {beside}."
     )
+
+
+def _outside_of_blocks(row: Row) -> float:
+    """Bytes of the weights of embedding, head and last norm, or of their gradients, of a recorded step."""
+    c = row.config
+    return row.metrics["counted"]["parameter_bytes"] - 4 * c["num_layers"] * _block_parameters(c["d_model"], c["d_ff"])
 
 
 def _block_parameters(d_model: int, d_ff: int) -> int:
@@ -230,9 +291,8 @@ def _recorded_gradients(row: Row) -> float | None:
     m, c = row.metrics, row.config
     if row.variant != "train_step" or c.get("optimizer") != "torch_fused" or "optimizer" not in m["phase_peak_bytes"]:
         return None
-    outside = m["counted"]["parameter_bytes"] - 4 * c["num_layers"] * _block_parameters(c["d_model"], c["d_ff"])
     constant = sum(m["at_peak_bytes"].get(name, 0) for name in ("parameters", "optimizer state", "other"))
-    return (m["phase_peak_bytes"]["optimizer"] - constant - outside) / c["num_layers"]
+    return (m["phase_peak_bytes"]["optimizer"] - constant - _outside_of_blocks(row)) / c["num_layers"]
 
 
 def residual_working() -> list[Section]:
@@ -274,6 +334,7 @@ PROBLEMS = (
                 command=_RECORDED,
                 is_asked=is_xl_2026,
                 together=True,
+                show=peak_parts,
                 pictures=(
                     *((f"memory over a {words(mode)}", _timeline(mode)) for mode in MODES),
                     *(
@@ -299,6 +360,7 @@ PROBLEMS = (
         ),
         sentences=(
             says(memory_over_time, "profile-memory"),
+            says(level_stretches, "profile-memory"),
             says(peaks_by_length),
             says(memory_by_precision),
             says(residual_size),
