@@ -12,10 +12,10 @@ from .view import OUTCOMES, latest
 
 _PARTS = (  # label, range, and what counts: True its matrix products, False all but them, None everything
     ("scores: Q K^T", SCORES, True),
-    ("scores: scale, mask, types", SCORES, False),
+    ("scores: scaling, mask, casts", SCORES, False),
     ("softmax", SOFTMAX, None),
     ("values: P V", VALUES, True),
-    ("values: types", VALUES, False),
+    ("values: casts", VALUES, False),
 )
 _NAME_LENGTH = 90
 _NOISE = ("void ", "at::native::", "(anonymous namespace)::", "at_cuda_detail::")
@@ -148,6 +148,32 @@ def _attention(rows: Sequence[Row]) -> str:
     work = operations[SOFTMAX] / (operations[SCORES] + operations[VALUES])
     told = f"softmax takes {ratio:.2f} of the time of the two products, for {work:.3f} of their operations"
     return f"{table}\n\nIn {heads[0]}, {told}."
+
+
+def shares_in_short(rows: Sequence[Row]) -> str:
+    """A line for each profile: kernel time, and the shares of classes of kernels and of attention's parts in it."""
+    found = [(row, *_whole(row)) for row in rows if row.status == "ok"]
+    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, _, span in found)]
+    lines = []
+    for row, name, span in found:
+        clock, kernels = row_fields(row).get("metrics.wall_ms"), span["kernel_ms"]
+        shares = [f"{span['share'].get(cls, 0.0):.1%}" for cls in shown]
+        lines.append((setting(row), name, _ms(clock), _ms(kernels), *shares, _attention_share(row, kernels)))
+    header = ["setting", "in", "step (ms)", "kernels together (ms)", *shown, "in attention, of all classes"]
+    return markdown_table(header, lines, left=2) if lines else ""
+
+
+def _whole(row: Row) -> tuple[str, dict[str, Any]]:
+    """The span of a profile that has all of its kernels, and its name."""
+    spans = row_fields(row).get("metrics.spans")
+    name = max(spans, key=lambda each: spans[each]["kernel_ms"])
+    return name, spans[name]
+
+
+def _attention_share(row: Row, kernel_ms: float) -> str:
+    parts = row_fields(row).get("metrics.attention")
+    total = sum(ms for by_phase in parts.values() for of_class in by_phase.values() for ms in of_class.values())
+    return f"{total / kernel_ms:.1%}" if total and kernel_ms else "-"
 
 
 def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:

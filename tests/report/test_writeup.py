@@ -438,11 +438,19 @@ def test_which_kernel_dominates_is_of_the_rows() -> None:
     two = evidence(profile("forward", "gemm_a", 0.5), profile("train_step", "gemm_b", 0.4), *longer)
     ends = "goes from 25% (xl, 16 tokens) to 50% (xl, 8 tokens)."
     assert (profiling.other_kernels(two) or "").endswith(f"Over 2 settings the share of matrix products {ends}")
-    assert "Over 2 settings their share in a step goes from 20%" in (profiling.products_share(two) or "")
+    assert "Over 2 settings the share of matrix products in a step goes from 20%" in (
+        profiling.products_share(two) or ""
+    )
     assert "In 2 of 2 settings it is a matmul kernel." in (profiling.longest_kernel(two) or "")
     assert "Over" not in (profiling.profiled_time(found) or "Over")
     assert "Under the profiler" not in (profiling.profiled_time(found) or "")
     assert (profiling.profiled_time(found) or "").endswith("90% of that: the GPU is busy nearly all the time.")
+    config = found.ok("profile-kernels", mode="forward")[0].config
+    before = row("model", metrics={"forward_ms": {"p50": 8.0}}, **config | {"mode": "train_step"})
+    assert (profiling.profiled_time(evidence(profile("forward", "gemm_a", 0.5), before)) or "").endswith(
+        " In benchmarking_script such a pass takes 8 ms, 0.80 times as long as here."
+    )
+    assert "such a pass" not in (profiling.profiled_time(evidence(profile("forward", "gemm_a", 0.5, 16), before)) or "")
     here = replace(profile("forward", "gemm_a", 0.5), env=ENV | {"gpu": None})
     assert (profiling.profiled_time(evidence(here)) or "").endswith("90% of that, on a CPU.")
 

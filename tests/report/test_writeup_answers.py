@@ -15,6 +15,7 @@ from cs336_systems.bench.memory_moments import INITIALISED, MOMENTS
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.planner.memory import part_bytes
 from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.report.profile_tables import setting
 from cs336_systems.report.writeup import (
     attention,
     build,
@@ -543,3 +544,19 @@ def test_level_stretches_of_a_timeline_are_the_host_waiting() -> None:
         "the host has launched all kernels and waits for the GPU."
     )
     assert memory.level_stretches(step(0.0, 98.0, 100.0, 195.0, 200.0)) is None
+
+
+def test_profiles_of_two_sizes_are_shown_in_full_and_the_others_as_a_line() -> None:
+    rows = [each for file in find_rows(ROOT / "results/h200")["profile-kernels"] for each in file.rows]
+    settings = {setting(each) for each in rows}
+    text = profiling.profiles_in_short(rows)
+    assert text.count("Shares of kernel time:") == 2
+    full = {name for name in settings if f"{name}:\n" in text}
+    assert {name.partition(",")[0] for name in full} > {"2.7B"}
+    for each in rows:
+        assert text.count(f"\n| {setting(each)} | ") == (0 if setting(each) in full else 2)
+    failed = replace(rows[0], status="oom", metrics={}, config={**rows[0].config, "context_length": 9})
+    assert profiling.profiles_in_short([*rows, failed]).endswith(
+        f"{setting(failed)}:\n\n{failed.variant}: out of memory"
+    )
+    assert "in short" not in profiling.profiles_in_short(rows[:2])

@@ -7,8 +7,9 @@ from ...bench.case import Row
 from ...planner.rows import card_of, is_of_cpu
 from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
-from ..profile_tables import attention_part_ms, setting, short_name
-from .claims import PROFILERS, XL_2026, Evidence, about, is_xl_2026, listing, ms, percent
+from ..profile_tables import attention_part_ms, kernels_table, setting, shares_in_short, short_name
+from ..view import MACHINE
+from .claims import PROFILERS, XL_2026, Evidence, about, is_alike, is_xl_2026, listing, ms, p50, percent
 from .problem import Exhibit, Problem, RowFile, says
 from .timing import CONTEXT, phases_table, spread_of_steps, the_script, times_by_size, warmup_steps
 
@@ -19,9 +20,13 @@ _FAST_COPY = 0.6  # of the rate of copies: what moves memory so fast waits for i
 
 
 def _settings(e: Evidence) -> list[dict[str, Row]]:
+    return _by_setting(e.ok("profile-kernels", "spans"))
+
+
+def _by_setting(rows: Sequence[Row]) -> list[dict[str, Row]]:
     """For each profiled setting its rows by mode; first that of 2026's xl and of most modes, the last of equal ones."""
     groups: dict[str, dict[str, Row]] = {}
-    for row in e.ok("profile-kernels", "spans"):
+    for row in rows:
         groups.setdefault(setting(row), {})[row.variant] = row
     found = list(reversed(groups.values()))
     return sorted(found, key=lambda rows: (any(map(is_xl_2026, rows.values())), len(rows)), reverse=True)
@@ -74,8 +79,20 @@ def profiled_time(e: Evidence) -> str | None:
     return (
         f"(a) Measured with {PROFILERS.get(str(row.config.get('tool')), 'a profiler')}: a forward pass of "
         f"{setting(row)} takes {ms(m['wall_ms'])} by the host's clock, and its kernels add up to {ms(m['kernel_ms'])}, "
-        f"{percent(share)} of that{busy}.{under}" + _over_all(e, "that share", _busy, percent)
+        f"{percent(share)} of that{busy}.{_over_all(e, 'that share', _busy, percent)}{under}{_without_profiler(e, row)}"
     )
+
+
+def _without_profiler(e: Evidence, row: Row) -> str:
+    """What `bench model` has measured of the same forward pass, and how far that is from the profile's."""
+    alike = ("size", "vocab_size", "context_length", "batch_size", "precision", "compile", "attention",
+             "activation_checkpointing", MACHINE)  # fmt: skip
+    rows = [each for each in e.ok("model", "forward_ms") if is_alike(each, row, alike)]
+    if not rows:
+        return ""
+    before = max(rows, key=lambda each: each.config["mode"] == row.variant)
+    ratio = p50(before, "forward") / row.metrics["wall_ms"]
+    return f" In benchmarking_script such a pass takes {ms(p50(before, 'forward'))}, {ratio:.2f} times as long as here."
 
 
 def longest_kernel(e: Evidence) -> str | None:
@@ -140,7 +157,9 @@ def products_share(e: Evidence) -> str | None:
         f"(d) Matrix products are {percent(inference['matmul'])} of kernel time in inference and "
         f"{percent(step['matmul'])}, {how}, in a whole training step{optimizer}"
         f"{'; ' + listing(told) if told else ''}."
-        + _over_all(e, "their share in a step", _share("train_step", "training step", "matmul"), percent)
+        + _over_all(
+            e, "the share of matrix products in a step", _share("train_step", "training step", "matmul"), percent
+        )
     )
 
 
@@ -214,6 +233,24 @@ def _beside_narrow_products(row: Row, rate: float) -> str:
     )
 
 
+def profiles_in_short(rows: Sequence[Row]) -> str:
+    """The tables of two settings, that of the answer and one of another size, and a line for each profile of others."""
+    groups = _by_setting([row for row in rows if row.status == "ok"])
+    if not groups:
+        return kernels_table(rows)
+    sizes = [next(iter(group.values())).config.get("size") for group in groups]
+    other = next((group for group, size in zip(groups, sizes, strict=True) if size != sizes[0]), groups[0])
+    names = {setting(row) for group in (groups[0], other) for row in group.values()}
+    last = {(setting(row), row.variant): row for row in rows if setting(row) not in names}
+    rest = {status: [row for row in last.values() if (row.status == "ok") is status] for status in (True, False)}
+    parts = [kernels_table([row for row in rows if setting(row) in names])]
+    if rest[True]:
+        parts += ["Other settings in short, shares of kernel time:", shares_in_short(rest[True])]
+    if rest[False]:
+        parts.append(kernels_table(rest[False]))
+    return "\n\n".join(parts)
+
+
 def _draw_shares(files: Sequence[RowFile], out: Path) -> None:
     rows = [row for file in files for row in file.rows if row.status == "ok"]
     if of_xl := [row for row in rows if is_xl_2026(row)] or rows:
@@ -275,6 +312,7 @@ PROBLEMS = (
                 command=_PROFILED,
                 is_asked=is_xl_2026,
                 together=True,
+                show=profiles_in_short,
                 pictures=(("shares of kernel time", _draw_shares),),
             ),
         ),
