@@ -636,10 +636,13 @@ def test_collectives_are_compared_by_size_and_backend() -> None:
     assert collectives.by_ranks(evidence(*rows)) is None
     rows += [call("nccl", 10**6, 0.5), call("nccl", 10**8, 1.2, 4), call("nccl", 10**6, 0.6, 4)]
     assert collectives.small_and_large(evidence(*rows)) == (
-        "100 times the bytes take 10 times the time with gloo over 2 ranks and 2.0 times the time with nccl over 4 "
-        "ranks: at the large one's rate, transfer explains 10% and 2.0% of the small one's time, and the rest is the "
-        "overhead of a call."
+        "With gloo over 2 ranks 100 times the bytes take 10 times the time: 1 MB at the rate of the largest would take "
+        "1 ms, but takes 10 ms. With nccl over 4 ranks 100 times the bytes take 2.0 times the time: 1 MB at the rate "
+        "of the largest would take 0.012 ms, but takes 0.6 ms. What a small one takes beyond that is the overhead of a "
+        "call."
     )
+    even = collectives.small_and_large(evidence(call("gloo", 10**6, 1.0), call("gloo", 10**8, 100.0)))
+    assert even == "With gloo over 2 ranks 100 times the bytes take 100 times the time."
     assert collectives.by_ranks(evidence(*rows)) == (
         "From 2 to 4 ranks nccl takes 1.20 times as long for the largest, where a ring sends 1.50 times the bytes."
     )

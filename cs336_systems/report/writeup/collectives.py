@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...bench.case import Row
-from .claims import Evidence, gb_s, listing, ms, one_setting, p50, percent, span, times
+from .claims import Evidence, gb_s, listing, ms, one_setting, p50, span, times
 from .problem import Exhibit, Problem, says
 
 _ASKED = (2, 4, 6)
@@ -31,21 +31,23 @@ def bandwidths(e: Evidence) -> str | None:
 def small_and_large(e: Evidence) -> str | None:
     """How the time of an all-reduce grows with its size, by backend, over the most ranks that it has."""
     told: list[str] = []
-    shares = []
+    has_overhead = False
     for rows in _by_backend(e):
         own = one_setting([row for row in rows if row.config["world_size"] == _most_ranks(rows)], "world_size")
         small, large = min(own, key=lambda r: r.config["bytes"]), max(own, key=lambda r: r.config["bytes"])
-        sizes, longer = large.config["bytes"] / small.config["bytes"], p50(large, "time") / p50(small, "time")
-        if sizes > 1:
-            what = f"{times(sizes)} the bytes take " if not told else ""
-            told.append(f"{what}{times(longer)} the time with {_over(large)}")
-            shares.append(percent(min(1.0, longer / sizes)))
-    if not told:
-        return None
-    return (
-        f"{listing(told)[0].upper()}{listing(told)[1:]}: at the large one's rate, transfer explains {listing(shares)} "
-        "of the small one's time, and the rest is the overhead of a call."
-    )
+        sizes, taken = large.config["bytes"] / small.config["bytes"], p50(small, "time")
+        if sizes <= 1:
+            continue
+        at_rate = p50(large, "time") / sizes
+        text = f"With {_over(large)} {times(sizes)} the bytes take {times(p50(large, 'time') / taken)} the time"
+        if at_rate < taken:
+            has_overhead = True
+            text += f": {small.config['bytes'] / 1e6:g} MB at the rate of the largest would take {ms(at_rate)}, "
+            text += f"but takes {ms(taken)}"
+        told.append(f"{text}.")
+    if has_overhead:
+        told.append("What a small one takes beyond that is the overhead of a call.")
+    return " ".join(told) or None
 
 
 def by_ranks(e: Evidence) -> str | None:

@@ -110,15 +110,22 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
     """Whether steps that differ are those that hardly grow with the tokens, which it is not the GPU that holds up."""
     by_setting = {_key(row, row.config.get("context_length")): row for row in rows}
     growth = [(row, ratio) for row in rows if (ratio := _growth(row, by_setting)) is not None]
-    uneven = [ratio for row, ratio in growth if _spread(row) >= _STEADY]
+    unsteady = [row for row in rows if _spread(row) >= _STEADY]
+    compared = [ratio for row, ratio in growth if _spread(row) >= _STEADY]
     grown = [_spread(row) for row, ratio in growth if ratio >= _GROWS]
-    waiting = sum(ratio < _GROWS for ratio in uneven)
-    if not grown or 2 * waiting <= len(uneven):
+    waiting, alone = sum(ratio < _GROWS for ratio in compared), len(unsteady) - len(compared)
+    if not grown or 2 * waiting <= len(compared):
         return ""
+    longer = len(compared) - waiting
+    at_one = (
+        f"; {alone} of the {len(unsteady)} {'was' if alone == 1 else 'were'} measured at one length only"
+        if alone
+        else ""
+    )
     return (
-        f" Steps that the GPU limits, those that grow to {_GROWS} times or more with twice the tokens, have at most "
-        f"{percent(max(grown))}; {'all' if waiting == len(uneven) else f'{waiting}'} of the {len(uneven)} uneven ones "
-        "that were measured at several lengths grow by less, so they wait for the host, whose pace varies."
+        f" Of the other {len(unsteady)}, {waiting} take less than {_GROWS} times as long for twice the tokens: they "
+        f"wait for the host, whose pace varies. Settings that take longer{f', {longer} of the {len(unsteady)},' if longer else ''} "
+        f"have at most {percent(max(grown))}{at_one}."
     )
 
 
