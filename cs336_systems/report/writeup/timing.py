@@ -122,9 +122,10 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
         if alone
         else ""
     )
+    which = f", {longer} of the {len(unsteady)}," if longer else ""
     return (
         f" Of the other {len(unsteady)}, {waiting} take less than {_GROWS} times as long for twice the tokens: they "
-        f"wait for the host, whose pace varies. Settings that take longer{f', {longer} of the {len(unsteady)},' if longer else ''} "
+        f"wait for the host, whose pace varies. Settings that take longer{which} "
         f"have at most {percent(max(grown))}{at_one}."
     )
 
