@@ -29,25 +29,23 @@ def bandwidths(e: Evidence) -> str | None:
 
 
 def small_and_large(e: Evidence) -> str | None:
-    """How the time of an all-reduce grows with its size, by backend, over the most ranks that it has."""
-    told: list[str] = []
-    has_overhead = False
+    """What the smallest all-reduce takes beyond its share of the largest one's time, over a backend's most ranks."""
+    told: dict[str, list[tuple[str, str]]] = {}
     for rows in _by_backend(e):
         own = one_setting([row for row in rows if row.config["world_size"] == _most_ranks(rows)], "world_size")
         small, large = min(own, key=lambda r: r.config["bytes"]), max(own, key=lambda r: r.config["bytes"])
-        sizes, taken = large.config["bytes"] / small.config["bytes"], p50(small, "time")
-        if sizes <= 1:
-            continue
-        at_rate = p50(large, "time") / sizes
-        text = f"With {_over(large)} {times(sizes)} the bytes take {times(p50(large, 'time') / taken)} the time"
-        if at_rate < taken:
-            has_overhead = True
-            text += f": {small.config['bytes'] / 1e6:g} MB at the rate of the largest would take {ms(at_rate)}, "
-            text += f"but takes {ms(taken)}"
-        told.append(f"{text}.")
-    if has_overhead:
-        told.append("What a small one takes beyond that is the overhead of a call.")
-    return " ".join(told) or None
+        least, most = (f"{row.config['bytes'] / 1e6:,g} MB" for row in (small, large))
+        at_rate = p50(large, "time") * small.config["bytes"] / large.config["bytes"]
+        if at_rate < p50(small, "time"):
+            pair = f"{ms(at_rate)} with {_over(large)}", ms(p50(small, "time"))
+            told.setdefault(f"At the rate of {most}, {least}", []).append(pair)
+    if not told:
+        return None
+    return " ".join(
+        f"{what} would take {listing([rate for rate, _ in pairs])}; it takes {listing([taken for _, taken in pairs])}, "
+        "of which the rest is the overhead of a call."
+        for what, pairs in told.items()
+    )
 
 
 def by_ranks(e: Evidence) -> str | None:

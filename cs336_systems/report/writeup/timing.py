@@ -117,16 +117,12 @@ def _why_steps_differ(rows: Sequence[Row]) -> str:
     if not grown or 2 * waiting <= len(compared):
         return ""
     longer = len(compared) - waiting
-    at_one = (
-        f"; {alone} of the {len(unsteady)} {'was' if alone == 1 else 'were'} measured at one length only"
-        if alone
-        else ""
-    )
-    which = f", {longer} of the {len(unsteady)}," if longer else ""
+    also = f", {longer} of the {len(unsteady)}," if longer else ""
+    at_one = f"; {alone} of the {len(unsteady)} {'was' if alone == 1 else 'were'} measured at one length only"
     return (
         f" Of the other {len(unsteady)}, {waiting} take less than {_GROWS} times as long for twice the tokens: they "
-        f"wait for the host, whose pace varies. Settings that take longer{which} "
-        f"have at most {percent(max(grown))}{at_one}."
+        f"wait for the host, whose pace varies. Settings that take longer{also} have at most {percent(max(grown))}"
+        f"{at_one if alone else ''}."
     )
 
 
