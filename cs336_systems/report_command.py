@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .arguments import check_png, make_parser, parse
-from .fields import folder_to_write
+from .fields import folder_to_write, require
 
 _OPTIONS = {
     "plot": ("runs", "streams"),
@@ -70,6 +70,7 @@ def make_report(arguments: Sequence[str]) -> str:
         from .report.writeup.build import write_writeup
         from .report.writeup.measure import measure_missing
 
+        require(options.results != "", "results", options.results, "the path of a folder, or left out")
         results = Path("results" if options.results is None else options.results)
         failed = measure_missing(results) if options.measure else []
         links_from = out if options.links_from is None else Path(options.links_from)

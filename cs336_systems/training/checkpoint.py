@@ -187,13 +187,16 @@ def _delete_leftovers(folder: Path, *prefixes: str) -> None:
 def set_newer_aside(folder: Path, step: int) -> None:
     """Rename checkpoints after `step` to `superseded-*`: torn ones, and those of a try that is not continued.
 
-    They would otherwise be taken for this try's. Nothing deletes them except the next of the same name.
+    They would otherwise be taken for this try's. Nothing deletes them: a further one of the same step gets a number.
     """
     for path in find_checkpoints(folder):
         if int(path.name[5:]) > step:
             aside = folder / f"superseded-{path.name}"
+            number = 2
+            while aside.exists():
+                aside = folder / f"superseded-{path.name}-{number}"
+                number += 1
             logger.warning("resume: %s is set aside as %s", path, aside.name)
-            shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
 

@@ -280,8 +280,11 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
             )
         return None
     path = Path(config.resume)
-    require(path.is_dir(), "resume", config.resume, "none, auto or the folder of a checkpoint, which is not there")
-    if taken and path.is_dir() and path.resolve().parent != checkpoints.resolve():
+    accepted = "none, auto or the folder of a checkpoint"
+    require(path.is_dir(), "resume", config.resume, f"{accepted}, which is not there")
+    within = [*find_checkpoints(path), *find_checkpoints(path / CHECKPOINTS)]
+    require(not within, "resume", config.resume, f"{accepted}, such as {within[0] if within else ''}")
+    if taken and path.resolve().parent != checkpoints.resolve():
         raise ValueError(f"run_dir {run_dir} holds another run than resume, {path}: give another run_dir")
     return path, verify_checkpoint(path)
 
@@ -298,7 +301,9 @@ def _finished_result(config: RunConfig, run_dir: Path, resumed: tuple[Path, Mani
     if known.step != step or known.interrupted is not None:
         return None
     logger.info("resume: %s is finished, at step %d", run_dir, step)
-    return known
+    # The run may have been moved since.
+    curve = run_dir / Path(known.loss_curve).name
+    return dataclasses.replace(known, run_dir=str(run_dir), checkpoint=str(resumed[0]), loss_curve=str(curve))
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:

@@ -196,6 +196,11 @@ def test_rows_that_cannot_be_shown_are_a_line_that_names_their_file(
         make_report(["writeup", "--results", str(tmp_path / "rows"), "--out", str(tmp_path / "out")])
 
 
+def test_no_folder_is_not_the_current_one() -> None:
+    with pytest.raises(ValueError, match="results is '': it must be the path of a folder, or left out"):
+        make_report(["writeup", "--results", ""])
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_is_refused_by_every_report(number: float, tmp_path: Path) -> None:
     file = spoilt(tmp_path / "rows", "strategies/ddp", [5], lambda row: row["metrics"]["step_ms"].update(p50=number))

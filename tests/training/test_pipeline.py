@@ -316,6 +316,10 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path, finished: RunCo
     result = train(resumed(config))
     assert result.step == 10
     assert_same_end(end_of(config), end_of(finished))
+    # It is a copy, whose result.json names the other folder.
+    folder = run_dir(config)
+    assert (result.run_dir, result.checkpoint) == (str(folder), str(checkpoint_path(config, 10)))
+    assert Path(result.loss_curve).parent == folder
 
 
 # Torn checkpoints
@@ -1055,6 +1059,26 @@ def test_newer_checkpoints_of_a_try_that_is_not_gone_on_with_are_set_aside_not_l
     train(resumed(config))
     assert [row["step"] for row in loss_rows(config)] == list(range(1, 11))
     assert_same_tensors(read_independently(checkpoint_path(config, 10)), before)
+
+
+def test_what_two_tries_set_aside_is_all_there(tmp_path: Path, finished: RunConfig) -> None:
+    config = copy_of(finished, tmp_path)
+    first = read_independently(checkpoint_path(config, 10))
+    for lr in (0.01, 0.02):
+        optimizer = dataclasses.replace(config.optimizer, lr=lr)
+        train(resumed(config, checkpoint_path(config, 5), optimizer=optimizer))
+    asides = ["superseded-step_00000010", "superseded-step_00000010-2"]
+    assert checkpoint_names(config) == [checkpoint_name(5), checkpoint_name(10), *asides]
+    folder = checkpoint_path(config, 10).parent
+    assert_same_tensors(read_independently(folder / asides[0]), first)
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints"])
+def test_a_folder_of_checkpoints_is_not_taken_for_one(tmp_path: Path, finished: RunConfig, part: str) -> None:
+    config = copy_of(finished, tmp_path)
+    said = f"it must be none, auto or the folder of a checkpoint, such as {checkpoint_path(config, 10)}$"
+    with pytest.raises(ValueError, match=said):
+        train(resumed(config, run_dir(config) / part))
 
 
 def test_a_checkpoint_of_one_run_is_not_gone_on_from_in_the_folder_of_another(
