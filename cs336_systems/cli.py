@@ -33,7 +33,7 @@ from .config import (
     TrainConfig,
     without_derived_rate,
 )
-from .console import by_command, launched_rank, program, say, start_logging, visible
+from .console import Ended, by_command, launched_rank, program, say, start_logging, visible
 from .data_config import without_derived_paths
 from .model_config import SIZE_FIELDS
 
@@ -48,6 +48,7 @@ _GROUPS: dict[str, type] = {
     "log": LogConfig,
 }
 _EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
+_INTERRUPTED = RuntimeError("interrupted")
 
 
 @functools.cache  # otherwise reading the help out of the docstrings would take most of the time of each parse
@@ -340,8 +341,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sys.stdout is not None:  # it is None if it was closed beforehand: `>&-`
             sys.stdout.flush()
         sys.exit(code)
+    except Ended as ended:
+        _fail(ended, ended.exit_code)
     except KeyboardInterrupt:
-        _fail(RuntimeError("interrupted"), 130)
+        _fail(_INTERRUPTED, 130)
     except (ValueError, FileNotFoundError, ImportError) as error:  # the last: for an optional package
         _fail(error, 2)
     except BrokenPipeError:  # the reader of the output has seen enough: `cs336 plan ... | head`
@@ -350,10 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)
     except (RuntimeError, OSError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while a class is made
+            _fail(_INTERRUPTED, 130)
         _fail(error, 1)
 
 
-def _fail(error: Exception, code: int) -> None:
+def _fail(error: BaseException, code: int) -> None:
     if launched_rank() is not None:
         from .parallel.failure import leave_failure
 

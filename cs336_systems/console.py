@@ -97,18 +97,18 @@ def no_interrupts_inherited() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Ended(KeyboardInterrupt):
+class Ended(KeyboardInterrupt):
     """A signal that ends this process, raised as an interrupt, because SystemExit would be lost in `say`."""
 
     def __init__(self, number: int) -> None:
-        super().__init__()
+        super().__init__(f"ended by {signal.Signals(number).name}")
         self.exit_code = 128 + number
 
 
 def _end(number: int, _: object) -> None:
     for each in (signal.SIGTERM, signal.SIGHUP):  # a second signal must not disturb the clean-up
         signal.signal(each, signal.SIG_IGN)
-    raise _Ended(number)
+    raise Ended(number)
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def ended_in_order() -> Iterator[None]:
                 before[number] = signal.signal(number, _end)
     try:
         yield
-    except _Ended as ended:
+    except Ended as ended:
         raise SystemExit(ended.exit_code) from None
     finally:
         for number, handler in before.items():

@@ -99,7 +99,7 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
     """One line per run: model, machine, losses beside the baselines, speed (of its last part if it was resumed)."""
     lines = []
     for run_dir in run_dirs:
-        if run_dir.is_dir() and not (run_dir / "result.json").exists():
+        if (run_dir / "config.json").exists() and not (run_dir / "result.json").exists():
             logger.warning("%s is not finished, left out", run_dir)
             continue
         config, result = _read_json(run_dir / "config.json"), _read_json(run_dir / "result.json")
@@ -163,8 +163,14 @@ def summary_block(run_dir: Path) -> str:
 
 
 def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
-    """Draw the loss curves of some runs into one picture."""
-    names = [run_dir.name for run_dir in run_dirs]
+    """Draw the loss curves of some runs into one picture. Raises ValueError if none of them has begun."""
+    begun = [run_dir for run_dir in run_dirs if (run_dir / METRICS_FILE).is_file()]
+    for run_dir in run_dirs:
+        if run_dir not in begun:
+            logger.warning("%s has no %s, not drawn", run_dir, METRICS_FILE)
+    if not begun:
+        raise ValueError(f"none of these runs has a {METRICS_FILE}: there is nothing to draw")
+    names = [run_dir.name for run_dir in begun]
     if len(set(names)) < len(names):
-        names = [str(run_dir) for run_dir in run_dirs]
-    plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, run_dirs, strict=True)}, path)
+        names = [str(run_dir) for run_dir in begun]
+    plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, begun, strict=True)}, path)

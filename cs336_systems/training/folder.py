@@ -26,13 +26,18 @@ def check_run_dir(run_dir: Path, own: set[Path]) -> None:
     config.json are a run that was copied in part.
     """
     checkpoints = run_dir / CHECKPOINTS
-    if checkpoints.exists() and not checkpoints.is_dir():
+    try:
+        in_the_way = checkpoints.exists() and not checkpoints.is_dir()
+    except OSError as error:
+        raise ValueError(f"run_dir {run_dir} cannot be read: {error.strerror}") from error
+    if in_the_way:
         raise ValueError(f"run_dir {run_dir} holds a file {CHECKPOINTS}, where a run has a folder: give another")
+    files = [CONFIG, TOKENIZER, METRICS_FILE, RESULT, SAMPLE, LOSS_CURVE]
+    if folders := [name for name in files if (run_dir / name).is_dir()]:
+        raise ValueError(f"run_dir {run_dir} holds a folder {folders[0]}, where a run has a file: give another")
     if _is_run_config(run_dir / CONFIG):
         return
-    written = [CONFIG]
-    if not find_checkpoints(checkpoints):
-        written += [TOKENIZER, METRICS_FILE, RESULT, SAMPLE, LOSS_CURVE]
+    written = [CONFIG] if find_checkpoints(checkpoints) else files
     for path in (run_dir / name for name in written):
         if path.exists() and path not in own:
             raise ValueError(

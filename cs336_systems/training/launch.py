@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..config import RunConfig
-from ..console import start_logging
+from ..console import Ended, start_logging
 from ..hardware import select_device, use_device
 from ..parallel import comm, failure
 from .checkpoint import CheckpointError
@@ -43,7 +43,8 @@ _PROGRAM = ["-m", "cs336_systems.training.worker"]
 def launch(config: RunConfig) -> RunResult:
     """Run `train(config)` in `parallel.devices` processes; return the run's result.
 
-    Raises what the first process to fail raised: the errors of `train`, RuntimeError for any other.
+    Raises what the first process to fail raised: the errors of `train`, RuntimeError for any other. Raises
+    KeyboardInterrupt, of which Ended is one, for a signal that comes before the processes can save.
     """
     check_devices(config.train.device, config.parallel.devices)
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
@@ -55,8 +56,7 @@ def launch(config: RunConfig) -> RunResult:
             if not result_file.is_file():
                 if isinstance(error, _Interrupt):
                     raise KeyboardInterrupt from None
-                name = signal.Signals(error.sigval).name
-                raise RuntimeError(f"ended by {name} before the processes could save") from None
+                raise Ended(error.sigval) from None
             if isinstance(error, _Interrupt):
                 return RunResult(**json.loads(result_file.read_text()) | {"interrupted": "SIGINT"})
         return RunResult(**json.loads(result_file.read_text()))

@@ -1,5 +1,6 @@
 """Load a trained model from its run folder or checkpoint, export it to Hugging Face's format, and import from that."""
 
+import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from ..kernels.attention import get_attention
 from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
 from .metrics import METRICS_FILE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
     write_json(run_dir / CONFIG, config)
     if tokenizer is not None:
         tokenizer.save(run_dir / TOKENIZER)
+    else:
+        logger.warning("%s has no tokenizer.json: the run can be trained on token files, but gives no text", folder)
     identity = {f"model.{name}": value for name, value in asdict(shape).items()}
     return save_checkpoint(
         run_dir / CHECKPOINTS,

@@ -71,6 +71,8 @@ def _train(config: RunConfig, device: torch.device) -> RunResult:
         on_first_rank(lambda: _take_run_dir(config, run_dir, stack))
         resumed = on_first_rank(lambda: _find_resume(config, run_dir))
         first_weights = _kept_on_first_rank(lambda: _first_weights(config, resumed))
+        if resumed is not None:  # config.json says what the run began with, whether this command does or not
+            config = dataclasses.replace(config, init_from=resumed[1].config.get("init_from"))
         data = _prepare(config, resumed)
         if data.tokenizer is not None:
             _check_prompt(data.tokenizer, config.sample, config.model.shape.context_length)
@@ -183,8 +185,18 @@ def _take_run_dir(config: RunConfig, run_dir: Path, stack: contextlib.ExitStack)
 
 
 def _first_weights(config: RunConfig, resumed: tuple[Path, Manifest] | None) -> LoadedModel | None:
-    """The weights to begin with, if given. Raises ValueError for those, or a checkpoint, of another architecture."""
+    """The weights to begin with, if given.
+
+    Raises ValueError for those, or a checkpoint, of another architecture, and for weights that a run that is resumed
+    did not begin with.
+    """
     if resumed is not None:
+        began_with = resumed[1].config.get("init_from")
+        if config.init_from not in (None, began_with):
+            raise ValueError(
+                f"init_from is {config.init_from!r}: checkpoint {resumed[0]}, from which the run goes on, is of a run "
+                f"that began with {began_with or 'random weights'}; leave it out, or give another run_dir"
+            )
         _check_shared(*resumed, _own_identity(config), _changed_data(config, resumed[1]))
         return None
     if config.init_from is None:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from cs336_systems.bench import case
 from cs336_systems.bench.case import Row, append_row, read_rows
 from cs336_systems.report.documents import fill_blocks, update_document, update_documents
-from cs336_systems.report.tables import markdown_table, runs_table, summary_block
+from cs336_systems.report.tables import markdown_table, plot_runs, runs_table, summary_block
 from cs336_systems.report.views import rows_table
 
 DEMO = Path(__file__).parents[2] / "results/cpu/demo"
@@ -268,12 +269,29 @@ def test_markdown_table_has_one_rule_cell_a_column() -> None:
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         runs_table([tmp_path / "nowhere"])
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        runs_table([tmp_path])
 
 
 def test_a_run_that_is_not_finished_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/config.json").write_text("{}")
     assert len(runs_table([tmp_path / "begun", DEMO]).splitlines()) == 3
     assert runs_table([tmp_path / "begun"]) == "none of these runs is finished"
+
+
+def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As one has none between its config.json and its first step, or once only its result was kept."""
+    begun, done = tmp_path / "begun", tmp_path / "done"
+    begun.mkdir()
+    shutil.copytree(DEMO, done)
+    plot_runs([begun, done], tmp_path / "both.png")
+    assert caplog.messages == [f"{begun} has no metrics.jsonl, not drawn"]
+    plot_runs([done], tmp_path / "one.png")
+    assert (tmp_path / "both.png").read_bytes() == (tmp_path / "one.png").read_bytes()
+    with pytest.raises(ValueError, match=r"none of these runs has a metrics\.jsonl"):
+        plot_runs([begun], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import typing
@@ -34,6 +35,7 @@ from cs336_systems.config import (
     SampleConfig,
     TrainConfig,
 )
+from cs336_systems.console import Ended
 
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -1062,6 +1064,11 @@ def test_a_sample_that_does_not_fit_the_context_is_refused_before_training(
     assert not (folder / "run" / "checkpoints").exists()
 
 
+def _caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 def test_ctrl_c_before_the_first_step_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1073,6 +1080,29 @@ def test_ctrl_c_before_the_first_step_ends_without_a_traceback(
         main(["train", *TINY, *SHORT])
     assert ended.type is SystemExit
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "raised, code, line",
+    [
+        (Ended(signal.SIGTERM), 143, "cs336: ended by SIGTERM"),
+        (Ended(signal.SIGHUP), 129, "cs336: ended by SIGHUP"),
+        (KeyboardInterrupt(), 130, "cs336: interrupted"),
+        (_caused(RuntimeError("Error calling __set_name__"), KeyboardInterrupt()), 130, "cs336: interrupted"),
+        (_caused(RuntimeError("a fault"), KeyError()), 1, "cs336: a fault"),
+    ],
+    ids=repr,
+)
+def test_what_a_signal_raises_is_told_by_the_exit_code(
+    raised: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("cs336_systems.training.train", ended)
+    with pytest.raises(SystemExit) as exited:
+        main(["train", *TINY, *SHORT])
+    assert (exited.value.code, capsys.readouterr().err) == (code, f"{line}\n")
 
 
 def test_any_json_text_comes_through_a_file(write_config: WriteConfig) -> None:

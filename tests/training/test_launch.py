@@ -12,15 +12,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
+from cs336_systems.console import Ended
 from cs336_systems.parallel.failure import TELL_ALL
 from cs336_systems.training import pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
@@ -222,6 +225,32 @@ def test_who_was_ended_comes_first_but_where_he_was_waited_for(message: str, tol
     ended = SimpleNamespace(exitcode=-9, signal_name=lambda: "SIGKILL")
     failures: Any = {0: SimpleNamespace(exitcode=1), 1: ended}
     assert str(_failure(failures, tmp_path)) == told
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def raises(*_: Any) -> None:
+        raise error
+
+    return raises
+
+
+def test_a_signal_before_the_processes_can_save_is_raised_as_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def launched(by: Callable[..., None]) -> None:
+        monkeypatch.setattr("cs336_systems.training.launch.elastic_launch", lambda *_: by)
+        train(config_for(tmp_path, devices=2))
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with pytest.raises(Ended, match=f"ended by {number.name}") as ended:
+            launched(raising(SignalException("", number)))
+        assert ended.value.exit_code == 128 + number
+    with pytest.raises(BaseException) as interrupted:  # noqa: PT011 - a KeyboardInterrupt would end the test session
+        launched(pressed)
+    assert interrupted.type is KeyboardInterrupt
 
 
 def resumed(config: RunConfig) -> RunConfig:

@@ -1100,6 +1100,37 @@ def test_a_file_where_the_checkpoints_go_is_found_before_training(tmp_path: Path
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "metrics.jsonl", "result.json", "sample.txt"])
+def test_a_folder_where_a_file_goes_is_found_before_training(name: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (run_dir(config) / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"run_dir .* holds a folder {name}, where a run has a file"):
+        train(config)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run_dir .*xxx cannot be read: File name too long"):
+        train(dataclasses.replace(make_config(tmp_path), run_dir=str(tmp_path / ("x" * 300))))
+
+
+def test_a_run_that_goes_on_says_what_it_began_with_and_takes_no_other_weights(
+    tmp_path: Path, finished: RunConfig
+) -> None:
+    config = dataclasses.replace(make_config(tmp_path, train=dict(max_steps=2)), init_from=finished.run_dir)
+    train(config)
+    on = resumed(dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=3)))
+    train(dataclasses.replace(on, init_from=None))
+    assert json.loads((run_dir(config) / "config.json").read_text())["init_from"] == finished.run_dir
+    assert train(on).step == 3
+    other = dataclasses.replace(on, init_from="elsewhere")
+    with pytest.raises(ValueError, match=r"init_from is 'elsewhere': .* of a run that began with .*; leave it out"):
+        train(other)
+    fresh = resumed(copy_of(finished, tmp_path / "copy"))
+    with pytest.raises(ValueError, match=r"began with random weights"):
+        train(dataclasses.replace(fresh, init_from=config.run_dir))
+
+
 def test_a_mistake_leaves_no_empty_run_folder(tmp_path: Path) -> None:
     config = make_config(tmp_path, data=dict(source="text", train_text=str(tmp_path / "missing.txt")))
     with pytest.raises(FileNotFoundError):
