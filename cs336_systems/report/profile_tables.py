@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..bench.case import Row
-from ..model_config import DEFAULT_VOCAB_SIZE
+from ..model_config import DEFAULT_VOCAB_SIZE, MODEL_SIZES
 from ..profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profiling.classes import CLASSES
 from .tables import markdown_table, row_fields
@@ -151,16 +151,51 @@ def _attention(rows: Sequence[Row]) -> str:
 
 
 def shares_in_short(rows: Sequence[Row]) -> str:
-    """A line for each profile: kernel time, and the shares of classes of kernels and of attention's parts in it."""
-    found = [(row, *_whole(row)) for row in rows if row.status == "ok"]
-    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, _, span in found)]
-    lines = []
-    for row, name, span in found:
-        clock, kernels = row_fields(row).get("metrics.wall_ms"), span["kernel_ms"]
-        shares = [f"{span['share'].get(cls, 0.0):.1%}" for cls in shown]
-        lines.append((setting(row), name, _ms(clock), _ms(kernels), *shares, _attention_share(row, kernels)))
-    header = ["setting", "in", "step (ms)", "kernels together (ms)", *shown, "in attention, of all classes"]
-    return markdown_table(header, lines, left=2) if lines else ""
+    """A line for each setting: by mode its time, its kernels' time and the parts of matrix products and attention."""
+    lines: dict[str, dict[str, tuple[str, ...]]] = {}
+    names: dict[str, str] = {}
+    for row in sorted((row for row in rows if row.status == "ok"), key=_place_in_short):
+        name, span = _whole(row)
+        names[row.variant] = name
+        others = {cls: share for cls, share in span["share"].items() if cls != "matmul"}
+        most = max(others, key=lambda cls: others[cls], default=None)
+        lines.setdefault(setting(row), {})[row.variant] = (
+            _ms(row_fields(row).get("metrics.wall_ms")),
+            _ms(span["kernel_ms"]),
+            f"{span['share'].get('matmul', 0.0):.0%}",
+            "-" if most is None else f"{most} {others[most]:.0%}",
+            _attention_share(row, span["kernel_ms"]),
+        )
+    if not lines:
+        return ""
+    words = [each.split(", ") for each in lines]
+    common = [word for word in words[0] if all(word in other for other in words)] if len(words) > 1 else []
+    header = ["setting"]
+    for name in names.values():
+        header += [f"{name} (ms)", "kernels (ms)", "matmul", "most of the rest", "attention"]
+    cells = [
+        (
+            ", ".join(word for word in own if word not in common),
+            *(c for mode in names for c in by_mode.get(mode, _NONE)),
+        )
+        for own, by_mode in zip(words, lines.values(), strict=True)
+    ]
+    also = f" ({', '.join(common)})" if common else ""
+    return (
+        f"Other settings in short{also}: the time of a pass, of its kernels together, and what share of that matrix "
+        "products, the next class of kernels, and attention with all its kernels have.\n\n"
+        + markdown_table(header, cells)
+    )
+
+
+_NONE = ("-",) * 5
+
+
+def _place_in_short(row: Row) -> tuple[Any, ...]:
+    get, sizes = row_fields(row).get, list(MODEL_SIZES)
+    size = get("config.size")
+    place = sizes.index(size) if size in sizes else len(sizes)
+    return get("config.precision") != "fp32", place, get("config.context_length"), setting(row), row.variant
 
 
 def _whole(row: Row) -> tuple[str, dict[str, Any]]:
@@ -173,7 +208,7 @@ def _whole(row: Row) -> tuple[str, dict[str, Any]]:
 def _attention_share(row: Row, kernel_ms: float) -> str:
     parts = row_fields(row).get("metrics.attention")
     total = sum(ms for by_phase in parts.values() for of_class in by_phase.values() for ms in of_class.values())
-    return f"{total / kernel_ms:.1%}" if total and kernel_ms else "-"
+    return f"{total / kernel_ms:.0%}" if total and kernel_ms else "-"
 
 
 def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:

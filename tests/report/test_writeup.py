@@ -440,13 +440,20 @@ def test_which_kernel_dominates_is_of_the_rows() -> None:
     assert "60%, more," in (profiling.products_share(same) or "")
 
     longer = (profile("forward", "gemm_a", 0.25, 16), profile("train_step", "gemm_a", 0.2, 16))
-    two = evidence(profile("forward", "gemm_a", 0.5), profile("train_step", "gemm_b", 0.4), *longer)
+    of_two = [profile("forward", "gemm_a", 0.5), profile("train_step", "gemm_b", 0.4), *longer]
+    two = evidence(*of_two)
     ends = "goes from 25% (xl, 16 tokens) to 50% (xl, 8 tokens)."
     assert (profiling.other_kernels(two) or "").endswith(f"Over 2 settings the share of matrix products {ends}")
     assert "Over 2 settings the share of matrix products in a step goes from 20%" in (
         profiling.products_share(two) or ""
     )
     assert "In 2 of 2 settings it is a matmul kernel." in (profiling.longest_kernel(two) or "")
+    of_fp32 = [replace(each, config={**each.config, "precision": "fp32"}) for each in longer]
+    both = evidence(*of_two, *of_fp32, profile("forward", "copy", 0.1, 32))
+    assert "In 1 of 1 settings in fp32 and in 3 of 3 settings in bf16 it" in (profiling.longest_kernel(both) or "")
+    assert (profiling.other_kernels(both) or "").endswith(
+        "Over 3 settings in bf16 the share of matrix products goes from 10% (xl, 32 tokens) to 50% (xl, 8 tokens)."
+    )
     assert "Over" not in (profiling.profiled_time(found) or "Over")
     assert "Under the profiler" not in (profiling.profiled_time(found) or "")
     assert (profiling.profiled_time(found) or "").endswith("90% of that: the GPU is busy nearly all the time.")
@@ -1285,9 +1292,10 @@ def test_a_profile_is_left_out_where_rows_of_this_gpu_have_all_that_its_command_
 ) -> None:
     command = next(command for command in COMMANDS if command.startswith("profile kernels"))
     configs = [
-        {"size": size, "context_length": length, "precision": "bf16", "optimizer": "own"}
-        for size in ("2.7B", "small")
-        for length in (256, 512, 1024)
+        {"size": size, "context_length": length, "precision": precision, "optimizer": "own"}
+        for size in ("small", "medium", "large", "xl", "2.7B")
+        for length in (128, 256, 512, 1024)
+        for precision in ("fp32", "bf16")
     ]
 
     def profiled(rows: list[Row], folder: str = "kept") -> list[list[str]]:

@@ -553,8 +553,13 @@ def test_profiles_of_two_sizes_are_shown_in_full_and_the_others_as_a_line() -> N
     assert text.count("Shares of kernel time:") == 2
     full = {name for name in settings if f"{name}:\n" in text}
     assert {name.partition(",")[0] for name in full} > {"2.7B"}
-    for each in rows:
-        assert text.count(f"\n| {setting(each)} | ") == (0 if setting(each) in full else 2)
+    assert "Other settings in short (4 x" not in text
+    assert "(attention naive, NVIDIA H200): the time" in text
+    for name in settings - full:
+        own = name.replace(", attention naive", "").removesuffix(", NVIDIA H200")
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {own} | "))
+        for ms in (each.metrics["wall_ms"] for each in rows if setting(each) == name):
+            assert f"| {ms:.3g} | " in line or f"| {ms:.1f} | " in line
     failed = replace(rows[0], status="oom", metrics={}, config={**rows[0].config, "context_length": 9})
     assert profiling.profiles_in_short([*rows, failed]).endswith(
         f"{setting(failed)}:\n\n{failed.variant}: out of memory"

@@ -38,13 +38,26 @@ def _profiles(e: Evidence) -> dict[str, Row]:
 
 
 def _over_all(e: Evidence, what: str, value: Callable[[dict[str, Row]], float | None], form: Callable) -> str:
-    """How a value goes over all settings that have it, where there are several, with those of both ends; else ""."""
-    found = [(number, rows) for rows in _settings(e) if (number := value(rows)) is not None]
-    if len(found) < 2:
-        return ""
-    (low, least), (high, most) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
-    names = [about(next(iter(rows.values())), "size", "context_length") for rows in (least, most)]
-    return f" Over {len(found)} settings {what} goes from {form(low)} ({names[0]}) to {form(high)} ({names[1]})."
+    """How a value goes over all settings of a precision, where there are several, with those of both ends; else ""."""
+    told: list[str] = []
+    for of_precision, settings in _by_precision(_settings(e)):
+        found = [(number, rows) for rows in settings if (number := value(rows)) is not None]
+        if len(found) < 2:
+            continue
+        (low, least), (high, most) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
+        names = [about(next(iter(rows.values())), "size", "context_length") for rows in (least, most)]
+        goes = f"{what} goes from" if not told else "from"
+        over = f"ver {len(found)} settings{of_precision}"
+        told.append(f"{over} {goes} {form(low)} ({names[0]}) to {form(high)} ({names[1]})")
+    return f" O{', o'.join(told)}." if told else ""
+
+
+def _by_precision(settings: Sequence[dict[str, Row]]) -> list[tuple[str, list[dict[str, Row]]]]:
+    """Settings by precision, with the words for it; no words where there is one."""
+    groups: dict[str, list[dict[str, Row]]] = {}
+    for rows in settings:
+        groups.setdefault(next(iter(rows.values())).config["precision"], []).append(rows)
+    return [(f" in {name}" if len(groups) > 1 else "", of) for name, of in groups.items()]
 
 
 def _busy(rows: dict[str, Row]) -> float | None:
@@ -108,13 +121,13 @@ def longest_kernel(e: Evidence) -> str | None:
     )
     if not both:
         return f"{text}."
-    tops = [
-        rows["forward"].metrics["spans"]["inference"]["top"][0]["class"] for rows in _settings(e) if "forward" in rows
-    ]
-    among = ""
-    if len(tops) > 1:
-        alike = sum(cls == forward["class"] for cls in tops)
-        among = f" In {alike} of {len(tops)} settings it is a {forward['class']} kernel."
+    inferences = [rows for rows in _settings(e) if "forward" in rows]
+    counts = []
+    for of_precision, settings in _by_precision(inferences):
+        tops = [rows["forward"].metrics["spans"]["inference"]["top"][0]["class"] for rows in settings]
+        counts.append(f"in {tops.count(forward['class'])} of {len(tops)} settings{of_precision}")
+    told = listing(counts)
+    among = f" {told[0].upper()}{told[1:]} it is a {forward['class']} kernel." if len(inferences) > 1 else ""
     same = both[0]["kernel"] == forward["kernel"]
     what = "the same" if same else f"another, `{short_name(both[0]['kernel'])}`"
     return (
@@ -245,7 +258,7 @@ def profiles_in_short(rows: Sequence[Row]) -> str:
     rest = {status: [row for row in last.values() if (row.status == "ok") is status] for status in (True, False)}
     parts = [kernels_table([row for row in rows if setting(row) in names])]
     if rest[True]:
-        parts += ["Other settings in short, shares of kernel time:", shares_in_short(rest[True])]
+        parts.append(shares_in_short(rest[True]))
     if rest[False]:
         parts.append(kernels_table(rest[False]))
     return "\n\n".join(parts)
@@ -263,7 +276,8 @@ MODEL_COMMAND = (
 )
 # Longer ones do not leave room for 2026's xl in training.
 _PROFILED = (
-    f"profile kernels --size {XL_2026} small --context_length 256 {CONTEXT} 1024 --precision bf16 --optimizer own"
+    f"profile kernels --size small medium large xl {XL_2026} --context_length 128 256 {CONTEXT} 1024 --precision fp32 "
+    "bf16 --optimizer own"
 )
 
 PROBLEMS = (
