@@ -86,7 +86,8 @@ class DDPBucketed(DDP):
             bucket.clear()
 
     def _is_missing(self, p: nn.Parameter) -> bool:
-        return p not in self._touched and (p.grad is None or p not in self._kept)  # p.grad may be its view, still zero
+        # Where it is not None it may be its view, still zero.
+        return p.grad is None or (p not in self._touched and p not in self._kept)
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()

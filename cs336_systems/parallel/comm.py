@@ -370,6 +370,16 @@ def gather_objects(value: Any, what: str) -> list[Any]:
     return values
 
 
+def mean_weight(count: int) -> float:
+    """What a rank multiplies its mean loss over `count` tokens by, so that gradients are of the mean over all tokens.
+
+    That is world_size * count / (count of all ranks), because gradients are averaged over ranks as they are; 1.0 where
+    all counts are 0. All ranks call it together.
+    """
+    total = sum(gather_objects(count, "count of tokens"))
+    return world_size() * count / total if total else 1.0
+
+
 def barrier(what: str) -> None:
     """Return when all ranks have reached this call."""
     gather_objects(None, what)

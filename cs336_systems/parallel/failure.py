@@ -14,12 +14,14 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..console import launched_rank
+from ..files import write_whole
 from ..hardware import use_device_in_thread
 from .meeting import agents_store
 
@@ -165,40 +167,55 @@ def fail(message: str) -> None:
     os._exit(1)
 
 
-def leave_failure(error: BaseException) -> None:
-    """Leave an error for the launcher, in the file that it has named and the form that it reads.
+_left: BaseException | None = None
 
-    If the launcher is torchrun, print the error too; if all ranks find the same one, only one of them does
-    (`_say_once`). torchrun ends with a summary that has the message of every rank.
+
+def leave_failure(error: BaseException) -> None:
+    """Leave an error for the launcher, in the file that it has named and the form that it reads; once for each error.
+
+    If the launcher is torchrun, print the error too; if all ranks find the same one, only one of them does, and what
+    is only its consequence on other ranks is not printed (`_say_once`). torchrun ends with a summary that has the
+    message of every rank.
     """
+    global _left
+    if error is _left:
+        return
+    _left = error
     message = " ".join(str(error).split()) or type(error).__name__
     if _step is not None and type(error).__name__ not in TELL_ALL:
         message = f"{_place('training')} failed: {message}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # No py_callstack, so that the summary shows the message in its place.
         report = {"message": message, "kind": type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError), open(path, "w") as file:
-            json.dump({"message": report}, file)
+        # Whole or not at all, because the launcher may end this process meanwhile.
+        with contextlib.suppress(OSError):
+            write_whole(Path(path), json.dumps({"message": report}))
     if OWN_LAUNCH not in os.environ:
-        _say_once(message)
+        _say_once(message, isinstance(error, CollectiveError))
 
 
-def _say_once(message: str, patience_s: float = 5) -> None:
+def _say_once(message: str, is_consequence: bool = False, patience_s: float = 5) -> None:
     """Print a message with this rank's number, unless another rank of this start has printed the same.
+
+    What may be the consequence of another rank's failure is printed only if no rank has printed anything.
 
     The ranks settle in the agents' store who is first, so it works before the process group exists, and for ranks that
     fail one by one as well as together. In doubt the message is printed: if the store does not answer, or if the rank
     that was first does not print within patience_s, because its agent may have ended it.
     """
-    name = hashlib.sha256(message.encode()).hexdigest()
-    said = f"said after {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} restarts: {name}"
+    start = f"said after {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} restarts: "
+    anything, same = f"{start}anything", start + hashlib.sha256(message.encode()).hexdigest()
     store = None
     with contextlib.suppress(Exception):  # whatever it is, it must not hide the message
         store = agents_store(patience_s)
-        if store is not None and store.add(f"{said}, by so many", 1) > 1:
-            store.wait([said], timedelta(seconds=patience_s))
-            return
+        if store is not None:
+            is_first = store.add(f"{anything}, by so many", 1) == 1
+            said = anything if is_consequence else same
+            if not (is_first if is_consequence else store.add(f"{same}, by so many", 1) == 1):
+                store.wait([said], timedelta(seconds=patience_s))
+                return
     print(message if message.startswith("rank ") else f"rank {_rank()}: {message}", file=sys.stderr, flush=True)
     if store is not None:
         with contextlib.suppress(Exception):
-            store.set(said, "")
+            store.set(same, "")
+            store.set(anything, "")

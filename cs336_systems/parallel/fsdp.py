@@ -39,8 +39,9 @@ class FSDP(Strategy):
     most two are whole. A unit's gradients are sent as soon as they are ready, and are waited for when the next unit's
     are sent, or when backward ends.
 
-    compute_dtype: shards are cast to it before they are sent; weights and their gradients have it in computation. Under
-    autocast give the same dtype; otherwise autocast keeps its own copies of all weights until backward is over.
+    compute_dtype: shards are cast to it before they are sent; weights and their gradients have it in computation. What
+    is replicated keeps its dtype, and inputs are not cast. Under autocast give the same dtype; otherwise autocast keeps
+    its own copies of all weights until backward is over.
     grad_dtype: the dtype in which gradients are sent (default: the one they have).
 
     Accumulation: gradients are averaged after each backward, also inside `no_sync`, and summed as shards, because the
@@ -50,7 +51,8 @@ class FSDP(Strategy):
     teaches the order of units, they may use different weights only if the units are registered in that order. Weights
     are whole only inside the calls of their unit's module and its backward; in that first forward, using one elsewhere
     raises RuntimeError. A block may be compiled or checkpointed inside (its `forward` replaced, before or after
-    wrapping), or checkpointed from outside with use_reentrant=False. Freeze parameters before wrapping.
+    wrapping), or checkpointed from outside with use_reentrant=False (otherwise backward raises RuntimeError). Freeze or
+    thaw parameters before wrapping.
 
     What the loss takes from a unit must leave it through its module's outputs, in tensors, tuples, lists or dicts, and
     must not be modified in place there. If it came from an attribute, or inside another class, backward would reach
@@ -74,6 +76,7 @@ class FSDP(Strategy):
         self._units = list(dict.fromkeys(unit for stage in self._stages for unit in stage.units))
         self._sharded = {id(w.shard): w for unit in self._units for w in unit.weights}
         self._trainable = self.trainable()
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._plan(list(range(len(self._stages))))
         self._unknown = {True, False}  # kinds of forward (True: with gradients) whose order is not learned yet
@@ -81,6 +84,7 @@ class FSDP(Strategy):
         self._walk: Walk | None = None  # through the forward pass under way
         self._back: Walk | None = None  # through the backward pass under way
         self._task = -1  # autograd's id of that backward pass, -1 without one
+        self._recomputing = -1  # the one in which checkpointing has last called a stage again
         self._marked = False  # whether `_mark_used` was called in this step
         self._scattering: Unit | None = None
         self._hidden = False  # whether modules hold `Apart` tensors in place of their shards
@@ -113,6 +117,8 @@ class FSDP(Strategy):
 
     def _before_stage(self, number: int, module: nn.Module, inputs: Any) -> None:
         stage = self._stages[number]
+        if _in_backward():
+            self._recomputing = torch._C._current_graph_task_id()
         if _in_backward() or self._walk is None or not self._walk.visit(number):
             stage.start()  # out of turn: all ranks must do the same
             stage.wait()
@@ -183,6 +189,9 @@ class FSDP(Strategy):
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
+        if self._task != -1 and self._recomputing == self._task:  # a backward pass inside of another one
+            raise RuntimeError("a module in fsdp is checkpointed with use_reentrant=True, which gives wrong gradients: "
+                               "it must be use_reentrant=False")  # fmt: skip
         self._reset(keep=self._task == -1)  # all but what forward kept whole, unless a backward was aborted
         self._mark_used()
         self._task, self._back = task, Walk(self._back_places, self._scatter)
@@ -266,6 +275,7 @@ class FSDP(Strategy):
     def finish_gradient_synchronization(self) -> None:
         """Average the replicated gradients; no unit is whole afterwards."""
         self._reset()
+        self._check_frozen()
         self._mark_used()
         self._marked = False
         if not self._trainable:
@@ -284,6 +294,18 @@ class FSDP(Strategy):
             for i in missing:
                 if not by_anybody[i]:
                     self._trainable[i].grad = None
+
+    def _check_frozen(self) -> None:
+        # Whole weights are as they were at wrapping, and so is which gradients are sent.
+        thawed, frozen = (
+            {p for p in self._frozen if p.requires_grad},
+            {p for p in self._trainable if not p.requires_grad},
+        )
+        for name, p in self.module.named_parameters() if thawed or frozen else ():
+            if p in thawed or p in frozen:
+                was, now = ("frozen", "is not now") if p in thawed else ("trainable", "is frozen now")
+                raise ValueError(f"{name} was {was} when its module was wrapped and {now}: freeze and thaw before, or "
+                                 "wrap anew")  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget which weights were used and a backward pass that was aborted."""

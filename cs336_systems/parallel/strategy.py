@@ -19,8 +19,8 @@ class Strategy(nn.Module):
     """The strategy `none` (one process, nothing to communicate), and what the other strategies have in common.
 
     At the start all ranks get rank 0's parameters and buffers. Gradients are averaged over ranks between `backward` and
-    the optimizer's step. If ranks have different numbers of tokens, each scales its mean loss by
-    world_size * its tokens / those of all ranks. A parameter that no rank has used has no gradient afterwards. One that
+    the optimizer's step. If ranks have different numbers of tokens, each multiplies its mean loss by
+    `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards. One that
     only some ranks have used has one, to which the others contribute zeros.
 
     Gradients are those that a backward pass leaves. One backward pass goes through one strategy, so several models that

@@ -33,7 +33,11 @@ class TorchDDP(Strategy):
                                  "torch_ddp on a CPU, where PyTorch's DDP does not compress to bfloat16")  # fmt: skip
             # Not a submodule of this one, because that would name every parameter twice.
             ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True)
-            if grad_dtype in _COMPRESS:  # float32 needs no hook: it is what they are
+            others = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype != grad_dtype]
+            if grad_dtype not in (None, *_COMPRESS) and others:
+                raise ValueError(f"grad_dtype is {grad_dtype}: PyTorch's DDP sends gradients as they are, in bfloat16 "
+                                 f"or in float16, and {others[0]} has others")  # fmt: skip
+            if grad_dtype in _COMPRESS:
                 ddp.register_comm_hook(None, _COMPRESS[grad_dtype])
             object.__setattr__(self, "_ddp", ddp)
 
@@ -65,11 +69,13 @@ class TorchFSDP(Strategy):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients made inside stay whole on this process."""
-        self._set_sync(False)
-        try:
-            yield
-        finally:
-            self._set_sync(True)
+        outer = self._synchronizing
+        with super().no_sync():
+            self._set_sync(False)
+            try:
+                yield
+            finally:
+                self._set_sync(outer)
 
     @property
     def sharded(self) -> bool:

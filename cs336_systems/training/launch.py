@@ -158,7 +158,11 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     """
     by_signal = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
     ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items()]
-    reports = [json.loads(file.read_text())["message"] for file in sorted(folder.rglob("error.json"))]
+    # Ours are whole; PyTorch's own, of a process that ended before it was ours, may not be.
+    reports = []
+    for file in sorted(folder.rglob("error.json")):
+        with contextlib.suppress(ValueError):
+            reports.append(json.loads(file.read_text())["message"])
     reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
     if not reports:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]

@@ -46,7 +46,11 @@ class NonFiniteError(RuntimeError):
 
 
 class StopRequest:
-    """While active, SIGINT, SIGTERM or SIGHUP asks the loop to stop after its step; a SIGINT after that interrupts."""
+    """While active, SIGINT, SIGTERM or SIGHUP asks the loop to stop after its step; a SIGINT after that interrupts.
+
+    An error that ends one of several processes is left for the launcher meanwhile, because that sends SIGTERM as soon
+    as another process is gone, and outside of this the signal ends a process at once, with nothing said.
+    """
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -58,7 +62,9 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and comm.launched():
+            failure.leave_failure(error)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from ..parallel import comm
-from ..parallel.failure import CollectiveError
+from ..parallel.failure import CollectiveError, first_line
 from .together import RankError, naming_the_rank, reason
 
 _FILE_BYTES = 1 << 31  # the writer copies a whole file in memory, so files are kept to about this size
@@ -127,7 +127,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any
         try:
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         except RuntimeError as error:  # not one of writing, which comes as a CheckpointException
-            raise CollectiveError(f"rank {comm.rank()}: saving failed, another rank is gone: {error}") from error
+            raise CollectiveError(
+                f"rank {comm.rank()}: saving failed, another rank is gone: {first_line(error)}"
+            ) from error
     return writer.files
 
 

@@ -98,3 +98,12 @@ def train_step(
     (mean_loss(strategy, pieces[-1]) / micro_batches).backward()
     strategy.finish_gradient_synchronization()
     optimizer.step()
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What it raises, as text."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"

@@ -16,7 +16,7 @@ from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.zero1 import ShardedOptimizer
 from tests.distributed import run_ranks
-from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
+from tests.parallel.models import adamw, batch_of, build, mean_loss, message_of, sgd, train_alone, train_step
 
 STEPS = 10
 OURS = ("naive", "flat", "individual", "overlap", "bucketed")
@@ -153,12 +153,17 @@ def weighted_gradients(name: str) -> list[Tensor]:
     strategy = STRATEGIES[name](module, Options())
     batch = batch_of(0)
     mine = batch[:1] if comm.rank() == 0 else batch[1:]
-    (mean_loss(strategy, mine) * comm.world_size() * len(mine) / len(batch)).backward()
+    (mean_loss(strategy, mine) * comm.mean_weight(len(mine))).backward()
     strategy.finish_gradient_synchronization()
-    return [p.grad for p in module.parameters() if p.grad is not None]
+    gradients = {p: p.grad for p in module.parameters() if p.grad is not None}
+    if not isinstance(strategy, FSDP):
+        return [*gradients.values()]
+    for p, gradient in gradients.items():  # gathered as the weights are
+        p.data.copy_(gradient)
+    return [*strategy.gather_full_params().values()]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*OURS, "fsdp"])
 def test_ranks_with_different_numbers_of_tokens_give_the_mean_over_all(name: str) -> None:
     module = build("transformer")
     mean_loss(module, batch_of(0)).backward()
@@ -525,14 +530,6 @@ def test_what_lies_in_memory_in_another_way_gets_rank_0s_values(device: str) -> 
     assert other["mask stride"] == 0
 
 
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def refused() -> dict[str, str]:
     def linear() -> nn.Linear:
         return nn.Linear(2, 4, bias=False)
@@ -569,10 +566,37 @@ def thawed(name: str) -> str:
     return message_of(strategy.finish_gradient_synchronization)
 
 
-@pytest.mark.parametrize("name", ["overlap", "bucketed"])
+@pytest.mark.parametrize("name", ["overlap", "bucketed", "fsdp"])
 def test_what_is_thawed_after_wrapping_is_refused_by_those_that_send_from_hooks(name: str) -> None:
     for said in run_ranks(thawed, 2, name):
         assert said.startswith("ValueError: 0.weight was frozen when its module was wrapped and is not now")
+
+
+def after_a_dropped_micro_batch(name: str, by_optimizer: bool) -> list[Tensor | None]:
+    strategy = wrapped(name, Branches())
+    optimizer = torch.optim.SGD(strategy.parameters(), lr=0.1)
+    clear = optimizer.zero_grad if by_optimizer else strategy.zero_grad
+    for _ in range(2):
+        clear()
+        strategy(torch.ones(1, 3), "ab").backward()
+        strategy.finish_gradient_synchronization()
+        optimizer.step()
+    clear()
+    with strategy.no_sync():
+        strategy(torch.full((1, 3), 5.0), "ab").backward()
+    clear()
+    strategy(torch.ones(1, 3), "ab" if comm.rank() == 0 else "a").backward()
+    strategy.finish_gradient_synchronization()
+    return [strategy.module.get_parameter(f"{branch}.bias").grad for branch in "ab"]
+
+
+@pytest.mark.parametrize("by_optimizer", [False, True])
+@pytest.mark.parametrize("name", OURS)
+def test_a_micro_batch_that_is_dropped_leaves_nothing_behind(name: str, by_optimizer: bool) -> None:
+    for of_a, of_b in run_ranks(after_a_dropped_micro_batch, 2, name, by_optimizer):
+        assert torch.equal(of_a, torch.ones(2))
+        assert of_b is not None
+        assert torch.equal(of_b, torch.full((2,), 0.5))
 
 
 def accumulates_last(name: str) -> str:

@@ -1,11 +1,13 @@
 """What is wrong is said, and said once, however the ranks that find it come to it; and what hangs is noticed."""
 
 import ctypes
+import json
 import multiprocessing
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,43 @@ def test_what_each_rank_finds_alone_each_says(
         start(store, rank)
         say(f"cuda:{rank} has 1 GiB")
     assert capsys.readouterr().err == "".join(f"rank {rank}: cuda:{rank} has 1 GiB\n" for rank in range(3))
+
+
+def test_what_another_rank_has_caused_is_said_only_if_nothing_else_is(
+    start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def waits(rank: int, restarts: int) -> None:
+        start(store, rank, restarts)
+        failure.leave_failure(failure.CollectiveError(f"rank {rank}: all-reduce at step 7 failed"))
+
+    start(store, 1)
+    say("the dog ate my gradients")
+    waits(0, 0)
+    waits(2, 0)
+    assert capsys.readouterr().err == "rank 1: the dog ate my gradients\n"
+    waits(2, 1)  # as where a rank was killed
+    waits(0, 1)
+    start(store, 1, 1)
+    say("what comes late is said too")
+    told = "rank 2: all-reduce at step 7 failed\nrank 1: what comes late is said too\n"
+    assert capsys.readouterr().err == told
+
+
+def test_an_error_is_left_once_and_whole(
+    start: Start,
+    store: dist.TCPStore,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    start(store, 1)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = RuntimeError("a fault")
+    for _ in range(2):
+        failure.leave_failure(error)
+    assert capsys.readouterr().err == "rank 1: a fault\n"
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "a fault"
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
 def test_after_a_restart_it_is_said_again(

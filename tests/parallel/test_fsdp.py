@@ -19,7 +19,7 @@ from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.fsdp_units import Memory
 from tests.distributed import run_ranks
-from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
+from tests.parallel.models import adamw, batch_of, build, mean_loss, message_of, sgd, train_alone, train_step
 from tests.parallel.test_ddp import assert_close, assert_ranks_equal
 
 STEPS = 6
@@ -509,6 +509,50 @@ def test_passes_that_are_not_one_forward_and_one_backward(kind: str) -> None:
     expected = expected_gradients([partial(both, rank) for rank in range(2)])
     for found in run_ranks(passes, 2, kind):
         assert_same_gradients(found, expected)
+
+
+class CheckpointedEach(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inlet, self.layers = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x.square().sum()
+
+
+def checkpointed_each(use_reentrant: bool) -> list[str]:
+    strategy = FSDP(CheckpointedEach(use_reentrant))
+    said = []
+    for step in range(2):
+        loss = strategy(torch.full((2, 4), 1.0 + step))
+        said.append(message_of(loss.backward))
+        strategy.zero_grad()
+    return said
+
+
+def test_checkpointing_that_would_give_wrong_gradients_is_refused() -> None:
+    for said in run_ranks(checkpointed_each, 2, True):
+        assert all("RuntimeError: a module in fsdp is checkpointed with use_reentrant=True" in each for each in said)
+    for said in run_ranks(checkpointed_each, 2, False):
+        assert said == ["nothing was raised"] * 2
+
+
+def changed_after_wrapping(trains: bool) -> str:
+    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    module.requires_grad_(trains)
+    strategy = FSDP(module)
+    module[0].bias.requires_grad_(not trains)
+    return message_of(strategy.finish_gradient_synchronization)
+
+
+def test_what_is_frozen_or_thawed_after_wrapping_is_refused() -> None:
+    for trains, was in ((True, "trainable when its module was wrapped and is frozen now"), (False, "frozen when its ")):
+        for said in run_ranks(changed_after_wrapping, 2, trains):
+            assert said.startswith(f"ValueError: 0.bias was {was}")
 
 
 # -- frozen and shared weights -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a model becomes before it is trained: the type of its weights, the loss in chunks, what compiled blocks keep."""
 
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -15,7 +16,9 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from cs336_basics.model import RotaryEmbedding, TransformerLM
 from cs336_systems.config import RunConfig, TrainConfig
 from cs336_systems.kernels.attention import get_attention
-from cs336_systems.training.build import cast_weights, compile_model
+from cs336_systems.parallel.ddp import DDP
+from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.training.build import cast_weights, compile_model, wrap_model
 from cs336_systems.training.load import load_model
 from cs336_systems.training.pipeline import train
 
@@ -55,6 +58,26 @@ def test_with_a_loss_in_chunks_nobody_has_all_logits(tmp_path: Any) -> None:
     with tiny_trainer(config) as trainer, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         trainer.train_step()
     assert largest < config.train.batch_size * config.model.shape.context_length * config.model.shape.vocab_size
+
+
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "fsdp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_strategy_gets_the_types_and_the_size_of_the_configuration(
+    strategy: str, precision: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one process the strategy is `none`, so it is told that there are two, and nothing is sent."""
+    parallel: dict[str, Any] = dict(strategy=strategy, grad_dtype="bf16", devices=2)
+    if strategy in ("overlap", "bucketed"):
+        parallel["bucket_size_mb"] = 3.0
+    config = make_config(tmp_path, train=dict(precision=precision), parallel=parallel)
+    monkeypatch.setattr(type(config.parallel), "strategy_for", lambda self, _: self.strategy)
+    wrapped = wrap_model(config, TransformerLM(**dataclasses.asdict(config.model.shape)))
+    assert wrapped.grad_dtype == torch.bfloat16
+    if isinstance(wrapped, DDP):
+        assert wrapped._most_bytes == 3 * 2**20
+    if isinstance(wrapped, FSDP):
+        computed = torch.bfloat16 if precision == "bf16" else torch.float32
+        assert {weight.full.dtype for unit in wrapped._units for weight in unit.weights} == {computed}
 
 
 def test_weights_in_bfloat16_leave_positions_as_they_are(tmp_path: Any) -> None:

@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
 from cs336_systems.console import Ended
-from cs336_systems.parallel.failure import TELL_ALL
+from cs336_systems.parallel.failure import OWN_LAUNCH, TELL_ALL, CollectiveError
 from cs336_systems.training import pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
 from cs336_systems.training.load import load_model
-from cs336_systems.training.loop import Trainer
+from cs336_systems.training.loop import StopRequest, Trainer
 from tests.distributed import processes_of, run_ranks
 from tests.training.helpers import (
     _environment,
@@ -162,7 +162,7 @@ def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", t
 
 FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
     "raises": r"^cs336: rank 1: training at step 7 failed: the dog ate my gradients$",
-    "is killed": r"rank 1 was ended by SIGKILL|rank 0: .* at step 7",
+    "is killed": r"^cs336: rank 1 was ended by SIGKILL; rank 0: .* at step 7 failed",
     "hangs": r"^cs336: rank 0: all-reduce .* at step 7 failed",
 }
 
@@ -225,6 +225,34 @@ def test_who_was_ended_comes_first_but_where_he_was_waited_for(message: str, tol
     ended = SimpleNamespace(exitcode=-9, signal_name=lambda: "SIGKILL")
     failures: Any = {0: SimpleNamespace(exitcode=1), 1: ended}
     assert str(_failure(failures, tmp_path)) == told
+
+
+def test_a_report_that_was_not_written_to_its_end_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text("")
+    failures: Any = {0: SimpleNamespace(exitcode=-9, signal_name=lambda: "SIGKILL")}
+    assert str(_failure(failures, tmp_path)) == "rank 0 was ended by SIGKILL"
+
+
+def test_what_fails_in_the_loop_is_left_before_a_signal_can_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "error.json"
+    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(report)}
+    for name, value in {**environ, OWN_LAUNCH: "1"}.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest()
+
+    def fails() -> None:
+        with stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise CollectiveError("rank 0: all-reduce at step 7 failed")
+
+    with pytest.raises(CollectiveError):
+        fails()
+    assert stop.signal == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert json.loads(report.read_text())["message"]["message"] == "rank 0: all-reduce at step 7 failed"
 
 
 def raising(error: Exception) -> Callable[..., None]:
