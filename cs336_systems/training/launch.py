@@ -154,23 +154,25 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     """The exception of the process that failed first, with what is known of those that a signal ended.
 
     That another rank is gone is a consequence and not a cause, so such a report comes after others. The launcher ends
-    the remaining processes by SIGTERM, and by SIGKILL if that is not enough; they come last.
+    the remaining processes by SIGTERM, and by SIGKILL if that is not enough; they come last, or not at all after one
+    that another signal has ended.
     """
     by_signal = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
-    ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items()]
-    # Ours are whole; PyTorch's own, of a process that ended before it was ours, may not be.
     reports = []
     for file in sorted(folder.rglob("error.json")):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # not ours, which are whole
             reports.append(json.loads(file.read_text())["message"])
     reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
-    if not reports:
-        ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
-        return failure.CollectiveError("; ".join(ended))
-    report = reports[0]["message"]
+    report = reports[0]["message"] if reports else ""
     # If a rank has waited, the others were there, and hung.
     waited = any(words in report for words in (failure.NOT_DONE, *failure.TIMED_OUT))
     by_launcher = waited or {*by_signal.values()} <= {"SIGTERM"}
+    if not by_launcher:
+        by_signal = {rank: name for rank, name in by_signal.items() if name != "SIGTERM"}
+    ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items()]
+    if not reports:
+        ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
+        return failure.CollectiveError("; ".join(ended))
     told = [report, *ended] if by_launcher else [*ended, report]
     return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join(told))
 

@@ -222,9 +222,11 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
 def test_who_was_ended_comes_first_but_where_he_was_waited_for(message: str, told: str, tmp_path: Path) -> None:
     report = {"message": message, "kind": "CollectiveError", "extraInfo": {"timestamp": "1"}}
     (tmp_path / "error.json").write_text(json.dumps({"message": report}))
-    ended = SimpleNamespace(exitcode=-9, signal_name=lambda: "SIGKILL")
+    ended, told_to = (SimpleNamespace(exitcode=-n, signal_name=lambda n=n: signal.Signals(n).name) for n in (9, 15))
     failures: Any = {0: SimpleNamespace(exitcode=1), 1: ended}
     assert str(_failure(failures, tmp_path)) == told
+    if told.startswith("rank 1"):  # the launcher's signal to rank 0 says nothing
+        assert str(_failure({0: told_to, 1: ended}, tmp_path)) == told  # type: ignore[dict-item]
 
 
 def test_a_report_that_was_not_written_to_its_end_hides_nothing(tmp_path: Path) -> None:
