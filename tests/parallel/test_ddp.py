@@ -145,6 +145,26 @@ def test_parameters_that_some_ranks_do_not_use(name: str, uses: list[str]) -> No
                     assert torch.equal(gradient, torch.full_like(gradient, share))
 
 
+def trained_on_equal_batches(name: str | None, model: str, steps: int = 4) -> dict[str, Tensor]:
+    module = build(model)
+    strategy = STRATEGIES[name or "none"](module, Options(bucket_size_mb=0.002))
+    optimizer = adamw(module.parameters())
+    for step in range(steps):
+        train_step(strategy, optimizer, batch_of(step))
+    return {key: value.clone() for key, value in strategy.full_state_dict().items()}
+
+
+@pytest.mark.parametrize("model", ["transformer", "awkward"])
+@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(name: str, model: str) -> None:
+    """Then nothing is rounded: the mean of equal gradients of two or four ranks is the gradient itself."""
+    (expected,) = run_ranks(trained_on_equal_batches, 1, None, model)
+    for world_size in (2, 4):
+        for found in run_ranks(trained_on_equal_batches, world_size, name, model):
+            assert found.keys() == expected.keys()
+            assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+
+
 # Ranks with different numbers of tokens
 
 
