@@ -297,10 +297,8 @@ class FSDP(Strategy):
 
     def _check_frozen(self) -> None:
         # Whole weights are as they were at wrapping, and so is which gradients are sent.
-        thawed, frozen = (
-            {p for p in self._frozen if p.requires_grad},
-            {p for p in self._trainable if not p.requires_grad},
-        )
+        thawed = {p for p in self._frozen if p.requires_grad}
+        frozen = {p for p in self._trainable if not p.requires_grad}
         for name, p in self.module.named_parameters() if thawed or frozen else ():
             if p in thawed or p in frozen:
                 was, now = ("frozen", "is not now") if p in thawed else ("trainable", "is frozen now")

@@ -63,7 +63,7 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and comm.launched():
+        if isinstance(error, Exception) and comm.launched():
             failure.leave_failure(error)
         for number, handler in self._previous.items():
             signal.signal(number, handler)

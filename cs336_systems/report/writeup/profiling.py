@@ -47,9 +47,13 @@ def _over_all(e: Evidence, what: str, value: Callable[[dict[str, Row]], float | 
         (low, least), (high, most) = (pick(found, key=lambda pair: pair[0]) for pick in (min, max))
         names = [about(next(iter(rows.values())), "size", "context_length") for rows in (least, most)]
         goes = f"{what} goes from" if not told else "from"
-        over = f"ver {len(found)} settings{of_precision}"
+        over = f"over {len(found)} settings{of_precision}"
         told.append(f"{over} {goes} {form(low)} ({names[0]}) to {form(high)} ({names[1]})")
-    return f" O{', o'.join(told)}." if told else ""
+    return f" {_sentence(', '.join(told))}" if told else ""
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _by_precision(settings: Sequence[dict[str, Row]]) -> list[tuple[str, list[dict[str, Row]]]]:
@@ -126,8 +130,8 @@ def longest_kernel(e: Evidence) -> str | None:
     for of_precision, settings in _by_precision(inferences):
         tops = [rows["forward"].metrics["spans"]["inference"]["top"][0]["class"] for rows in settings]
         counts.append(f"in {tops.count(forward['class'])} of {len(tops)} settings{of_precision}")
-    told = listing(counts)
-    among = f" {told[0].upper()}{told[1:]} it is a {forward['class']} kernel." if len(inferences) > 1 else ""
+    told = f"{listing(counts)} it is a {forward['class']} kernel"
+    among = f" {_sentence(told)}" if len(inferences) > 1 else ""
     same = both[0]["kernel"] == forward["kernel"]
     what = "the same" if same else f"another, `{short_name(both[0]['kernel'])}`"
     return (
