@@ -26,6 +26,8 @@ from cs336_systems.planner.comparison import (
 from cs336_systems.planner.forward import forward_moments, forward_peak_bytes
 from cs336_systems.planner.job import Job
 
+from ..distributed import run_ranks
+
 RESULTS = Path(__file__).parents[2] / "results/h200"
 MIB = 2**20
 
@@ -94,21 +96,28 @@ def test_a_forward_pass_has_one_workspace_and_no_gradients() -> None:
     assert forward_peak_bytes(tiny()) == sum(terms.values()) - 1152 + 1168
 
 
+def peak_of_a_forward_pass(shape: ModelShape, precision: str) -> int:
+    model = TransformerLM(**vars(shape))
+    tokens = torch.zeros(2, shape.context_length, dtype=torch.long)
+    is_narrow = precision == "bf16"
+    with torch.no_grad(), LiveBytes() as live, torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+        cross_entropy(model(tokens), tokens)
+    return live.peak
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("moment, length, d_ff", [("attention", 128, 64), ("ffn", 16, 1024)])
 def test_what_is_alive_on_a_cpu_is_what_is_counted(precision: Any, moment: str, length: int, d_ff: int) -> None:
     shape = ModelShape(
         vocab_size=32, context_length=length, d_model=32, d_ff=d_ff, num_layers=2, num_heads=2, rope_theta=10000.0
     )
-    model = TransformerLM(**vars(shape))
-    tokens = torch.zeros(2, length, dtype=torch.long)
-    is_narrow = precision == "bf16"
-    with torch.no_grad(), LiveBytes() as live, torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
-        cross_entropy(model(tokens), tokens)
     job = Job(shape=shape, batch_size=2, precision=precision, attention="naive", optimizer=False, clip=False)
     missing = {"attention": 32 * 32 + 3 * 32 * d_ff, "ffn": 32 * d_ff}[moment]
-    copies = 2 * weight_copy_bytes(shape, precision) - 2 * is_narrow * missing
-    assert live.peak == last_terms(job)[moment] + copies
+    copies = 2 * weight_copy_bytes(shape, precision) - 2 * (precision == "bf16") * missing
+    # In a process of its own: where any function has failed to compile, PyTorch goes on evaluating Python's frames
+    # (2.13), and a caller then keeps the arguments of what it calls: one activation more is alive.
+    (peak,) = run_ranks(peak_of_a_forward_pass, 1, shape, precision)
+    assert peak == last_terms(job)[moment] + copies
 
 
 @pytest.mark.parametrize("row", FORWARD, ids=label)
