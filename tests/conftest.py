@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: tests that start processes wait for them for a good part of their time."""
-    return (os.cpu_count() or 1) + 2
+    """One more than there are cores: tests that start processes wait for them for a good part of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_sessionstart() -> None:

@@ -425,7 +425,7 @@ sys.exit(main(["bench", "model", "--quick", "--mode", "forward", "--out", sys.ar
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_signal_while_a_process_is_asked_for_makes_no_traceback(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IN_A_REQUEST, str(int(number)), str(tmp_path)]
     sweep = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -32,7 +32,14 @@ def test_corners(dtype: torch.dtype, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, d", [(torch.float16, 128), (torch.bfloat16, 256), (torch.float32, 96), (torch.float32, 200)], ids=str
+    "dtype, d",
+    [
+        (torch.float16, 128),
+        (torch.bfloat16, 256),
+        (torch.float32, 96),
+        pytest.param(torch.float32, 200, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_head_sizes(dtype: torch.dtype, d: int) -> None:
     check(Case(70, 130, d, leading=(1,), is_causal=True), dtype)

@@ -135,7 +135,7 @@ def test_one_command_trains_the_same_model_on_several_processes(
     assert result["checkpoint"].endswith("step_00000010")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("torch_fsdp", marks=pytest.mark.slow)])
 def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp_path: Path) -> None:
     data = dict(source="stories", story_chars=20_000)
     whole = make_config(tmp_path, run="whole", data=data)
@@ -315,7 +315,7 @@ MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(each, marks=() if each in ("one mistypes", "raises") else pytest.mark.slow) for each in MISTAKES],
+    [pytest.param(each, marks=() if each == "raises" else pytest.mark.slow) for each in MISTAKES],
 )
 def test_what_is_wrong_is_said_by_one_of_torchruns_processes(fault: str, tmp_path: Path) -> None:
     failed = torchrun(config_for(tmp_path), BY_TORCHRUN, "--nproc-per-node=2", fault=fault)
