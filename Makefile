@@ -41,18 +41,21 @@ $(VENV)/bin/python:
 SAY_INSTALL = @test -e $(VENV)/.installed && echo "Adding to $(VENV) what is missing." \
 	|| echo "Installing into $(VENV), this once. It can take a few minutes; PyTorch is the large part of the download."
 
+# Without compiling beforehand: most of PyTorch's modules are never imported, and those that are get compiled then.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q
+
 # A stamp says that what pyproject.toml and constraints.txt ask for is installed; they are its prerequisites.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY_INSTALL)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e . -c constraints.txt
+	$(INSTALL) -e . -c constraints.txt
 	touch $@
 
 $(VENV)/.installed-report: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY_INSTALL)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[report]' -c constraints.txt
+	$(INSTALL) -e '.[report]' -c constraints.txt
 	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(SAY_INSTALL)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]' -c constraints.txt
+	$(INSTALL) -e '.[dev]' -c constraints.txt
 	touch $(VENV)/.installed $@
