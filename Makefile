@@ -41,7 +41,9 @@ $(VENV)/bin/python:
 SAY_INSTALL = @test -e $(VENV)/.installed && echo "Adding to $(VENV) what is missing." \
 	|| echo "Installing into $(VENV), this once. It can take a few minutes; PyTorch is the large part of the download."
 
-# Without compiling beforehand: most of PyTorch's modules are never imported, and those that are get compiled then.
+# Without compiling to bytecode: most of PyTorch's modules are never imported. Those that are get compiled and kept then,
+# also where the environment says not to keep it: else each process would compile them again, seconds long.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -q
 
 # A stamp says that what pyproject.toml and constraints.txt ask for is installed; they are its prerequisites.
