@@ -71,7 +71,8 @@ def test_quick_writes_all_files_and_a_row_that_agrees_with_the_counted_model(qui
 def test_a_row_has_its_timeline_with_the_peak_in_it(quick_out: Path) -> None:
     (row,) = read_rows(quick_out / "rows.jsonl")
     drawn, m = Timeline(**row.metrics["timeline"]), row.metrics
-    assert 100 < len(drawn.ms) < 400 < 2 * m["allocations"]  # each given and freed: more moments than are kept
+    assert len(drawn.ms) < 400 < 2 * m["allocations"]  # each given and freed: more moments than are kept
+    assert all(any(start < ms < end for ms in drawn.ms) for start, end in drawn.phases.values())
     peak = int(drawn.total.argmax())
     assert (drawn.total[peak], drawn.ms[peak]) == (m["peak_bytes"], m["peak_ms"])
     assert {name: sizes[peak] for name, sizes in drawn.in_use.items()} == m["at_peak_bytes"]
