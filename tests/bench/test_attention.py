@@ -1,7 +1,6 @@
 """Kernels in turns, in the case `kernels`: rows of those that run, that cannot, that run out of memory."""
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,14 +276,15 @@ def test_a_call_that_takes_no_time_by_the_clock_is_timed(monkeypatch: pytest.Mon
 @pytest.mark.gpu
 @pytest.mark.timing
 @pytest.mark.parametrize("length", [32768, 65536])  # where the host is ahead
-def test_the_case_flash_agrees_with_tritons_benchmark(length: int) -> None:
-    """Over the same times, each first as often as second, each after a rest: within 0.1 s these kernels bring the card
-    to the limit of its power, where its clock falls by a tenth and wavers (docs/log.md)."""
+def test_the_case_flash_agrees_with_tritons_benchmark(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the same times, each first as often as second, in short windows after a rest each: within 0.1 s these
+    kernels bring the card to the limit of its power, where its clock falls by a tenth and wavers (docs/log.md).
+    Where that happens all the same, it makes a window slower, never faster: so the fastest are compared."""
     from triton.testing import do_bench
 
     of_case = get_case("flash")
     given = {"kernel": ("flash_triton",), "length": (length,), "head_size": (64,), "dtype": ("bf16",), "rounds": (1,)}
-    (config,) = configurations(of_case, given)
+    (config,) = configurations(of_case, given | {"warmup_ms": (5.0,), "rep_ms": (20.0,)})
     q, k, v, dO = (torch.randn(1, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
@@ -300,17 +300,19 @@ def test_the_case_flash_agrees_with_tritons_benchmark(length: int) -> None:
     how = dict(warmup=config.warmup_ms, rep=config.rep_ms, grad_to_none=inputs, return_mode="median")
     times: dict[str, list[tuple[float, float]]] = {work: [] for work in by_hand}
 
-    def by_hand_after_a_rest() -> dict[str, float]:
-        time.sleep(2)
-        return {work: do_bench(call, **how) for work, call in by_hand.items()}
+    def rested(timed: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (time.sleep(1), timed(*args, **kwargs))[1]
 
+    def timed_by_hand() -> dict[str, float]:
+        return {work: rested(do_bench)(call, **how) for work, call in by_hand.items()}
+
+    monkeypatch.setattr(bench, "time_ms", rested(time_ms))
     for i in range(8):
-        hand = {} if i % 2 else by_hand_after_a_rest()
-        time.sleep(2)
+        hand = {} if i % 2 else timed_by_hand()
         (row,) = of_case.measure([config])
-        hand = hand or by_hand_after_a_rest()
+        hand = hand or timed_by_hand()
         for work, of_work in times.items():
             of_work.append((row.metrics[f"{work}_ms"]["p50"], hand[work]))
-    medians = {work: [statistics.median(side) for side in zip(*both, strict=True)] for work, both in times.items()}
-    ratios = {work: case / hand for work, (case, hand) in medians.items()}
-    assert ratios == pytest.approx(dict.fromkeys(ratios, 1), rel=0.02), times
+    fastest = {work: [min(side) for side in zip(*both, strict=True)] for work, both in times.items()}
+    ratios = {work: case / hand for work, (case, hand) in fastest.items()}
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1), rel=0.01), times

@@ -409,8 +409,11 @@ def test_values_come_when_they_are_computed_and_let_other_threads_at_the_gpu_mea
     """A thread launches a kernel and lets go of an event while this one waits for a longer one."""
     other, events = torch.cuda.Stream(), [torch.cuda.Event()]
     events[0].record(other)
-    x, y = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
+    x, y = torch.ones(3, device="cuda"), torch.ones(3, device="cuda")
     to_host(x)  # pins memory
+    x.add_(x)  # loads the kernels: later that would wait for all that runs
+    y.add_(1)
+    torch.cuda.synchronize()
     done_at: list[float] = []
 
     def beside() -> None:
@@ -423,10 +426,10 @@ def test_values_come_when_they_are_computed_and_let_other_threads_at_the_gpu_mea
 
     thread = threading.Thread(target=beside)
     torch.cuda._sleep(10**9)  # half a second
-    x.add_(torch.arange(3, device="cuda"))
+    x.add_(x)
     thread.start()
     values = to_host(x).tolist()
     came_at = time.monotonic()
     thread.join()
-    assert values == [0, 1, 2]
+    assert values == [4, 4, 4]
     assert done_at[0] < came_at
