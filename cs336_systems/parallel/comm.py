@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..console import count_in_environment, launched_rank
 from .failure import CollectiveError, Watchdog, first_line, named
+from .heartbeat import Heartbeats
 from .meeting import meeting_place
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -27,6 +28,7 @@ from .meeting import meeting_place
 
 _alone = False
 _watchdog: Watchdog | None = None
+_heartbeats: Heartbeats | None = None
 _spare_events: list[torch.cuda.Event] = []
 """Events to record again. The watchdog frees none, because that would wait for CUDA's lock."""
 
@@ -90,7 +92,7 @@ def process_group(
     within init_timeout_s. NCCL takes at most nccl_max_ctas thread blocks of a GPU. Raises ValueError if the environment
     has another limit, or a port that is not a number.
     """
-    global _watchdog
+    global _watchdog, _heartbeats
     if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects
         given = os.environ.setdefault("NCCL_MAX_CTAS", str(nccl_max_ctas))
         if given != str(nccl_max_ctas):
@@ -114,6 +116,8 @@ def process_group(
     timeout = timedelta(seconds=step_timeout_s + allowance)
     dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
     _watchdog = Watchdog(step_timeout_s + (0 if allowance else 10), device)
+    if "store" in where and world_size() > 1:  # other stores may end before this process
+        _heartbeats = Heartbeats(where["store"], rank(), world_size(), step_timeout_s)
     try:
         yield
     except BaseException:
@@ -127,11 +131,20 @@ def process_group(
 
 
 def _stop_watching() -> None:
-    global _watchdog
-    if _watchdog is not None:
-        _watchdog.stop()
-    _watchdog = None
+    global _watchdog, _heartbeats
+    for watcher in (_watchdog, _heartbeats):
+        if watcher is not None:
+            watcher.stop()
+    _watchdog = _heartbeats = None
     _spare_events.clear()
+
+
+def awaiting(what: str) -> contextlib.AbstractContextManager[None]:
+    """While active, this process ends if another rank's has stopped for longer than a step may take.
+
+    For waits without a limit of their own, between ranks that an agent has started.
+    """
+    return _heartbeats.awaiting(what) if _heartbeats is not None else contextlib.nullcontext()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

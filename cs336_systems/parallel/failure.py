@@ -29,8 +29,8 @@ OWN_LAUNCH = "CS336_LAUNCHED"
 """Set in the environment of processes that we have started ourselves, and whose failures we report."""
 
 
-NOT_DONE = "was not done after"
-"""The launcher recognizes a message of the watchdog by these words."""
+HANGS = "is gone or hangs"
+"""The launcher recognizes by these words a message of who waited, of the watchdog or because of a heartbeat."""
 
 
 TIMED_OUT = ("Timed out", "Application timeout")
@@ -54,7 +54,8 @@ def set_step(step: int | None) -> None:
     _step = step
 
 
-def _place(what: str) -> str:
+def place(what: str) -> str:
+    """Which rank, which operation and, in training, at which step."""
     return f"rank {_rank()}: {what}" + (f" at step {_step}" if _step is not None else "")
 
 
@@ -87,8 +88,8 @@ class named:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            place, why = _place(self.what), first_line(error)
-            raise CollectiveError(f"{place} failed, another rank is gone or late: {why}") from error
+            why = first_line(error)
+            raise CollectiveError(f"{place(self.what)} failed, another rank is gone or late: {why}") from error
 
 
 class Watchdog:
@@ -157,8 +158,7 @@ class Watchdog:
             return None
 
     def _end(self, what: str) -> None:
-        message = f"{_place(what)} {NOT_DONE} {self._timeout_s:g} s: another rank is gone or hangs"
-        fail(message)
+        fail(f"{place(what)} was not done after {self._timeout_s:g} s: another rank {HANGS}")
 
 
 def fail(message: str) -> None:
@@ -183,7 +183,7 @@ def leave_failure(error: BaseException) -> None:
     _left = error
     message = " ".join(str(error).split()) or type(error).__name__
     if _step is not None and type(error).__name__ not in TELL_ALL:
-        message = f"{_place('training')} failed: {message}"
+        message = f"{place('training')} failed: {message}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # No py_callstack, so that the summary shows the message in its place.
         report = {"message": message, "kind": type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}

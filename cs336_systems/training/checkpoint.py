@@ -110,11 +110,12 @@ def save_checkpoint(
         _flush_folder(folder)
 
     try:
-        on_first_rank(start, f"start of {final}", group)
-        written = write_tensors(saving, tensors, group)
-        described = on_every_rank(lambda: _describe(saving, written), f"hashing of {final}", group)
-        files = {name: file for theirs in described for name, file in sorted(theirs.items())}
-        on_first_rank(lambda: commit(files), f"commit of {final}", group)
+        with comm.awaiting(f"saving of {final}"):
+            on_first_rank(start, f"start of {final}", group)
+            written = write_tensors(saving, tensors, group)
+            described = on_every_rank(lambda: _describe(saving, written), f"hashing of {final}", group)
+            files = {name: file for theirs in described for name, file in sorted(theirs.items())}
+            on_first_rank(lambda: commit(files), f"commit of {final}", group)
     except Exception as error:
         _remove(saving, error, group)
         raise CheckpointError(f"checkpoint {final} could not be written: {reason(error)}") from error

@@ -165,7 +165,7 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
     reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
     report = reports[0]["message"] if reports else ""
     # If a rank has waited, the others were there, and hung.
-    waited = any(words in report for words in (failure.NOT_DONE, *failure.TIMED_OUT))
+    waited = any(words in report for words in (failure.HANGS, *failure.TIMED_OUT))
     by_launcher = waited or {*by_signal.values()} <= {"SIGTERM"}
     if not by_launcher:
         by_signal = {rank: name for rank, name in by_signal.items() if name != "SIGTERM"}

@@ -1,6 +1,7 @@
 """Whatever ends a save - an error, a full disk, kill -9 - the checkpoints that were there before stay whole."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from cs336_systems.cli import main
-from cs336_systems.training import train
+from cs336_systems.parallel import comm
+from cs336_systems.training import checkpoint, train
 from cs336_systems.training.checkpoint import (
     MANIFEST,
     CheckpointError,
@@ -242,6 +244,40 @@ def test_kill_9_at_any_moment_of_a_save_leaves_the_newest_finished_checkpoint_wh
     prune_checkpoints(tmp_path, 2)
     left = [checkpoint_name(step) for step in (last_saved, last_saved + 1)]
     assert names_in(tmp_path) == left, "what the kills left behind is still there"
+
+
+# A process that is stopped
+
+
+def save_beside_a_stopped_rank(rank: int, folder: Path) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}.json")
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    with comm.process_group(torch.device("cpu"), step_timeout_s=1.0, store=store, rank=rank, world_size=2):
+        if rank == 1:
+            checkpoint.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+        save_step(folder / "checkpoints", 2)
+
+
+def test_a_rank_that_is_stopped_in_a_save_is_not_waited_for_as_for_a_disk(tmp_path: Path) -> None:
+    save_step(tmp_path / "checkpoints", 1)
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=save_beside_a_stopped_rank, args=(rank, tmp_path)) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.start()
+        ranks[0].join(timeout=60)
+        assert ranks[0].exitcode == 1
+        assert ranks[1].is_alive()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join(timeout=30)
+    said = json.loads((tmp_path / "error-0.json").read_text())["message"]["message"]
+    path = tmp_path / "checkpoints" / checkpoint_name(2)
+    assert said == f"rank 0: saving of {path}: rank 1 stood still for 1 s: it is gone or hangs"
+    found = newest_whole_checkpoint(tmp_path / "checkpoints")
+    assert found is not None
+    assert found[0].name == checkpoint_name(1)
 
 
 # A full disk

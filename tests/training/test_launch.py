@@ -58,6 +58,9 @@ def accident(self, *arguments):
         if fault == "hangs":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # PyTorch's agent waits 30 s before it sends SIGKILL
             time.sleep(1000)
+        if fault == "is stopped while it saves":
+            from cs336_systems.training import checkpoint
+            checkpoint.write_tensors = lambda *arguments: os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "is told to stop":
             os.kill(os.getpid(), signal.SIGTERM)
     return step(self, *arguments)
@@ -189,6 +192,20 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
     assert_same_losses(config, alone)
 
 
+@pytest.mark.slow  # PyTorch's agent waits 30 s before it ends the stopped one
+def test_where_a_rank_is_stopped_in_a_save_the_others_do_not_wait_as_for_a_disk(tmp_path: Path) -> None:
+    config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=3.0))
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    code = COMMAND.format(program=str(program), fault="is stopped while it saves")
+    failed = run_train(config, code, timeout=100)
+    assert failed.returncode == 1
+    said = r"cs336: rank 0: saving of \S+step_00000010 at step 10: rank 1 stood still for 3 s: it is gone or hangs; "
+    assert re.fullmatch(said + "rank 1 was ended by SIGKILL", failed.stderr.strip()), failed.stderr
+    assert not processes_of(str(tmp_path))
+    assert checkpoint_names(config) == [".saving-step_00000010", "step_00000005"]
+
+
 def test_what_says_by_itself_where_it_was_is_what_the_launcher_raises_again() -> None:
     assert set(_ERRORS) == set(TELL_ALL)
 
@@ -213,7 +230,10 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
 @pytest.mark.parametrize(
     "message, told",
     [
-        ("rank 0: x was not done after 4 s", "rank 0: x was not done after 4 s; rank 1 was ended by SIGKILL"),
+        (
+            "rank 0: x: another rank is gone or hangs",
+            "rank 0: x: another rank is gone or hangs; rank 1 was ended by SIGKILL",
+        ),
         ("rank 0: x failed: Timed out after 5 s", "rank 0: x failed: Timed out after 5 s; rank 1 was ended by SIGKILL"),
         ("rank 0: x: Application timeout", "rank 0: x: Application timeout; rank 1 was ended by SIGKILL"),
         ("rank 0: x failed", "rank 1 was ended by SIGKILL; rank 0: x failed"),

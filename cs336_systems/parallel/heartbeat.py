@@ -1,0 +1,63 @@
+"""Whether the other ranks still run, for one that waits for their disks, longer than for any transfer.
+
+To who waits, a rank whose process was stopped or cut off looks like one whose disk is slow. So a thread of each rank
+counts up in a store that all share, as long as its process runs. While a rank waits, its thread watches the others'
+counts, and ends the process if one stands still.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from .failure import HANGS, fail, place
+
+
+class Heartbeats:
+    """A thread that counts for this rank and, during `awaiting`, ends this process if another's count stands still.
+
+    It counts its own turns instead of reading a clock, so that nothing happens where all ranks stood still together.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, limit_s: float) -> None:
+        # A connection of its own: calls of several threads on one wait for each other.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._limit_s, self._pause_s, self._stopped = limit_s, min(1.0, limit_s / 4), threading.Event()
+        self._awaited: list[str] = []
+        self._key, self._others = _key(rank), [other for other in range(world_size) if other != rank]
+        self._store.set(self._key, "0")
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    @contextlib.contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """While active, all ranks have to run. Several threads may wait at a time."""
+        self._awaited.append(what)
+        try:
+            yield
+        finally:
+            self._awaited.remove(what)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        turn, seen, still = 0, dict[int, bytes](), dict[int, int]()
+        with contextlib.suppress(RuntimeError):  # the store is gone, with those who keep it
+            while not self._stopped.wait(self._pause_s):
+                turn += 1
+                self._store.set(self._key, str(turn))
+                if not self._awaited:
+                    seen.clear()
+                    continue
+                counts = {other: self._store.get(_key(other)) for other in self._others}
+                still = {other: still.get(other, 0) + 1 if counts[other] == seen.get(other) else 0 for other in counts}
+                seen = counts
+                longest = max(still, key=lambda other: still[other])
+                if still[longest] * self._pause_s >= self._limit_s and self._awaited:
+                    fail(f"{place(self._awaited[0])}: rank {longest} stood still for {self._limit_s:g} s: it {HANGS}")
+                    return
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat of rank {rank}"
