@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import comm
 from .ddp import DDP
 
 
@@ -54,7 +55,7 @@ class DDPBucketed(DDP):
     missing unless a backward pass reached its parameter. A parameter that no rank has used has no gradient, rather than
     zeros.
 
-    Raises ValueError if bucket_size_mb is not above 0.
+    Raises ValueError if bucket_size_mb is not above 0 and finite.
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
@@ -96,4 +97,5 @@ class DDPBucketed(DDP):
     def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
         if not self._buckets:  # a step without a forward pass
             self._make_buckets()
+        comm.check_dense(super()._gradients(group), f"gradients of {', '.join(self._names[p] for p in group)}")
         return [self._buckets[self._group_of[group[0]]].collect()]

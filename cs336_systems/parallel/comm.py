@@ -48,11 +48,11 @@ def rank() -> int:
 def alone() -> Iterator[None]:
     """While active, this process acts as if there were no others, to measure what they add."""
     global _alone
-    _alone = True
+    before, _alone = _alone, True
     try:
         yield
     finally:
-        _alone = False
+        _alone = before
 
 
 def environment_rank() -> int:
@@ -245,10 +245,9 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
     tensors = [t for t in tensors if t.numel()]
     if world_size() == 1 or not tensors:
         return Transfer(what)
-    if others := [t.layout for t in tensors if t.layout is not torch.strided]:
-        raise ValueError(f"{what}: a tensor is {others[0]}: only dense ones can be averaged")
+    check_dense(tensors, what)
     sent = [t.to(wire_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself if nothing changes
-    op = _averaging(sent)
+    op = _divide_unless_averaged(sent)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in sent:
         by_dtype.setdefault(t.dtype, []).append(t)
@@ -266,8 +265,14 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
     return Transfer(what, works, apply)
 
 
-def _averaging(sent: Sequence[Tensor]) -> Any:
-    """The operation that averages. gloo can only add: for it, tensors are divided now, because a sum may overflow."""
+def check_dense(tensors: Iterable[Tensor], what: str) -> None:
+    """Raise ValueError for a sparse tensor."""
+    if others := [t.layout for t in tensors if t.layout is not torch.strided]:
+        raise ValueError(f"{what}: a tensor is {others[0]}: only dense ones can be averaged")
+
+
+def _divide_unless_averaged(sent: Sequence[Tensor]) -> Any:
+    """The operation that averages. gloo can only add: for it, tensors are divided here, because a sum may overflow."""
     if _by_nccl(sent[0]):
         return dist.ReduceOp.AVG
     torch._foreach_div_(list(sent), world_size())
@@ -293,7 +298,7 @@ def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what
     if world_size() == 1:
         torch._foreach_copy_(list(outputs), list(inputs))
         return Transfer(what)
-    op, options = _averaging(inputs), c10d.ReduceScatterOptions()
+    op, options = _divide_unless_averaged(inputs), c10d.ReduceScatterOptions()
     return Transfer(what, [_together(_REDUCE_SCATTER, [outputs, inputs], options, what, op)])
 
 

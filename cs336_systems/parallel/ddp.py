@@ -41,8 +41,10 @@ class FlatDDP(Strategy):
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, group in by_dtype.items():
+            what = f"all-reduce of all gradients in {dtype}"
+            comm.check_dense(group, what)
             flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            comm.start_mean([flat], f"all-reduce of all gradients in {dtype}", self.grad_dtype).wait()
+            comm.start_mean([flat], what, self.grad_dtype).wait()
             parts = flat.split([tensor.numel() for tensor in group])
             torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
         used.settle()
@@ -80,7 +82,7 @@ class DDP(Strategy):
     Thaw parameters before wrapping, because those that are frozen at that time get no hook. A backward pass whose
     gradients are dropped must have reached the same parameters on all ranks.
 
-    Raises ValueError if bucket_size_mb is not above 0.
+    Raises ValueError if bucket_size_mb is not above 0 and finite.
     """
 
     def __init__(

@@ -20,10 +20,15 @@ class Heartbeats:
     It counts its own turns instead of reading a clock, so that nothing happens where all ranks stood still together.
     """
 
+    LEAST_S = 60.0
+    """The limit is never shorter, because safetensors keeps all of Python from running while it serializes a file: here
+    3 s for a GiB, and files have up to two."""
+
     def __init__(self, store: dist.Store, rank: int, world_size: int, limit_s: float) -> None:
         # A connection of its own: calls of several threads on one wait for each other.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
-        self._limit_s, self._pause_s, self._stopped = limit_s, min(1.0, limit_s / 4), threading.Event()
+        self._limit_s, self._stopped = max(limit_s, self.LEAST_S), threading.Event()
+        self._pause_s = min(1.0, self._limit_s / 4)
         self._awaited: list[str] = []
         self._key, self._others = _key(rank), [other for other in range(world_size) if other != rank]
         self._store.set(self._key, "0")
@@ -43,6 +48,7 @@ class Heartbeats:
 
     def _run(self) -> None:
         turn, seen, still = 0, dict[int, bytes](), dict[int, int]()
+        keys = [_key(other) for other in self._others]
         with contextlib.suppress(RuntimeError):  # the store is gone, with those who keep it
             while not self._stopped.wait(self._pause_s):
                 turn += 1
@@ -50,12 +56,13 @@ class Heartbeats:
                 if not self._awaited:
                     seen.clear()
                     continue
-                counts = {other: self._store.get(_key(other)) for other in self._others}
+                counts = dict(zip(self._others, self._store.multi_get(keys), strict=True))  # one request for all
                 still = {other: still.get(other, 0) + 1 if counts[other] == seen.get(other) else 0 for other in counts}
                 seen = counts
                 longest = max(still, key=lambda other: still[other])
-                if still[longest] * self._pause_s >= self._limit_s and self._awaited:
-                    fail(f"{place(self._awaited[0])}: rank {longest} stood still for {self._limit_s:g} s: it {HANGS}")
+                awaited = tuple(self._awaited)  # other threads may end their waits meanwhile
+                if awaited and still[longest] * self._pause_s >= self._limit_s:
+                    fail(f"{place(awaited[0])}: rank {longest} stood still for {self._limit_s:g} s: it {HANGS}")
                     return
 
 

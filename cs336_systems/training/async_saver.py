@@ -116,7 +116,8 @@ class AsyncSaver:
                 use_device_in_thread(gpu)
                 copied.synchronize()
             save_checkpoint(folder, tensors, **manifest, group=self._group)
-            on_first_rank(lambda: prune_checkpoints(folder, keep_last), "pruning", self._group)
+            with comm.awaiting("pruning of checkpoints"):
+                on_first_rank(lambda: prune_checkpoints(folder, keep_last), "pruning of checkpoints", self._group)
         except BaseException as error:
             self._error = error
 

@@ -146,7 +146,7 @@ def _remove(saving: Path, error: Exception, group: Any) -> None:
         if comm.rank() == 0:
             remove()
         return
-    with contextlib.suppress(CollectiveError):
+    with contextlib.suppress(CollectiveError), comm.awaiting(f"removal of {saving}"):
         on_first_rank(remove, f"removal of {saving}", group)
 
 

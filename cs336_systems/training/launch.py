@@ -57,8 +57,10 @@ def launch(config: RunConfig) -> RunResult:
                 if isinstance(error, _Interrupt):
                     raise KeyboardInterrupt from None
                 raise Ended(error.sigval) from None
-            if isinstance(error, _Interrupt):
-                return RunResult(**json.loads(result_file.read_text()) | {"interrupted": "SIGINT"})
+            result = RunResult(**json.loads(result_file.read_text()))
+            if isinstance(error, _Interrupt) and result.interrupted is not None:
+                result = dataclasses.replace(result, interrupted="SIGINT")
+            return result
         return RunResult(**json.loads(result_file.read_text()))
 
 

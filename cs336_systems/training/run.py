@@ -212,7 +212,8 @@ class Run:
             self.saver.save(self.checkpoints, tensors, keep_last=keep_last, **manifest)
         else:
             save_checkpoint(self.checkpoints, tensors, **manifest)
-            on_first_rank(lambda: prune_checkpoints(self.checkpoints, keep_last), "pruning of checkpoints")
+            with comm.awaiting("pruning of checkpoints"):
+                on_first_rank(lambda: prune_checkpoints(self.checkpoints, keep_last), "pruning of checkpoints")
         self.saved_step = position.step
         trainer.reset_clock()
 

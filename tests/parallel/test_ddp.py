@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -317,6 +318,37 @@ def backward_twice(name: str) -> str:
 @pytest.mark.parametrize("name", ["overlap", "bucketed"])
 def test_two_backward_passes_without_no_sync_are_refused(name: str) -> None:
     assert "weight" in run_ranks(backward_twice, 1, name)[0] or "bias" in run_ranks(backward_twice, 1, name)[0]
+
+
+def step_on_sparse(name: str) -> str:
+    strategy = STRATEGIES[name](nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)), Options())
+
+    def step() -> None:
+        strategy(torch.tensor([1, 2])).sum().backward()
+        strategy.finish_gradient_synchronization()
+
+    return message_of(step)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_sparse_gradients_are_refused(name: str) -> None:
+    for message in run_ranks(step_on_sparse, 2, name):
+        assert re.fullmatch(
+            "ValueError: .*gradient.*: a tensor is torch.sparse_coo: only dense ones can be .*", message
+        )
+
+
+def test_acting_alone_ends_where_it_began() -> None:
+    assert run_ranks(world_sizes_when_alone, 2) == 2 * [[1, 1, 2]]
+
+
+def world_sizes_when_alone() -> list[int]:
+    sizes = []
+    with comm.alone():
+        with comm.alone():
+            sizes.append(comm.world_size())
+        sizes.append(comm.world_size())
+    return [*sizes, comm.world_size()]
 
 
 def different_modules() -> str:

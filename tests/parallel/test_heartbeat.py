@@ -16,6 +16,7 @@ LIMIT_S = 0.8
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeats]]:
     """Three ranks in this process, on one store."""
+    monkeypatch.setattr(Heartbeats, "LEAST_S", LIMIT_S)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     made = [Heartbeats(store, rank, 3, LIMIT_S) for rank in range(3)]
     yield made
@@ -44,6 +45,16 @@ def test_a_rank_that_stands_still_ends_the_wait_for_it(ranks: list[Heartbeats], 
     assert told == [f"rank 0: saving: rank 2 stood still for {LIMIT_S} s: it is gone or hangs"]
 
 
+def test_a_limit_for_steps_may_be_shorter_than_a_file_takes_to_be_serialized(told: list[str]) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = [Heartbeats(store, rank, 2, LIMIT_S) for rank in range(2)]
+    ranks[1].stop()
+    with ranks[0].awaiting("saving"):
+        time.sleep(2 * LIMIT_S)
+    ranks[0].stop()
+    assert told == []
+
+
 def test_who_waits_for_nobody_does_not_mind_who_has_ended(ranks: list[Heartbeats], told: list[str]) -> None:
     with ranks[0].awaiting("saving"):
         time.sleep(LIMIT_S / 4)
@@ -61,7 +72,8 @@ def test_when_all_stand_still_together_nobody_is_blamed(ranks: list[Heartbeats],
     assert told == []
 
 
-def test_without_its_store_a_rank_goes_on(told: list[str]) -> None:
+def test_without_its_store_a_rank_goes_on(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Heartbeats, "LEAST_S", LIMIT_S)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("localhost", store.port, is_master=False)
     one = Heartbeats(client, 0, 2, LIMIT_S)

@@ -16,6 +16,7 @@ import torch
 
 from cs336_systems.cli import main
 from cs336_systems.parallel import comm
+from cs336_systems.parallel.heartbeat import Heartbeats
 from cs336_systems.training import checkpoint, train
 from cs336_systems.training.checkpoint import (
     MANIFEST,
@@ -251,6 +252,7 @@ def test_kill_9_at_any_moment_of_a_save_leaves_the_newest_finished_checkpoint_wh
 
 def save_beside_a_stopped_rank(rank: int, folder: Path) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}.json")
+    Heartbeats.LEAST_S = 1.0
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     with comm.process_group(torch.device("cpu"), step_timeout_s=1.0, store=store, rank=rank, world_size=2):
         if rank == 1:

@@ -25,7 +25,7 @@ from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
 from cs336_systems.console import Ended
 from cs336_systems.parallel.failure import OWN_LAUNCH, TELL_ALL, CollectiveError
-from cs336_systems.training import pipeline, train
+from cs336_systems.training import launch, pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import StopRequest, Trainer
@@ -196,7 +196,7 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
 def test_where_a_rank_is_stopped_in_a_save_the_others_do_not_wait_as_for_a_disk(tmp_path: Path) -> None:
     config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=3.0))
     program = tmp_path / "program.py"
-    program.write_text(LAUNCHED)
+    program.write_text("from cs336_systems.parallel.heartbeat import Heartbeats; Heartbeats.LEAST_S = 3\n" + LAUNCHED)
     code = COMMAND.format(program=str(program), fault="is stopped while it saves")
     failed = run_train(config, code, timeout=100)
     assert failed.returncode == 1
@@ -301,6 +301,19 @@ def test_a_signal_before_the_processes_can_save_is_raised_as_what_it_is(
     with pytest.raises(BaseException) as interrupted:  # noqa: PT011 - a KeyboardInterrupt would end the test session
         launched(pressed)
     assert interrupted.type is KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted", [None, "SIGTERM"])
+def test_an_interrupt_after_the_last_step_is_no_interruption(
+    interrupted: str | None, alone: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_processes(program: list[str], *_: Any) -> None:
+        result = json.loads((Path(str(alone.run_dir)) / "result.json").read_text())
+        Path(program[-1]).write_text(json.dumps(result | {"interrupted": interrupted}))
+        raise launch._Interrupt
+
+    monkeypatch.setattr(launch, "run_processes", run_processes)
+    assert train(config_for(tmp_path, devices=2)).interrupted == (interrupted and "SIGINT")
 
 
 def resumed(config: RunConfig) -> RunConfig:
