@@ -4,8 +4,8 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, zip_longest
+from collections.abc import Callable, Iterable
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
-from .strategy import is_part
+from .zero1_rounds import Round, check_parameters, cut, find_immovable
 
 # By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank updates 4 GB in 7 ms (28 bytes per
 # parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two things are not hidden: the first round's update, 1 ms
 # at 512 MB, and the host, where a round takes it longer than the transfer does: 1 ms, if it is slow, compared with 0.9
 # ms for 256 MB and 1.8 ms for 512 MB.
 TRANSFER_MB = 512
-_ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels choose their loads by it
 
 
 class ShardedOptimizer(Optimizer):
@@ -60,7 +59,7 @@ class ShardedOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         self._owners: dict[Tensor, int] = {}
         self._unassigned: list[Tensor] = []
-        self._rounds: list[_Round] = []
+        self._rounds: list[Round] = []
         super().__init__(params, {})
         self._assign()
 
@@ -174,7 +173,7 @@ class ShardedOptimizer(Optimizer):
     def _assign(self) -> None:
         """Assign an owner to each parameter that is not frozen and has none, and add the rounds that send them."""
         parameters = list(dict.fromkeys(self._parameters()))
-        _check(parameters)
+        check_parameters(parameters)
         owners = dict(self._owners)
         loads = [0] * comm.world_size()
         for p, owner in owners.items():
@@ -186,9 +185,9 @@ class ShardedOptimizer(Optimizer):
             owners[p] = loads.index(min(loads))
             loads[owners[p]] += p.numel()
         self._make_state({p for p in new if owners[p] == comm.rank()})
-        immovable = _immovable(new)
-        parts = [_cut([p for p in new if owners[p] == rank], self._transfer_bytes) for rank in range(comm.world_size())]
-        self._rounds += [_Round(each, self.param_groups, immovable) for each in zip_longest(*parts, fillvalue=[])]
+        immovable = find_immovable(new)
+        parts = [cut([p for p in new if owners[p] == rank], self._transfer_bytes) for rank in range(comm.world_size())]
+        self._rounds += [Round(each, self.param_groups, immovable) for each in zip_longest(*parts, fillvalue=[])]
         for p in new:
             if owners[p] != comm.rank():
                 self.state.pop(p, None)
@@ -206,118 +205,6 @@ class ShardedOptimizer(Optimizer):
                     group.setdefault(key, value)
         else:  # some optimizers create state on construction; state loaded while frozen stays
             self.state.update({p: state for p, state in made.state.items() if p not in self.state})
-
-
-class _Round:
-    """One round: a piece of each rank's part, in rank order, which its rank updates and then sends."""
-
-    def __init__(self, pieces: Sequence[list[Tensor]], groups: list[dict[str, Any]], immovable: set[Tensor]) -> None:
-        mine = set(pieces[comm.rank()])
-        self.own = [[p for p in group["params"] if p in mine] for group in groups]
-        self._sent: list[tuple[Tensor, int]] = []
-        self._unmoved: list[tuple[Tensor, str]] = []
-        self.places: list[tuple[Tensor, Tensor]] = []
-        self._addresses: list[int] = []
-        self.strays: list[tuple[Tensor, Tensor]] = []
-        for owner, piece in enumerate(pieces):
-            self._sent += [(p, owner) for p in piece if p in immovable]
-            self._unmoved += [(p, _describe(p)) for p in piece if p in immovable and comm.world_size() > 1]
-            movable = [p for p in piece if p not in immovable]
-            for dtype in dict.fromkeys(p.dtype for p in movable):
-                self._sent.append((self._move([p for p in movable if p.dtype == dtype]), owner))
-
-    def _move(self, parameters: list[Tensor]) -> Tensor:
-        unit = _ALIGNMENT // parameters[0].itemsize
-        *starts, size = accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
-        flat = parameters[0].detach().new_zeros(size)
-        for p, start in zip(parameters, starts, strict=True):
-            place = flat[start : start + p.numel()].view(p.shape)
-            p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece exists twice
-            self.places.append((p, place))
-            self._addresses.append(p.data_ptr())
-        return flat
-
-    def find_strays(self) -> list[Tensor]:
-        """Parameters that have left their place. Raises ValueError if one is not what the other ranks expect."""
-        for p, was in self._unmoved:
-            _check_same_kind(was, _describe(p))
-        self.strays = []
-        if [p.data_ptr() for p, _ in self.places] != self._addresses:  # rarely true, and host time is short here
-            self.strays = [(p, place) for p, place in self.places if p.data_ptr() != place.data_ptr()]
-        for p, place in self.strays:
-            _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (place, p)))
-        return [p for p, _ in self.strays]
-
-    def sources(self) -> list[tuple[Tensor, int]]:
-        """The tensors to send, each with its owner. They do not depend on any later `p.data = ...` or `module.to`."""
-        for p, place in self.strays:
-            place.copy_(p)
-        return [(tensor.detach(), owner) for tensor, owner in self._sent]
-
-
-def _check_same_kind(was: str, now: str) -> None:
-    if was.removeprefix("frozen ") != now.removeprefix("frozen "):
-        raise ValueError(f"a parameter was {was} and is {now}: it needs a new optimizer")
-
-
-def _cut(part: list[Tensor], limit: float) -> list[list[Tensor]]:
-    """Cut a part into consecutive pieces of at most `limit` bytes, or of a single tensor."""
-    pieces: list[list[Tensor]] = []
-    filled = 0
-    for p in part:
-        if not pieces or filled + p.nbytes > limit:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(p)
-        filled += -(-p.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return pieces
-
-
-def _immovable(parameters: list[Tensor]) -> set[Tensor]:
-    """Parameters that are, on any rank, a view of memory that something else may hold; with one rank, all."""
-    stay = [comm.world_size() == 1 or not p.numel() or p.untyped_storage().nbytes() != p.nbytes for p in parameters]
-    everyone = comm.gather_objects(stay, "which parameters stay where they are")
-    return {p for p, *flags in zip(parameters, *everyone, strict=True) if any(flags)}
-
-
-def _check(parameters: list[Tensor]) -> None:
-    """Raise ValueError if a parameter differs between ranks or cannot be sent."""
-    shared = _in_the_memory_of_others(parameters) if comm.world_size() > 1 else {}
-    # Differences first, so that all ranks raise together.
-    kinds = {
-        f"parameter {i}": _describe(p) + (f" in the memory of parameter {shared[i]}" if i in shared else "")
-        for i, p in enumerate(parameters)
-    }
-    comm.check_same(kinds, "parameters in the optimizer")
-    for i, p in enumerate(parameters if comm.world_size() > 1 else []):
-        if is_part(p):
-            raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: only whole ones are "
-                             "taken; of parts an ordinary optimizer has its part of the state alone")  # fmt: skip
-        if not p.is_contiguous() or p.device != parameters[0].device or p.is_meta:
-            raise ValueError(f"parameter {i} is {_describe(p)}, parameter 0 on {parameters[0].device.type}: "
-                             "only contiguous ones on one device can be sent")  # fmt: skip
-        if i in shared:
-            raise ValueError(f"parameter {i} is in the memory of parameter {shared[i]}: each is kept by a rank of its "
-                             "own; what is to be one has to be one object")  # fmt: skip
-
-
-def _in_the_memory_of_others(parameters: list[Tensor]) -> dict[int, int]:
-    """Parameters that share memory with an earlier one: their index -> the index of that one."""
-    places = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
-    found: dict[int, int] = {}
-    end, last = 0, 0
-    for start, i in sorted(places):
-        if start < end:
-            found[max(i, last)] = min(i, last)
-        if start + parameters[i].nbytes > end:
-            end, last = start + parameters[i].nbytes, i
-    return found
-
-
-def _describe(p: Tensor) -> str:
-    frozen, dtype = "" if p.requires_grad else "frozen ", str(p.dtype).removeprefix("torch.")
-    strides = "" if p.is_contiguous() else f" of strides {p.stride()}"
-    return f"{frozen}{dtype} {tuple(p.shape)}{strides} on {p.device.type}"
 
 
 def _outline(value: Any, parameter: Tensor) -> Any:
