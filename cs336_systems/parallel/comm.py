@@ -88,9 +88,10 @@ def process_group(
 
     Where the other ranks are comes from the environment, as torchrun sets it, or from `where`: what
     `init_process_group` takes (init_method, rank, world_size). A collective that is not done within step_timeout_s ends
-    the process (on a GPU) or raises CollectiveError. CollectiveError is also raised if the other ranks do not come
-    within init_timeout_s. NCCL takes at most nccl_max_ctas thread blocks of a GPU. Raises ValueError if the environment
-    has another limit, or a port that is not a number.
+    the process (tensors on a GPU) or raises CollectiveError (tensors on a CPU; and objects, on a GPU a minute later).
+    CollectiveError is also raised if the other ranks do not come within init_timeout_s. NCCL takes at most
+    nccl_max_ctas thread blocks of a GPU. Raises ValueError if the environment has another limit, or a port that is not
+    a number.
     """
     global _watchdog, _heartbeats
     if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects

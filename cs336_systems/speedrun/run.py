@@ -99,7 +99,7 @@ class Speedrun:
         require(self.device.index is None, "train.device", first.train.device, accepted)
         self.devices = devices if devices is not None else max(1, gpu_count()) if self.device.type == "cuda" else 1
         require(self.devices >= 1, "devices", self.devices, "at least 1")
-        check_devices(first.train.device, self.devices)
+        check_devices(first.train.device, self.devices, "devices")
         if self.devices > 1:
             self.fields["parallel.devices"] = self.devices
         # flash_triton is tried too, because it is faster than PyTorch's choice on some cards and at some lengths.

@@ -119,25 +119,25 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
         os.environ.update(before)
 
 
-def check_devices(device: str, count: int) -> None:
+def check_devices(device: str, count: int, name: str = "parallel.devices") -> None:
     """Raise ValueError if there are fewer GPUs than processes of this machine or, on a CPU, far fewer cores.
 
-    device: as in train.device.
+    device: as in train.device. name: what the message calls the count.
     """
     on_gpus = select_device(device).type == "cuda"
     cores = os.cpu_count() or 1
     if not on_gpus and count > (most := max(16, 4 * cores)):  # each takes half a GB, and all wait for the last
-        raise ValueError(f"parallel.devices is {count}: it must be at most {most} on a CPU of {cores} cores")
+        raise ValueError(f"{name} is {count}: it must be at most {most} on a CPU of {cores} cores")
     if on_gpus and count > torch.cuda.device_count():
         raise ValueError(
-            f"parallel.devices is {count}: each process takes a CUDA device, and PyTorch sees "
+            f"{name} is {count}: each process takes a CUDA device, and PyTorch sees "
             f"{torch.cuda.device_count()} here (train.device cpu needs none)"
         )
 
 
 def use_device_of_rank(device: str) -> torch.device:
     """The device of this rank, made the current one: its own GPU of the machine, or the CPU."""
-    check_devices(device, comm.local_world_size())
+    check_devices(device, comm.local_world_size(), "LOCAL_WORLD_SIZE (torchrun's --nproc-per-node)")
     kind = select_device(device).type
     return use_device(f"cuda:{comm.local_rank()}" if kind == "cuda" else kind)
 

@@ -176,7 +176,7 @@ class Card:
 
         for name, value in (
             ("select_device", lambda name: torch.device("cuda")),
-            ("check_devices", lambda device, count: None),
+            ("check_devices", lambda *_: None),
             ("check_precision", check_precision),
             ("gpu_count", lambda: 1),
             ("gpu_name", lambda: "T4"),
@@ -252,7 +252,7 @@ def test_a_machine_without_a_compiler_goes_on_without(
         (["--out", ""], "out is ''"),
         (["--out", "/proc/x"], "out is '/proc/x': it must be a folder that can be written"),
         (["--devices", "0"], "devices is 0: it must be at least 1"),
-        (["--devices", "100000"], "parallel.devices is 100000: it must be at most"),
+        (["--devices", "100000"], "devices is 100000: it must be at most"),
         (["--minute", "3"], "unknown field minute: did you mean minutes?"),
         (["--train.max_step", "3"], "unknown field train.max_step: did you mean train.max_steps?"),
         (["--train.device", "cuda:99"], "train.device is 'cuda:99'"),

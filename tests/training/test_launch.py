@@ -442,13 +442,14 @@ def test_a_run_of_one_strategy_and_size_goes_on_with_another(alone: RunConfig, t
 
 
 def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from cs336_systems.training import launch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = config_for(tmp_path, devices=4, train=dict(device="cuda"))
     with pytest.raises(ValueError, match=r"parallel.devices is 4: each process takes .* PyTorch sees 2"):
         launch.launch(config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"^LOCAL_WORLD_SIZE \(torchrun's --nproc-per-node\) is 3: each .* sees 2"):
+        launch.use_device_of_rank("cuda")
 
 
 @pytest.mark.parametrize(
