@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..parallel import comm
+from ..parallel.ranks import alone
 from ..planner.memory import part_bytes
 from ..planner.rows import training_job
 from ..training.loop import Trainer
@@ -197,7 +198,7 @@ def rows_of_memory(
     for config in configs:
         at_work(config)
         free_memory()
-        together: AbstractContextManager = comm.alone() if config.is_alone else nullcontext()
+        together: AbstractContextManager = alone() if config.is_alone else nullcontext()
         with together:
             looking = None if look is None else functools.partial(look, config, is_first)
             found, seen = measure_memory(config, device, looking)

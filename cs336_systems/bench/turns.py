@@ -17,6 +17,7 @@ from ..config import RunConfig
 from ..garbage import objects_set_aside
 from ..kernels.attention import get_attention
 from ..parallel import comm
+from ..parallel.ranks import alone
 from ..training.loop import Trainer
 from ..training.metrics import summarise
 from ..training.pipeline import lacking_memory
@@ -125,7 +126,7 @@ def measure_in_turns(
 
 def _with_whom(config: StepBench) -> AbstractContextManager[Any]:
     """With the other ranks, or alone."""
-    return comm.alone() if config.is_alone else nullcontext()
+    return alone() if config.is_alone else nullcontext()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Bucket:
             if p.grad is not None and p.grad is not view
         ]
         if apart:
+            comm.check_dense([gradient for _, _, gradient in apart], "gradients of a bucket")
             torch._foreach_copy_([view for view, _, _ in apart], [gradient for _, _, gradient in apart])
         for view, p, _ in apart:
             p.grad = view
@@ -97,5 +98,4 @@ class DDPBucketed(DDP):
     def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
         if not self._buckets:  # a step without a forward pass
             self._make_buckets()
-        comm.check_dense(super()._gradients(group), f"gradients of {', '.join(self._names[p] for p in group)}")
         return [self._buckets[self._group_of[group[0]]].collect()]

@@ -1,4 +1,4 @@
-"""Processes that train together: start and stop, who is who, and collectives between them.
+"""Processes that train together: start and stop, and collectives between them.
 
 A collective is started, then waited for; in between, the process computes. Each has a name, so that one that fails or
 never ends is reported by rank, operation and step. With one process nothing is sent and the same code runs.
@@ -16,63 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..console import count_in_environment, launched_rank
+from ..console import count_in_environment
 from .failure import CollectiveError, Watchdog, first_line, named
 from .heartbeat import Heartbeats
 from .meeting import meeting_place
+from .ranks import rank, world_size
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Start, stop, who is who
+# Start and stop
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-_alone = False
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
 _spare_events: list[torch.cuda.Event] = []
 """Events to record again. The watchdog frees none, because that would wait for CUDA's lock."""
-
-
-def world_size() -> int:
-    """Number of processes; 1 without a process group."""
-    group = dist.group.WORLD  # asked directly, because every transfer needs this
-    return group.size() if group is not None and not _alone else 1
-
-
-def rank() -> int:
-    """Rank of this process, from 0."""
-    return dist.get_rank() if dist.is_initialized() and not _alone else 0
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """While active, this process acts as if there were no others, to measure what they add."""
-    global _alone
-    before, _alone = _alone, True
-    try:
-        yield
-    finally:
-        _alone = before
-
-
-def environment_rank() -> int:
-    """This process's rank among those that were started together, also before the process group exists."""
-    return launched_rank() or 0
-
-
-def local_rank() -> int:
-    """This process's rank among those of its machine, which is also the index of its GPU."""
-    return count_in_environment("LOCAL_RANK", 0)
-
-
-def local_world_size() -> int:
-    """Number of processes on this machine."""
-    return count_in_environment("LOCAL_WORLD_SIZE", 1)
-
-
-def launched() -> bool:
-    """Whether torchrun, or our own launch through the same agent, started this process as one of several."""
-    return launched_rank() is not None
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..hardware import use_device_in_thread
 from ..parallel import comm
 from ..parallel.failure import CollectiveError
-from .checkpoint import checkpoint_name, prune_checkpoints, save_checkpoint
+from .checkpoint import checkpoint_name, prune_together, save_checkpoint
 from .tensor_files import Rows
-from .together import file_group, on_first_rank
+from .together import file_group
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,7 @@ class AsyncSaver:
                 use_device_in_thread(gpu)
                 copied.synchronize()
             save_checkpoint(folder, tensors, **manifest, group=self._group)
-            with comm.awaiting("pruning of checkpoints"):
-                on_first_rank(lambda: prune_checkpoints(folder, keep_last), "pruning of checkpoints", self._group)
+            prune_together(folder, keep_last, self._group)
         except BaseException as error:
             self._error = error
 

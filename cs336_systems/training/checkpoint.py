@@ -47,6 +47,7 @@ __all__ = [
     "find_checkpoints",
     "newest_whole_checkpoint",
     "prune_checkpoints",
+    "prune_together",
     "read_tensors",
     "restore_state",
     "save_checkpoint",
@@ -199,6 +200,13 @@ def set_newer_aside(folder: Path, step: int) -> None:
                 number += 1
             logger.warning("resume: %s is set aside as %s", path, aside.name)
             path.rename(aside)
+
+
+def prune_together(folder: Path, keep_last: int | None, group: Any = None) -> None:
+    """`prune_checkpoints` after a save, by rank 0. All ranks call it together; `group` is as in `save_checkpoint`."""
+    what = f"pruning of {folder}"
+    with comm.awaiting(what):
+        on_first_rank(lambda: prune_checkpoints(folder, keep_last), what, group)
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None) -> None:

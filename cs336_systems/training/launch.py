@@ -27,7 +27,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ..config import RunConfig
 from ..console import Ended, start_logging
 from ..hardware import select_device, use_device
-from ..parallel import comm, failure
+from ..parallel import failure
+from ..parallel.ranks import environment_rank, local_rank, local_world_size
 from .checkpoint import CheckpointError
 from .loop import NonFiniteError
 from .run import RunResult
@@ -47,21 +48,20 @@ def launch(config: RunConfig) -> RunResult:
     KeyboardInterrupt, of which Ended is one, for a signal that comes before the processes can save.
     """
     check_devices(config.train.device, config.parallel.devices)
+    by_interrupt = False
     with tempfile.TemporaryDirectory(prefix="cs336-") as folder:
         config_file, result_file = Path(folder) / "config.json", Path(folder) / "result.json"
         config_file.write_text(json.dumps(config.to_dict()))
         try:
             run_processes([*_PROGRAM, str(config_file), str(result_file)], config.parallel.devices, Path(folder))
         except SignalException as error:
+            by_interrupt = isinstance(error, _Interrupt)
             if not result_file.is_file():
-                if isinstance(error, _Interrupt):
-                    raise KeyboardInterrupt from None
-                raise Ended(error.sigval) from None
-            result = RunResult(**json.loads(result_file.read_text()))
-            if isinstance(error, _Interrupt) and result.interrupted is not None:
-                result = dataclasses.replace(result, interrupted="SIGINT")
-            return result
-        return RunResult(**json.loads(result_file.read_text()))
+                raise (KeyboardInterrupt if by_interrupt else Ended(error.sigval)) from None
+        result = RunResult(**json.loads(result_file.read_text()))
+    if by_interrupt and result.interrupted is not None:
+        result = dataclasses.replace(result, interrupted="SIGINT")
+    return result
 
 
 class _Interrupt(SignalException):
@@ -137,18 +137,18 @@ def check_devices(device: str, count: int, name: str = "parallel.devices") -> No
 
 def use_device_of_rank(device: str) -> torch.device:
     """The device of this rank, made the current one: its own GPU of the machine, or the CPU."""
-    check_devices(device, comm.local_world_size(), "LOCAL_WORLD_SIZE (torchrun's --nproc-per-node)")
+    check_devices(device, local_world_size(), "LOCAL_WORLD_SIZE (torchrun's --nproc-per-node)")
     kind = select_device(device).type
-    return use_device(f"cuda:{comm.local_rank()}" if kind == "cuda" else kind)
+    return use_device(f"cuda:{local_rank()}" if kind == "cuda" else kind)
 
 
 def check_launch(config: RunConfig) -> None:
     """Raise ValueError if torchrun has started another number of processes than the configuration asks for."""
-    if config.parallel.devices not in (1, comm.local_world_size()):
+    if config.parallel.devices not in (1, local_world_size()):
         raise ValueError(
-            f"parallel.devices is {config.parallel.devices}: {comm.local_world_size()} processes have been started on "
+            f"parallel.devices is {config.parallel.devices}: {local_world_size()} processes have been started on "
             f"this machine; leave it out under torchrun, or, where a run's config.json has it, give "
-            f"--parallel.devices {comm.local_world_size()}"
+            f"--parallel.devices {local_world_size()}"
         )
 
 
@@ -190,7 +190,7 @@ def one_of_several(parent: str) -> Iterator[None]:
         ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)
         if os.getppid() != int(parent):
             os._exit(1)
-    start_logging(quiet=comm.environment_rank() != 0)
+    start_logging(quiet=environment_rank() != 0)
     try:
         yield
     except BaseException as error:

@@ -32,6 +32,7 @@ from ..accounting import training_flops
 from ..config import RunConfig
 from ..hardware import autocast, device_peak_flops, to_host, use_device_in_thread, with_index
 from ..parallel import comm, failure
+from ..parallel.ranks import launched
 from .build import build_optimizer, compiled, prepare_model, wrap_model
 from .graph import RecordedStep
 
@@ -63,7 +64,7 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and comm.launched():
+        if isinstance(error, Exception) and launched():
             failure.leave_failure(error)
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -24,6 +24,7 @@ from ..fields import require
 from ..hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
 from ..parallel import comm
+from ..parallel.ranks import launched, local_world_size
 from .checkpoint import set_newer_aside
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
 from .launch import check_launch, launch, use_device_of_rank
@@ -50,7 +51,7 @@ def train(config: RunConfig) -> RunResult:
     Raises ValueError or FileNotFoundError for what the user can fix, NonFiniteError for a loss or gradient norm that is
     not finite, CheckpointError if a checkpoint cannot be written, and CollectiveError if another rank is gone or hangs.
     """
-    if not comm.launched():
+    if not launched():
         if config.parallel.devices > 1:
             return launch(config)
         return _train(config, use_device(config.train.device))
@@ -252,7 +253,7 @@ def lacking_memory(config: RunConfig, device: torch.device) -> str:
     )
     there = memory_bytes(device)
     if device.type == "cpu" and there is not None:
-        there //= comm.local_world_size()
+        there //= local_world_size()
     if there is None or needed <= there:
         return ""
     names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers")

@@ -23,7 +23,7 @@ from ..hardware import environment
 from ..kernels.attention import get_attention
 from ..parallel import comm
 from .async_saver import AsyncSaver
-from .checkpoint import prune_checkpoints, save_checkpoint
+from .checkpoint import prune_together, save_checkpoint
 from .folder import CHECKPOINTS, LOSS_CURVE, SAMPLE
 from .loop import StopRequest, Trainer
 from .manifest import Manifest, checkpoint_name
@@ -212,8 +212,7 @@ class Run:
             self.saver.save(self.checkpoints, tensors, keep_last=keep_last, **manifest)
         else:
             save_checkpoint(self.checkpoints, tensors, **manifest)
-            with comm.awaiting("pruning of checkpoints"):
-                on_first_rank(lambda: prune_checkpoints(self.checkpoints, keep_last), "pruning of checkpoints")
+            prune_together(self.checkpoints, keep_last)
         self.saved_step = position.step
         trainer.reset_clock()
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ..config import RunConfig
-from ..parallel import comm
+from ..parallel.ranks import environment_rank
 from .launch import one_of_several
 from .pipeline import train
 
@@ -16,7 +16,7 @@ def main() -> None:
     config_file, result_file, parent = sys.argv[1:]
     with one_of_several(parent):
         result = train(RunConfig.from_dict(json.loads(Path(config_file).read_text())))
-        if comm.environment_rank() == 0:
+        if environment_rank() == 0:
             Path(result_file).write_text(json.dumps(dataclasses.asdict(result)))
 
 

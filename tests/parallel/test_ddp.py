@@ -15,6 +15,7 @@ from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.bucketed import DDPBucketed
 from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
 from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.parallel.ranks import alone
 from cs336_systems.parallel.zero1 import ShardedOptimizer
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, message_of, sgd, train_alone, train_step
@@ -344,8 +345,8 @@ def test_acting_alone_ends_where_it_began() -> None:
 
 def world_sizes_when_alone() -> list[int]:
     sizes = []
-    with comm.alone():
-        with comm.alone():
+    with alone():
+        with alone():
             sizes.append(comm.world_size())
         sizes.append(comm.world_size())
     return [*sizes, comm.world_size()]
