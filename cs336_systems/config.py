@@ -185,6 +185,9 @@ class ParallelConfig:
     for torch_ddp; overlap sends each gradient by itself, as individual always does)."""
     shard_optimizer: bool = False
     """Each process keeps the optimizer state of only its own part of the parameters (ZeRO stage 1)."""
+    reshard_after_forward: bool = True
+    """With fsdp or torch_fsdp: free weights after the forward pass and gather them again for the backward pass. False
+    keeps them whole in between (ZeRO stage 2): less is sent, and more is held, the weights in train.precision."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
     """Type in which gradients are sent; same: their own type."""
     nccl_max_ctas: int | None = None
@@ -206,6 +209,12 @@ class ParallelConfig:
             "parallel.shard_optimizer",
             self.shard_optimizer,
             f"false with parallel.strategy {self.strategy!r}, which shards the optimizer's state anyway",
+        )
+        require(
+            self.reshard_after_forward or self.strategy in ("fsdp", "torch_fsdp"),
+            "parallel.reshard_after_forward",
+            self.reshard_after_forward,
+            f"true with parallel.strategy {self.strategy!r}, which does not shard weights",
         )
         require(
             not (self.devices > 1 and self.strategy == "none"),

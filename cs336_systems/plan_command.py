@@ -16,7 +16,7 @@ from .planner.working import Section, as_json, as_text
 
 _STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
          "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
-_SHARED = ("strategy", "world_size", "shard_optimizer", "bucket_size_mb", "grad_dtype")
+_SHARED = ("strategy", "world_size", "shard_optimizer", "reshard_after_forward", "bucket_size_mb", "grad_dtype")
 _OPTIONS: dict[str, tuple[Any, str]] = {
     "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
     "context_length": (int, "Tokens per sequence (default: the size's, else 512)."),
@@ -36,6 +36,7 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "strategy": (str, "How GPUs share the work (default: none; for several, overlap with bucket_size_mb 100)."),
     "world_size": (int, "Number of GPUs (default: 1)."),
     "shard_optimizer": (bool, "Each GPU keeps the optimizer state of only its part of the parameters."),
+    "reshard_after_forward": (bool, "fsdp: free weights after the forward pass and gather them again (default: true)."),
     "bucket_size_mb": (
         float,
         "Size of the groups in which gradients are sent, in MiB (default: 100; torch_ddp: 25; overlap: one by one).",

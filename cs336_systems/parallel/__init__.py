@@ -20,6 +20,8 @@ class Options:
     """Dtype in which gradients are sent (default: their own)."""
     compute_dtype: torch.dtype | None = None
     """Dtype in which sharded weights are sent and compute (default: their own)."""
+    reshard_after_forward: bool = True
+    """Whether sharded weights are freed after the forward pass and gathered again for the backward pass."""
 
 
 Maker = Callable[[nn.Module, Options], Strategy]
@@ -46,7 +48,7 @@ STRATEGIES: dict[str, Maker] = {
     "individual": _maker("ddp:DDP", "grad_dtype"),
     "bucketed": _maker("bucketed:DDPBucketed", "grad_dtype", "bucket_size_mb"),
     "torch_ddp": _maker("torch_peers:TorchDDP", "grad_dtype", "bucket_size_mb"),
-    "fsdp": _maker("fsdp:FSDP", "grad_dtype", "compute_dtype"),
-    "torch_fsdp": _maker("torch_peers:TorchFSDP", "grad_dtype", "compute_dtype"),
+    "fsdp": _maker("fsdp:FSDP", "grad_dtype", "compute_dtype", "reshard_after_forward"),
+    "torch_fsdp": _maker("torch_peers:TorchFSDP", "grad_dtype", "compute_dtype", "reshard_after_forward"),
 }
 STRATEGIES["flashddp"] = STRATEGIES["bucketed"]

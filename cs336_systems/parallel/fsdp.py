@@ -39,6 +39,8 @@ class FSDP(Strategy):
     most two are whole. A unit's gradients are sent as soon as they are ready, and are waited for when the next unit's
     are sent, or when backward ends.
 
+    reshard_after_forward: with False, weights that backward needs stay whole until it has passed them, and are gathered
+    once in a step instead of twice (ZeRO stage 2; SHARD_GRAD_OP in Zhao et al.). All of them are whole when it begins.
     compute_dtype: shards are cast to it before they are sent; weights and their gradients have it in computation. What
     is replicated keeps its dtype, and inputs are not cast. Under autocast give the same dtype; otherwise autocast keeps
     its own copies of all weights until backward is over.
@@ -63,7 +65,11 @@ class FSDP(Strategy):
     """
 
     def __init__(
-        self, module: nn.Module, compute_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         check_wire_dtype("compute_dtype", compute_dtype)
         for name, child in module.named_modules():
@@ -72,6 +78,7 @@ class FSDP(Strategy):
                 where = f"{name}.weight".removeprefix(".")
                 raise ValueError(f"{where} is of an nn.Embedding with {option}, which fsdp cannot shard")
         super().__init__(module, grad_dtype)
+        self._reshards = reshard_after_forward
         self._stages = divide(module, compute_dtype, grad_dtype)
         self._units = list(dict.fromkeys(unit for stage in self._stages for unit in stage.units))
         self._sharded = {id(w.shard): w for unit in self._units for w in unit.weights}
@@ -82,6 +89,7 @@ class FSDP(Strategy):
         self._unknown = {True, False}  # kinds of forward (True: with gradients) whose order is not learned yet
         self._called: list[tuple[int, bool]] = []  # in such a pass: stages called, and whether backward reaches them
         self._walk: Walk | None = None  # through the forward pass under way
+        self._kept: set[Unit] = set()  # what that pass leaves whole
         self._back: Walk | None = None  # through the backward pass under way
         self._task = -1  # autograd's id of that backward pass, -1 without one
         self._recomputing = -1  # the one in which checkpointing has last called a stage again
@@ -108,7 +116,8 @@ class FSDP(Strategy):
         if _in_backward():  # the recompute of checkpointing
             return
         self._reset()  # what is whole is of an older pass: weights may have changed, or its backward never came
-        self._walk = Walk(self._places)
+        self._kept = self._for_backward if torch.is_grad_enabled() and not self._reshards else set()
+        self._walk = Walk(self._places, keep=self._kept)
         self._called = []
         if self._unknown:
             for unit in self._units:
@@ -133,7 +142,7 @@ class FSDP(Strategy):
         if self._unknown:
             self._called.append((number, backed))
         if self._walk is None or not self._walk.is_at(number):
-            stage.free()
+            stage.free(self._kept)
         elif not (self._walk.at_end() and torch.is_grad_enabled()):  # backward needs the last stage first, so keep it
             self._walk.leave()
 
@@ -182,6 +191,7 @@ class FSDP(Strategy):
             # The backward of an embedding needs the indices, not the weight.
             gathered = [] if isinstance(stage.module, EMBEDDINGS) else stage.units
             self._back_places.insert(0, Place(number, gathered, due))
+        self._for_backward = {unit for place in self._back_places for unit in place.gathered}
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

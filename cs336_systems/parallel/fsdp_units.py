@@ -261,9 +261,10 @@ class Stage:
         for unit in self.units:
             unit.register(what)
 
-    def free(self) -> None:
+    def free(self, keep: Container[Unit]) -> None:
         for unit in self.units:
-            unit.free()
+            if unit not in keep:
+                unit.free()
 
 
 def divide(module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None) -> list[Stage]:

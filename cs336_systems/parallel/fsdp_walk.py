@@ -3,7 +3,7 @@
 `fsdp.py` says where the method comes from, `fsdp_units.py` what is sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from .fsdp_units import Unit
@@ -21,12 +21,14 @@ class Walk:
     """One pass through all places of a plan, in order.
 
     Arriving at a place starts the all-gather of the next one. Leaving a place sends the gradients that are due there
-    and have not been sent yet, and frees its units. A rank passes in the same way over places that it does not use. So
-    all ranks start the same transfers in the same order, which is all that collectives need.
+    and have not been sent yet, and frees its units, but for those to keep. A rank passes in the same way over places
+    that it does not use. So all ranks start the same transfers in the same order, which is all that collectives need.
     """
 
-    def __init__(self, places: list[Place], scatter: Callable[[Unit], None] | None = None) -> None:
-        self.places, self.at, self._scatter = places, -1, scatter
+    def __init__(
+        self, places: list[Place], scatter: Callable[[Unit], None] | None = None, keep: Container[Unit] = ()
+    ) -> None:
+        self.places, self.at, self._scatter, self._keep = places, -1, scatter, keep
 
     def is_at(self, number: int) -> bool:
         return self.at >= 0 and self.places[self.at].number == number
@@ -62,7 +64,7 @@ class Walk:
                 self._scatter(unit)
         following = [] if self.at_end() else self.places[self.at + 1].gathered
         for unit in here.gathered:
-            if unit not in following:
+            if unit not in following and unit not in self._keep:
                 unit.free()
 
     def _go(self, to: int) -> None:

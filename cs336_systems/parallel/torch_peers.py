@@ -56,15 +56,21 @@ class TorchFSDP(Strategy):
     """`torch.distributed.fsdp.fully_shard` on every element of a ModuleList, and on the module itself."""
 
     def __init__(
-        self, module: nn.Module, compute_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         super().__init__(module, grad_dtype)
         if dist.is_initialized():
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=grad_dtype)
+            # None, PyTorch's default, is true for all but the module itself.
+            options: Any = dict(mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
             for layers in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:
                 for layer in layers:
-                    fully_shard(layer, mp_policy=policy)
-            fully_shard(module, mp_policy=policy)
+                    fully_shard(layer, **options)
+            fully_shard(module, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

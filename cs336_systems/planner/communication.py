@@ -62,21 +62,22 @@ class Sent:
 def sent(job: Job, card: Card) -> Sent:
     """What is sent in a step, by `collective_seconds`, with the time of bytes and the overhead of calls separate.
 
-    Data parallelism all-reduces all gradients. FSDP gathers weights forward and backward and reduce-scatters gradients,
-    in the dtype of computation.
+    Data parallelism all-reduces all gradients. FSDP gathers weights forward and, unless they stay whole, backward, and
+    reduce-scatters gradients, in the dtype of computation.
     """
     n, w = num_parameters(job.shape), job.world_size
     gather_share = (w - 1) / w
     if job.is_sharded:
-        nbytes, calls = job.number_bytes * n, 3 * (job.shape.num_layers + 2)
+        times = job.gathers + 1
+        nbytes, calls = job.number_bytes * n, times * (job.shape.num_layers + 2)
         one = ring_seconds("all-gather", nbytes, w, 0, card.link)
         volume, working = (
-            3 * gather_share * nbytes,
-            f"3 x {job.number_bytes} N (w - 1) / w = 3 x {job.number_bytes} x {n:,} x {w - 1} / {w}",
+            times * gather_share * nbytes,
+            f"{times} x {job.number_bytes} N (w - 1) / w = {times} x {job.number_bytes} x {n:,} x {w - 1} / {w}",
         )
         last = one / (job.shape.num_layers + 2)
         overhead = calls * collective_seconds("all-gather", 0, w, card)
-        return Sent(3 * one, overhead, last, calls, volume, working)
+        return Sent(times * one, overhead, last, calls, volume, working)
     size = NUMBER_BYTES[job.sent_dtype]
     nbytes, calls = size * n, num_calls(job)
     seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)

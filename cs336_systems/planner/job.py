@@ -46,6 +46,8 @@ class Job:
     """GPUs."""
     shard_optimizer: bool = False
     """ZeRO stage 1: each GPU keeps the optimizer state of its part."""
+    reshard_after_forward: bool = True
+    """fsdp: free weights after the forward pass and gather them again for the backward pass; false: keep them whole."""
     bucket_size_mb: float | None = None
     """Gradients sent together, in 2^20 bytes (default: 100 for bucketed, 25 for torch_ddp; overlap: each by itself)."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
@@ -116,6 +118,11 @@ class Job:
         return self.world_size if self.is_sharded or self.shard_optimizer else 1
 
     @property
+    def gathers(self) -> int:
+        """How many times a step gathers the weights, if they are sharded."""
+        return 2 if self.reshard_after_forward else 1
+
+    @property
     def checkpointing(self) -> tuple[str, int] | None:
         """Policy (first, every or groups) and its K, or None for no block."""
         return checkpointed_blocks(self.activation_checkpointing, "")
@@ -137,3 +144,5 @@ def _check(job: Job) -> None:
     require(not alone, "strategy", job.strategy, f"another than 'none' with world_size {job.world_size}")
     twice = job.shard_optimizer and job.is_sharded
     require(not twice, "shard_optimizer", True, f"false with strategy {job.strategy!r}, which shards it anyway")
+    accepted = job.reshard_after_forward or job.is_sharded
+    require(accepted, "reshard_after_forward", False, f"true with strategy {job.strategy!r}, which shards no weights")

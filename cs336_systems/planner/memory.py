@@ -196,18 +196,27 @@ def unit_terms(job: Job) -> dict[str, Term]:
 
     At the loss only the head is gathered; in its backward pass the last block is too. In the backward pass at most two
     blocks are gathered and have gradients, of which c P / w bytes each have arrived. The head's are freed first, the
-    embedding's at the end.
+    embedding's at the end. If weights stay whole for the backward pass, all L blocks are gathered when it begins.
     """
-    s, w, c = job.shape, job.world_size, job.number_bytes
+    s, w, c, layers = job.shape, job.world_size, job.number_bytes, job.shape.num_layers
     p, e = block_matrices(s), s.vocab_size * s.d_model
     if not job.is_sharded:
-        return dict.fromkeys(("loss", "loss_backward", "backward", "end"), Term("whole units", "none", 0))
-    return {
+        nothing = Term("whole units", "none", 0)
+        return dict.fromkeys(("loss", "loss_backward", "last_backward", "backward", "end"), nothing)
+    two = Term("whole units, gradients", f"(4 + 2 / {w}) {c} P, P = {p:,}", (4 + 2 / w) * c * p)
+    found = {
         "loss": Term("whole units", f"{c} V d = {c} x {e:,}", c * e),
         "loss_backward": Term("whole units", f"{c} (V d + P) = {c} x ({e:,} + {p:,})", c * (e + p)),
-        "backward": Term("whole units, gradients", f"(4 + 2 / {w}) {c} P, P = {p:,}", (4 + 2 / w) * c * p),
+        "last_backward": two,
+        "backward": two,
         "end": Term("whole units, gradients", f"(1 + 1 / {w}) {c} V d, V d = {e:,}", (1 + 1 / w) * c * e),
     }
+    if not job.reshard_after_forward:
+        whole = Term("whole units", f"{c} (V d + P L) = {c} x ({e:,} + {p:,} x {layers})", c * (e + p * layers))
+        working = f"({layers} + 2 + 2 / {w}) {c} P, P = {p:,}"
+        last = Term("whole units, gradients", working, (layers + 2 + 2 / w) * c * p)
+        found |= {"loss": whole, "loss_backward": whole, "last_backward": last}
+    return found
 
 
 def block_term(job: Job) -> Term:
@@ -251,12 +260,14 @@ def moments(job: Job) -> dict[str, list[Term]]:
         if job.is_sharded
         else Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if in_buckets else b * e)
     )
-    back = [block_term(job), units["backward"]]
+    block = block_term(job)
     found = {
         "the loss": [*constant, *first, cached, logits[0], units["loss"]],
         "backward of the loss": [*constant, *first, held, logits[1], units["loss_backward"]],
-        "backward of the last block": [*constant, activations, recomputed, held, logits[2], head_grad, *back],
-        "backward of the first block": [*constant, one, logits[2], grads, *back],
+        "backward of the last block": [
+            *(*constant, activations, recomputed, held, logits[2], head_grad, block, units["last_backward"])
+        ],
+        "backward of the first block": [*constant, one, logits[2], grads, block, units["backward"]],
     }
     if job.strategy == "flat" and job.world_size > 1:
         flat = Term("all gradients flat", f"{b} N = {b} x {n:,}", b * n)

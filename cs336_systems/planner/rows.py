@@ -80,6 +80,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         strategy=ALIASES.get(strategy, strategy),
         world_size=world_size,
         shard_optimizer=parallel.get("shard_optimizer", False) and not alone,
+        reshard_after_forward=alone or parallel.get("reshard_after_forward", True),
         bucket_size_mb=None if alone else parallel["bucket_size_mb"],
         grad_dtype="same" if alone else parallel["grad_dtype"],
     )

@@ -48,6 +48,8 @@ def _sharing(job: Job) -> str:
         words.append(f"{job.bucket_size_mb:g} MiB of gradients at a time")
     if job.shard_optimizer:
         words.append("optimizer state sharded")
+    if not job.reshard_after_forward:
+        words.append("weights kept whole for the backward pass")
     if job.grad_dtype != "same":
         words.append(f"gradients sent in {job.grad_dtype}")
     return ", ".join(words)

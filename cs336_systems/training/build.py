@@ -132,5 +132,6 @@ def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
         bucket_size_mb=config.parallel.group_size_mb(),
         grad_dtype=DTYPES.get(config.parallel.grad_dtype),
         compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
+        reshard_after_forward=config.parallel.reshard_after_forward,
     )
     return wrap(model, options)

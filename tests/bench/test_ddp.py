@@ -18,6 +18,7 @@ from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_o
 from cs336_systems.bench.sweep import configurations, is_of, is_of_fewer_rounds, row_config
 from cs336_systems.bench.turns import slowest
 from cs336_systems.cli import main
+from cs336_systems.planner.rows import job_of
 from cs336_systems.report.streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
 from cs336_systems.report_command import make_report
@@ -42,17 +43,19 @@ def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
 
 
 def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None:
-    variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1")
+    variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1", "fsdp+zero2")
     first, rows = split(measure(quick(*variants, rounds=2, traces=str(tmp_path))), len(variants))
     assert [row.variant for row in first] == [row.variant for row in rows] == list(variants)
-    assert [(row.config["rounds"], len(row.metrics["steps_ms"]), row.error) for row in first] == [(1, 2, None)] * 3
-    assert [row.error for row in rows] == [None, None, None]
-    alone, bucketed, zero1 = (row.config["run"] for row in rows)
+    assert [(row.config["rounds"], len(row.metrics["steps_ms"]), row.error) for row in first] == [(1, 2, None)] * 4
+    assert [row.error for row in rows] == [None, None, None, None]
+    alone, bucketed, zero1, zero2 = (row.config["run"] for row in rows)
     assert alone["parallel"]["devices"] == 1
     assert alone["train"]["batch_size"] * 2 == bucketed["train"]["batch_size"]
     assert (bucketed["parallel"]["strategy"], bucketed["parallel"]["bucket_size_mb"]) == ("bucketed", 0.01)
     assert bucketed["parallel"]["grad_dtype"] == "bf16"
     assert zero1["parallel"]["shard_optimizer"] is True
+    assert [run["parallel"]["reshard_after_forward"] for run in (zero1, zero2)] == [True, False]
+    assert not job_of(rows[3]).reshard_after_forward
     for row in rows:
         assert len(row.metrics["steps_ms"]) == 4  # of two rounds
         assert row.metrics["step_ms"]["p50"] > 0
@@ -293,7 +296,10 @@ def test_the_command_writes_where_it_is_told(
         ),
         (dict(variant="alone:5"), "variant is 'alone:5'"),
         (dict(variant="alone+zero1"), r"variant is 'alone\+zero1'"),
-        (dict(variant="naive+fast"), r"variant is 'naive\+fast': .* then any of \+zero1, \+bf16, \+graph, once$"),
+        (
+            dict(variant="naive+fast"),
+            r"variant is 'naive\+fast': .* then any of \+zero1, \+zero2, \+bf16, \+graph, once$",
+        ),
         (dict(variant="overlap+"), r"variant is 'overlap\+'"),
         (dict(variant="overlap+bf16+bf16"), r"variant is 'overlap\+bf16\+bf16'"),
         (dict(variant="bogus"), "variant is 'bogus': it must be alone or one of naive, flat, overlap, .*, torch_fsdp;"),
@@ -301,6 +307,7 @@ def test_the_command_writes_where_it_is_told(
         (dict(variant="auto"), "variant is 'auto'"),
         (dict(variant=""), "variant is ''"),
         (dict(variant="fsdp+zero1"), "shard_optimizer is True"),
+        (dict(variant="overlap+zero2"), "reshard_after_forward is False"),
         (dict(size="huge"), "size is 'huge'"),
         (dict(devices=0), "devices is 0"),
         (dict(devices=100_000), r"devices is 100000: it must be at most \d+ on a CPU of \d+ cores"),

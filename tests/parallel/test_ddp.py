@@ -87,9 +87,11 @@ def test_gradients_travel_in_bf16(name: str) -> None:
     assert any(not torch.allclose(states[0][k], v, rtol=1e-5, atol=1e-6) for k, v in expected.items())
 
 
-@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp"])
-def test_the_peers_do_the_same(name: str) -> None:
-    states = run_ranks(train_on_ranks, 2, name, "transformer", {})
+@pytest.mark.parametrize(
+    "name, options", [("torch_ddp", {}), ("torch_fsdp", {}), ("torch_fsdp", {"reshard_after_forward": False})]
+)
+def test_the_peers_do_the_same(name: str, options: dict[str, Any]) -> None:
+    states = run_ranks(train_on_ranks, 2, name, "transformer", options)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone("transformer", STEPS), rtol=1e-4, atol=1e-5)
 

@@ -145,6 +145,14 @@ def test_equals_one_process(model: str, world_size: int) -> None:
     assert_close(states[0], train_alone(model, STEPS), **CLOSE)
 
 
+@pytest.mark.parametrize("model", ["awkward", "transformer"])
+def test_weights_that_stay_whole_for_backward_train_to_the_same_bits(model: str) -> None:
+    again, once = (run_ranks(train_on_ranks, 2, model, {"reshard_after_forward": r}, adamw, 2) for r in (True, False))
+    for name, tensor in once[0].items():
+        assert torch.equal(tensor, once[1][name])
+        assert torch.equal(tensor, again[0][name])
+
+
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_accumulation(micro_batches: int) -> None:
     states = run_ranks(train_on_ranks, 2, "awkward", {}, sgd, micro_batches)
@@ -292,8 +300,8 @@ def whole_bytes(strategy: FSDP) -> int:
     return sum(u.whole.nbytes for u in strategy._units if u.whole.is_there())
 
 
-def record_steps() -> tuple[int, list[str], list[str], list[str]]:
-    strategy = FSDP(build("transformer"))
+def record_steps(reshard_after_forward: bool = True) -> tuple[int, list[str], list[str], list[str]]:
+    strategy = FSDP(build("transformer"), reshard_after_forward=reshard_after_forward)
     recorder = Recorder(strategy)
     mean_loss(strategy, batch_of(0)).backward()
     assert whole_bytes(strategy) == 0
@@ -323,6 +331,17 @@ def test_the_next_unit_is_on_its_way_and_at_most_two_are_whole(world_size: int) 
     assert first == second == forward + backward
     assert evaluation == forward
     assert most == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_stay_whole_for_backward_are_gathered_once(world_size: int) -> None:
+    again = run_ranks(record_steps, world_size)[0]
+    most, first, second, evaluation = run_ranks(record_steps, world_size, False)[0]
+    at = again[1].index("forward lm_head") + 1
+    forward, backward = again[1][:at], [event for event in again[1][at:] if not event.startswith("gather")]
+    assert first == second == forward + backward
+    assert evaluation == again[3]
+    assert most == 4  # all but the embedding, which backward does not need
 
 
 def learn() -> list[list[str]]:
@@ -363,9 +382,9 @@ USES = [
 
 
 def use_differently(
-    uses: list[list[tuple[int, ...]]], in_order: bool = True, device: str = "cpu"
+    uses: list[list[tuple[int, ...]]], in_order: bool = True, device: str = "cpu", reshard_after_forward: bool = True
 ) -> list[dict[str, Tensor | None]]:
-    strategy = FSDP(build_blocks(in_order).to(device))
+    strategy = FSDP(build_blocks(in_order).to(device), reshard_after_forward=reshard_after_forward)
     found = []
     for step, use in enumerate(uses):
         strategy.zero_grad()
@@ -391,6 +410,11 @@ def test_ranks_may_use_different_weights(first: int) -> None:
 
 def test_ranks_may_use_different_weights_once_the_order_is_learned() -> None:
     check_uses(run_ranks(use_differently, 2, USES, False), USES)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_ranks_may_use_different_weights_that_stay_whole_for_backward(in_order: bool) -> None:
+    check_uses(run_ranks(use_differently, 2, USES, in_order, "cpu", False), USES)
 
 
 def unused_keeps_gradient() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
@@ -422,8 +446,8 @@ def fail_once(*_: Any) -> None:
     raise PlannedError
 
 
-def passes(kind: str) -> dict[str, Tensor | None]:
-    strategy = FSDP(build_blocks())
+def passes(kind: str, reshard_after_forward: bool) -> dict[str, Tensor | None]:
+    strategy = FSDP(build_blocks(), reshard_after_forward=reshard_after_forward)
     rank = comm.rank()
     every = (0, 1, 2, 3)
     if kind == "after evaluation":
@@ -434,7 +458,8 @@ def passes(kind: str) -> dict[str, Tensor | None]:
                 assert whole_bytes(strategy) == 0
     if kind == "after forward alone":
         kept = [some_loss(rank, every, 5, strategy) for _ in range(3)]
-        assert whole_bytes(strategy) == strategy._units[-1].whole.nbytes  # kept for backward
+        kept_units = strategy._units[-1:] if reshard_after_forward else strategy._units
+        assert whole_bytes(strategy) == sum(unit.whole.nbytes for unit in kept_units)
         del kept
     if kind == "after an error in forward":
         hook = strategy.module.blocks[2].up.register_forward_hook(fail_once)
@@ -502,12 +527,13 @@ def with_checkpoints(strategy: FSDP, rank: int, step: int, x: Tensor | None) -> 
         "the module itself",
     ],
 )
-def test_passes_that_are_not_one_forward_and_one_backward(kind: str) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_passes_that_are_not_one_forward_and_one_backward(kind: str, reshard_after_forward: bool) -> None:
     def both(rank: int, model: nn.Module) -> Tensor:
         return some_loss(rank, (0, 1, 2, 3), 0, model) + some_loss(rank, (0, 1, 2, 3), 1, model)
 
     expected = expected_gradients([partial(both, rank) for rank in range(2)])
-    for found in run_ranks(passes, 2, kind):
+    for found in run_ranks(passes, 2, kind, reshard_after_forward):
         assert_same_gradients(found, expected)
 
 
@@ -584,9 +610,9 @@ def adapted_loss(rank: int, step: int, model: nn.Module) -> Tensor:
     return model(x).square().mean()
 
 
-def train_adapted() -> tuple[dict[str, Tensor], list[str]]:
+def train_adapted(reshard_after_forward: bool) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(0)
-    strategy = FSDP(Adapted())
+    strategy = FSDP(Adapted(), reshard_after_forward=reshard_after_forward)
     recorder = Recorder(strategy)
     optimizer = adamw(strategy.parameters())
     for step in range(3):
@@ -599,7 +625,8 @@ def train_adapted() -> tuple[dict[str, Tensor], list[str]]:
     return strategy.full_state_dict(), events
 
 
-def test_frozen_shared_and_repeated_weights() -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_frozen_shared_and_repeated_weights(reshard_after_forward: bool) -> None:
     torch.manual_seed(0)
     model = Adapted()
     optimizer = adamw(model.parameters())
@@ -607,7 +634,7 @@ def test_frozen_shared_and_repeated_weights() -> None:
         optimizer.zero_grad()
         (sum(adapted_loss(rank, step, model) for rank in range(2)) / 2).backward()
         optimizer.step()
-    for state, events in run_ranks(train_adapted, 2):
+    for state, events in run_ranks(train_adapted, 2, reshard_after_forward):
         assert_close(state, model.state_dict(), **CLOSE)
         # Forward only: backward does not come so far.
         assert [e for e in events if re.search(r"gather blocks.[01]$", e)] == ["gather blocks.0", "gather blocks.1"]
@@ -656,10 +683,12 @@ def test_nothing_to_shard_or_to_train() -> None:
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("how", ["", "inductor", "checkpoint"])
 @pytest.mark.parametrize("model", ["awkward", "transformer"])
-def test_equals_one_process_nccl(model: str, how: str) -> None:
-    args = (model, {}, sgd, 2, how if model == "transformer" else "", "cuda")
+def test_equals_one_process_nccl(model: str, how: str, reshard_after_forward: bool) -> None:
+    options = {"reshard_after_forward": reshard_after_forward}
+    args = (model, options, sgd, 2, how if model == "transformer" else "", "cuda")
     states = run_ranks(train_on_ranks, 2, *args, device="cuda", timeout_s=240)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone(model, STEPS, sgd), rtol=1e-3, atol=1e-4)
@@ -711,11 +740,12 @@ def test_ranks_may_use_different_weights_nccl() -> None:
     check_uses(run_ranks(use_differently, 2, USES, True, "cuda", device="cuda"), USES)
 
 
-def peak_of_a_step() -> tuple[int, int]:
+def peak_of_a_step(reshard_after_forward: bool) -> tuple[int, int]:
     """Bytes that the last of several steps allocates besides the gradients of the shards, and those of a whole unit."""
     device = torch.device("cuda", comm.rank())
     with device:
-        strategy = FSDP(TransformerLM(64, 16, d_model=1024, num_layers=24, num_heads=16, d_ff=4096), torch.bfloat16)
+        strategy = FSDP(TransformerLM(64, 16, d_model=1024, num_layers=24, num_heads=16, d_ff=4096), torch.bfloat16,
+                        reshard_after_forward=reshard_after_forward)  # fmt: skip
     tokens = torch.zeros(1, 17, dtype=torch.int64, device=device)
     for _ in range(6):  # fast ones: what is not let go of adds up
         strategy.zero_grad()
@@ -732,8 +762,14 @@ def peak_of_a_step() -> tuple[int, int]:
 
 @pytest.mark.multigpu
 def test_memory_is_that_of_a_few_units_nccl() -> None:
-    for extra, unit in run_ranks(peak_of_a_step, 2, device="cuda"):
+    for extra, unit in run_ranks(peak_of_a_step, 2, True, device="cuda"):
         assert extra < 8 * unit  # two whole, gradients of two, pieces on their way, cuBLAS; all would be 24
+
+
+@pytest.mark.multigpu
+def test_memory_has_all_units_if_they_stay_whole_for_backward_nccl() -> None:
+    for extra, unit in run_ranks(peak_of_a_step, 2, False, device="cuda"):
+        assert 24 * unit < extra < (24 + 6) * unit
 
 
 def test_a_cast_or_a_move_after_wrapping_is_refused_and_one_that_changes_nothing_is_none() -> None:

@@ -165,6 +165,10 @@ def test_what_is_sent_by_hand() -> None:
         assert ddp.seconds == pytest.approx(2 * (w - 1) / w * 4 * n / card.link)
         fsdp = sent(Job(shape=XL, strategy="fsdp", world_size=w), card)
         assert fsdp.bytes_a_gpu == pytest.approx(3 * (w - 1) / w * 2 * n)
+        once = sent(Job(shape=XL, strategy="fsdp", world_size=w, reshard_after_forward=False), card)
+        assert (once.bytes_a_gpu, once.calls) == (pytest.approx(fsdp.bytes_a_gpu * 2 / 3), fsdp.calls * 2 / 3)
+        assert once.seconds == pytest.approx(fsdp.seconds * 2 / 3)
+        assert once.working.startswith("2 x 2 N (w - 1) / w")
     halved = sent(Job(shape=XL, strategy="flat", world_size=2, grad_dtype="bf16"), card)
     assert halved.bytes_a_gpu == 2 * n
     narrow = Job(shape=XL, strategy="flat", world_size=2, weight_dtype="bf16")

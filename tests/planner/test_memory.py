@@ -175,6 +175,13 @@ def test_fsdp_has_two_whole_units_and_their_gradients() -> None:
     assert at["the end of backward"][-2].value == 1.5 * 32_000_000  # the embedding's gradient, and the half that came
     assert backward.value == 5 * 81_920_000  # two units, two blocks' gradients, half of one sent and half of one come
     assert moments(job())["the loss"][-1].value == 0
+    # If weights stay whole, all 48 blocks' are there when the backward pass begins, and none is when it ends.
+    kept = moments(Job(shape=XL, strategy="fsdp", world_size=2, reshard_after_forward=False))
+    for when in ("the loss", "backward of the loss"):
+        assert kept[when][-1].value == 32_000_000 + 48 * 81_920_000
+    assert kept["backward of the last block"][-1].value == (48 + 3) * 81_920_000
+    for when in ("backward of the first block", "the end of backward"):
+        assert kept[when] == at[when]
 
 
 def test_without_an_optimizer_there_is_no_state() -> None:
@@ -352,6 +359,7 @@ def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
         ({"compile_memory_budget": 0.5}, "compile_memory_budget is 0.5: it must be from 0 to 1"),
         ({"loss_chunk_tokens": 0}, "loss_chunk_tokens is 0: it must be at least 1"),
         ({"strategy": "fsdp", "shard_optimizer": True}, "shard_optimizer is True: it must be false with strategy"),
+        ({"reshard_after_forward": False}, "reshard_after_forward is False: it must be true with strategy 'none'"),
         ({"strategy": "bucketed", "bucket_size_mb": 0.0}, "bucket_size_mb is 0.0: it must be above 0"),
     ],
 )

@@ -69,6 +69,8 @@ def test_a_strategy_gets_the_types_and_the_size_of_the_configuration(
     parallel: dict[str, Any] = dict(strategy=strategy, grad_dtype="bf16", devices=2)
     if strategy in ("overlap", "bucketed"):
         parallel["bucket_size_mb"] = 3.0
+    if strategy == "fsdp":
+        parallel["reshard_after_forward"] = False
     config = make_config(tmp_path, train=dict(precision=precision), parallel=parallel)
     monkeypatch.setattr(type(config.parallel), "strategy_for", lambda self, _: self.strategy)
     wrapped = wrap_model(config, TransformerLM(**dataclasses.asdict(config.model.shape)))
@@ -78,6 +80,7 @@ def test_a_strategy_gets_the_types_and_the_size_of_the_configuration(
     if isinstance(wrapped, FSDP):
         computed = torch.bfloat16 if precision == "bf16" else torch.float32
         assert {weight.full.dtype for unit in wrapped._units for weight in unit.weights} == {computed}
+        assert not wrapped._reshards
 
 
 def test_weights_in_bfloat16_leave_positions_as_they_are(tmp_path: Any) -> None:

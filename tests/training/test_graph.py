@@ -1,6 +1,7 @@
 """The recorded step against the step as it is."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,11 +55,13 @@ def test_recorded_step_gives_the_same_losses_bit_for_bit(tmp_path: Path, compile
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "fsdp"])
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "fsdp", "fsdp gathered once"])
 def test_recorded_steps_of_two_processes_give_the_same_losses(tmp_path: Path, strategy: str) -> None:
+    name, _, once = strategy.partition(" ")
+    options: dict[str, Any] = dict(strategy=name, bucket_size_mb=0.05, reshard_after_forward=not once)
     losses = []
     for cuda_graph in (False, True):
-        parallel = ParallelConfig(devices=2, strategy=strategy, bucket_size_mb=0.05, step_timeout_s=60)  # type: ignore[arg-type]
+        parallel = ParallelConfig(devices=2, step_timeout_s=60, **options)
         result = train(config(tmp_path, cuda_graph=cuda_graph, compile=False, accumulation=2, parallel=parallel))
         rows = read_metrics(Path(result.run_dir) / "metrics.jsonl")
         losses.append([row.get("loss") or row.get("valid_loss") for row in rows])

@@ -461,6 +461,10 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (dict(parallel=dict(nccl_max_ctas=0)), "parallel.nccl_max_ctas is 0"),
         (dict(parallel=dict(devices=2, strategy="none")), "parallel.strategy is 'none'"),
         (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is True"),
+        (
+            dict(parallel=dict(reshard_after_forward=False)),
+            "reshard_after_forward is False: it must be true with .*'auto'",
+        ),
         (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),
         (dict(parallel=dict(devices=2, strategy="torch_fsdp"), train=dict(cuda_graph=True)), "is .torch_fsdp."),
         (dict(parallel=dict(strategy="bogus")), "parallel.strategy is 'bogus': it must be one of auto, none"),

@@ -54,7 +54,8 @@ class DDPBench:
     """A strategy, what it trains, and on how many processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
-    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it), +graph."""
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +zero2 (fsdp gathers weights once), +bf16
+    (gradients are sent in it), +graph."""
     compile: bool = swept(False, True, quick=False)
     """Compile the blocks."""
     devices: int = swept(2)
@@ -101,6 +102,7 @@ class DDPBench:
         parallel: dict[str, Any] = {}
         if name != ALONE:
             parallel = dict(devices=self.devices, strategy=name, shard_optimizer="zero1" in chosen)
+            parallel |= dict(reshard_after_forward=False) if "zero2" in chosen else {}
             parallel |= dict(grad_dtype="bf16") if "bf16" in chosen else {}
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
             parallel |= dict(nccl_max_ctas=self.nccl_max_ctas)
@@ -121,7 +123,7 @@ class DDPBench:
     @property
     def options(self) -> tuple[str, ...]:
         """What may follow the strategy of a variant."""
-        return ("zero1", "bf16", "graph")
+        return ("zero1", "zero2", "bf16", "graph")
 
     def _parts(self) -> tuple[str, str | None, list[str]]:
         """The strategy, its bucket size and its options. Every part of a variant's name must have a meaning."""
