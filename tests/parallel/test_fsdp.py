@@ -741,7 +741,7 @@ def test_ranks_may_use_different_weights_nccl() -> None:
 
 
 def memory_of_a_step(reshard_after_forward: bool) -> tuple[float, float]:
-    """Memory in the last of several steps, in whole units: between the passes, and at most besides shards' gradients."""
+    """Memory in the last of several steps, in units: between the passes, and at most besides shards' gradients."""
     device = torch.device("cuda", comm.rank())
     with device:
         strategy = FSDP(TransformerLM(64, 16, d_model=1024, num_layers=24, num_heads=16, d_ff=4096), torch.bfloat16,
