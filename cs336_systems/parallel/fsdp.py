@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_basics.nn_utils import gradient_norms
 
-from ..hardware import to_host
 from . import comm
 from .fsdp_units import APART, EMBEDDINGS, PART, WHOLE, Unit, divide
 from .fsdp_walk import Place, Walk, insert
-from .strategy import Strategy, check_wire_dtype, weak_hook
+from .strategy import Strategy, UsedParameters, check_wire_dtype, weak_hook
 
 
 class FSDP(Strategy):
@@ -36,11 +35,12 @@ class FSDP(Strategy):
 
     A unit is what is gathered together: the weights of one element of an nn.ModuleList (a Transformer block), and
     elsewhere the weights of one module. While a unit computes, forward or backward, the next one is prefetched, so at
-    most two are whole. A unit's gradients are sent as soon as they are ready, and are waited for when the next unit's
-    are sent, or when backward ends.
+    most two are whole, unless they are to stay so. A unit's gradients are sent as soon as they are ready, and are
+    waited for when the next unit's are sent, or when backward ends.
 
     reshard_after_forward: with False, weights that backward needs stay whole until it has passed them, and are gathered
-    once in a step instead of twice (ZeRO stage 2; SHARD_GRAD_OP in Zhao et al.). All of them are whole when it begins.
+    once in a step instead of twice (ZeRO stage 2; SHARD_GRAD_OP in Zhao et al.). All of them are whole when it begins,
+    and if it never comes, until the next forward or `finish_gradient_synchronization`.
     compute_dtype: shards are cast to it before they are sent; weights and their gradients have it in computation. What
     is replicated keeps its dtype, and inputs are not cast. Under autocast give the same dtype; otherwise autocast keeps
     its own copies of all weights until backward is over.
@@ -50,11 +50,13 @@ class FSDP(Strategy):
     sum of means is the mean of sums. Whole gradients would take as much memory as sharding saves.
 
     Ranks may use different weights, but must make the same calls of forward and backward. In the first forward, which
-    teaches the order of units, they may use different weights only if the units are registered in that order. Weights
-    are whole only inside the calls of their unit's module and its backward; in that first forward, using one elsewhere
-    raises RuntimeError. A block may be compiled or checkpointed inside (its `forward` replaced, before or after
-    wrapping), or checkpointed from outside with use_reentrant=False (otherwise backward raises RuntimeError). Freeze or
-    thaw parameters before wrapping.
+    teaches the order of units, they may use different weights only if the units are registered in that order. In one
+    backward of several forwards, all ranks must use the last unit of each. Modules hold whole weights only inside the
+    calls of their unit's module and its backward; in that first forward, using one elsewhere raises RuntimeError.
+
+    A block may be compiled or checkpointed inside (its `forward` replaced, before or after wrapping), or checkpointed
+    from outside with use_reentrant=False (otherwise backward raises RuntimeError). Where several blocks are
+    checkpointed together, all ranks must use the same ones. Freeze or thaw parameters before wrapping.
 
     What the loss takes from a unit must leave it through its module's outputs, in tensors, tuples, lists or dicts, and
     must not be modified in place there. If it came from an attribute, or inside another class, backward would reach
@@ -83,6 +85,7 @@ class FSDP(Strategy):
         self._units = list(dict.fromkeys(unit for stage in self._stages for unit in stage.units))
         self._sharded = {id(w.shard): w for unit in self._units for w in unit.weights}
         self._trainable = self.trainable()
+        self._flags = UsedParameters(self._trainable)
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._plan(list(range(len(self._stages))))
@@ -116,7 +119,8 @@ class FSDP(Strategy):
         if _in_backward():  # the recompute of checkpointing
             return
         self._reset()  # what is whole is of an older pass: weights may have changed, or its backward never came
-        self._kept = self._for_backward if torch.is_grad_enabled() and not self._reshards else set()
+        if torch.is_grad_enabled() and not self._reshards:
+            self._kept = self._for_backward
         self._walk = Walk(self._places, keep=self._kept)
         self._called = []
         if self._unknown:
@@ -198,10 +202,12 @@ class FSDP(Strategy):
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == self._task:
+            self._recomputing = -1  # what was computed again has its backward in this pass
             return
         if self._task != -1 and self._recomputing == self._task:  # a backward pass inside of another one
             raise RuntimeError("a module in fsdp is checkpointed with use_reentrant=True, which gives wrong gradients: "
-                               "it must be use_reentrant=False")  # fmt: skip
+                               "it must be use_reentrant=False; or a backward pass failed while it recomputed a block: "
+                               "call zero_grad of the fsdp module first")  # fmt: skip
         self._reset(keep=self._task == -1)  # all but what forward kept whole, unless a backward was aborted
         self._mark_used()
         self._task, self._back = task, Walk(self._back_places, self._scatter)
@@ -226,8 +232,8 @@ class FSDP(Strategy):
         unit, weight = self._whole[id(full)]
         weight.used = True
         unit.arrived += 1
-        if unit.arrived == len(unit.trainable):
-            self._scatter(unit)
+        if self._back is not None:
+            self._back.send_ready()
 
     def _scatter(self, unit: Unit) -> None:
         self._wait_scatter()  # not earlier, so that it was under way while this unit computed
@@ -256,7 +262,7 @@ class FSDP(Strategy):
 
     def _reset(self, keep: bool = False) -> None:
         """Discard a pass that was aborted; free what is whole."""
-        self._walk = None
+        self._walk, self._kept = None, set()
         self._show_parts()
         if self._task != -1 and self._scattering is not None:
             self._scattering.drop_scatter()
@@ -290,20 +296,10 @@ class FSDP(Strategy):
         self._marked = False
         if not self._trainable:
             return
-        missing = [i for i, p in enumerate(self._trainable) if not self._used(p)]
-        used = torch.ones(len(self._trainable), device=self._trainable[0].device)
-        if missing:
-            used[missing] = 0  # as in UsedParameters: one flag each, read only by a rank that misses something
-        replicated = [p for p in self._trainable if id(p) not in self._sharded]
-        for p in replicated:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        gradients = [p.grad for p in replicated if p.grad is not None]
-        comm.start_mean([*gradients, used], "mean of the replicated gradients", self.grad_dtype).wait()
-        if missing:
-            by_anybody = to_host(used).tolist()
-            for i in missing:
-                if not by_anybody[i]:
-                    self._trainable[i].grad = None
+        flags = self._flags.fill(lambda p: not self._used(p))
+        replicated = [p.grad for p in self._trainable if id(p) not in self._sharded and p.grad is not None]
+        comm.start_mean([*replicated, flags], "mean of the replicated gradients", self.grad_dtype).wait()
+        self._flags.settle()
 
     def _check_frozen(self) -> None:
         # Whole weights are as they were at wrapping, and so is which gradients are sent.

@@ -20,13 +20,14 @@ class Place(NamedTuple):
 class Walk:
     """One pass through all places of a plan, in order.
 
-    Arriving at a place starts the all-gather of the next one. Leaving a place sends the gradients that are due there
-    and have not been sent yet, and frees its units, but for those to keep. A rank passes in the same way over places
-    that it does not use. So all ranks start the same transfers in the same order, which is all that collectives need.
+    Arriving at a place starts the all-gather of the next one. Gradients that are due at a place are sent in their order
+    as soon as they are complete, the rest when leaving it, which also frees its units, but for those to keep. A rank
+    passes in the same way over places that it does not use. So all ranks start the same transfers in the same order,
+    which is all that collectives need, except those of stages called out of turn, which all ranks must call alike.
     """
 
     def __init__(
-        self, places: list[Place], scatter: Callable[[Unit], None] | None = None, keep: Container[Unit] = ()
+        self, places: list[Place], scatter: Callable[[Unit], None] = lambda unit: None, keep: Container[Unit] = ()
     ) -> None:
         self.places, self.at, self._scatter, self._keep = places, -1, scatter, keep
 
@@ -51,16 +52,31 @@ class Walk:
         self._go(len(self.places) - 1)
 
     def restart(self) -> None:
+        """Begin again, as after one more pass: every gradient will be sent again, zeros where none has come."""
         self.to_end()
         self.leave()
         self.at = -1
+        for place in self.places:
+            for unit in place.due:
+                unit.scattered = False
+
+    def send_ready(self) -> None:
+        """Send what is due here up to the first unit whose gradients are not complete; on this rank they may never be.
+
+        What is complete but due later has to wait for its place: another rank may not have it yet.
+        """
+        for unit in self.places[self.at].due if self.at >= 0 else ():
+            if not unit.scattered:
+                if unit.arrived < len(unit.trainable):
+                    return
+                self._scatter(unit)
 
     def leave(self) -> None:
         if self.at < 0:
             return
         here = self.places[self.at]
         for unit in here.due:
-            if self._scatter and not unit.scattered:  # not used on this rank, or not all of it
+            if not unit.scattered:  # not used on this rank, or not all of it
                 self._scatter(unit)
         following = [] if self.at_end() else self.places[self.at + 1].gathered
         for unit in here.gathered:

@@ -77,18 +77,20 @@ def gradients(strategy: FSDP) -> dict[str, Tensor | None]:
             assert p.grad.shape == p.shape
             assert p.grad.dtype == p.dtype
             shape, first = shards[name]
-            found[name] = torch.zeros(shape)
+            found[name] = torch.zeros(shape, dtype=p.dtype)
             found[name][first : first + len(p)] = p.grad.cpu()
     of_ranks = comm.gather_objects(found, "test")
     for name in shards:
-        if found[name] is not None:
+        if found.get(name) is not None:
             found[name] = sum(of_rank[name] for of_rank in of_ranks)
     return found
 
 
-def expected_gradients(losses: list[Callable[[nn.Module], Tensor | None]]) -> dict[str, Tensor | None]:
+def expected_gradients(
+    losses: list[Callable[[nn.Module], Tensor | None]], build: Callable[[], nn.Module] = build_blocks
+) -> dict[str, Tensor | None]:
     """Of the mean of these losses, one a rank, in one process; None where no loss has any."""
-    model = build_blocks()
+    model = build()
     for loss in losses:
         (loss(model) / len(losses)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -417,6 +419,75 @@ def test_ranks_may_use_different_weights_that_stay_whole_for_backward(in_order: 
     check_uses(run_ranks(use_differently, 2, USES, in_order, "cpu", False), USES)
 
 
+class Partly(nn.Module):
+    """An embedding tied to the head, and a block of two dtypes, so of two units; a rank may use a part of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(8, 6)
+        block = nn.ModuleDict({"first": nn.Linear(6, 6), "second": nn.Linear(6, 6, dtype=torch.float64)})
+        block.forward = partial(self.block_forward, block)
+        self.blocks = nn.ModuleList([block])
+        self.head = nn.Linear(6, 8)
+        self.head.weight = self.embedding.weight
+
+    @staticmethod
+    def block_forward(block: nn.ModuleDict, x: Tensor, all_of_it: bool) -> Tensor:
+        x = block["first"](x)
+        return block["second"](x.double()).float() if all_of_it else x
+
+    def forward(self, rank: int, embeds: bool, all_of_it: bool) -> Tensor:
+        ids = torch.arange(rank, rank + 4)
+        x = self.embedding(ids) if embeds else torch.ones(4, 6)
+        return self.head(self.blocks[0](x, all_of_it)).square().mean()
+
+
+PARTS = [[(True, True), (False, True)], [(True, True), (True, False)], [(False, True), (True, False)]]
+
+
+def use_parts(reshard_after_forward: bool) -> list[dict[str, Tensor | None]]:
+    strategy = FSDP(Partly(), reshard_after_forward=reshard_after_forward)
+    found = []
+    for parts in PARTS:
+        strategy.zero_grad()
+        strategy(comm.rank(), *parts[comm.rank()]).backward()
+        strategy.finish_gradient_synchronization()
+        found.append(gradients(strategy))
+    return found
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_ranks_may_use_different_parts_of_a_stage_and_different_users_of_a_weight(reshard_after_forward: bool) -> None:
+    for found in run_ranks(use_parts, 2, reshard_after_forward):
+        for of_step, parts in zip(found, PARTS, strict=True):
+            losses = [lambda model, rank=rank, its=its: model(rank, *its) for rank, its in enumerate(parts)]
+            assert_same_gradients(of_step, expected_gradients(losses, Partly))
+
+
+SEVERAL = [[(0, 1, 2, 3), (0, 1)], [(0, 3), (2,)]]  # two forward passes of each rank
+
+
+def use_differently_before_one_backward(reshard_after_forward: bool) -> dict[str, Tensor | None]:
+    strategy = FSDP(build_blocks(), reshard_after_forward=reshard_after_forward)
+    for _ in range(2):  # the order is learned in the first of them
+        strategy.zero_grad()
+        sum(some_loss(comm.rank(), use, step, strategy) for step, use in enumerate(SEVERAL[comm.rank()])).backward()
+        strategy.finish_gradient_synchronization()
+        assert whole_bytes(strategy) == 0
+    return gradients(strategy)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_ranks_may_use_different_weights_in_several_forwards_of_one_backward(reshard_after_forward: bool) -> None:
+    def loss(rank: int, model: nn.Module) -> Tensor:
+        return sum(some_loss(rank, use, step, model) for step, use in enumerate(SEVERAL[rank]))
+
+    expected = expected_gradients([partial(loss, rank) for rank in range(2)])
+    for found in run_ranks(use_differently_before_one_backward, 2, reshard_after_forward):
+        assert_same_gradients(found, expected)
+
+
 def unused_keeps_gradient() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     strategy = FSDP(build_blocks())
     some_loss(comm.rank(), (0, 1), 0, strategy).backward()
@@ -537,6 +608,31 @@ def test_passes_that_are_not_one_forward_and_one_backward(kind: str, reshard_aft
         assert_same_gradients(found, expected)
 
 
+def call_a_block_by_itself() -> tuple[list[int], Tensor]:
+    strategy = FSDP(build_blocks(), reshard_after_forward=False)
+    some_loss(comm.rank(), (0, 1, 2, 3), 0, strategy).backward()
+    left = []
+    for value in (0.5, 0.25):
+        strategy.finish_gradient_synchronization()
+        with torch.no_grad():
+            for p in strategy.parameters():
+                p.fill_(value)
+            output = strategy.module.blocks[1](torch.ones(2, 6))
+        left.append(strategy.gathered_bytes())
+    return left, output
+
+
+def test_a_block_called_by_itself_has_the_weights_of_now_and_leaves_none_whole() -> None:
+    block = Block()
+    with torch.no_grad():
+        for p in block.parameters():
+            p.fill_(0.25)
+        expected = block(torch.ones(2, 6))
+    for left, output in run_ranks(call_a_block_by_itself, 2):
+        assert left == [0, 0]
+        torch.testing.assert_close(output, expected)
+
+
 class CheckpointedEach(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -565,6 +661,21 @@ def test_checkpointing_that_would_give_wrong_gradients_is_refused() -> None:
         assert all("RuntimeError: a module in fsdp is checkpointed with use_reentrant=True" in each for each in said)
     for said in run_ranks(checkpointed_each, 2, False):
         assert said == ["nothing was raised"] * 2
+
+
+def fail_after_a_recomputation() -> str:
+    strategy = FSDP(CheckpointedEach(use_reentrant=False))
+    handle = strategy.module.inlet.register_full_backward_pre_hook(fail_once)
+    loss = strategy(torch.ones(2, 4))
+    handle.remove()
+    other = strategy(torch.ones(2, 4))
+    with pytest.raises(PlannedError):
+        loss.backward()
+    return message_of(other.backward)
+
+
+def test_a_backward_pass_that_failed_among_checkpoints_is_not_mistaken_for_another_kind_of_them() -> None:
+    assert run_ranks(fail_after_a_recomputation, 2) == ["nothing was raised"] * 2
 
 
 def changed_after_wrapping(trains: bool) -> str:
