@@ -13,6 +13,9 @@ from .data_config import DataConfig
 from .fields import check_types, checkpointed_blocks, require, require_at_least
 from .model_config import ModelConfig
 
+SHARDED = ("fsdp", "torch_fsdp")
+"""Strategies that shard the weights, and with them gradients and optimizer state."""
+
 
 def _final_rate(lr: float) -> float:
     return lr / 10
@@ -182,7 +185,7 @@ class ParallelConfig:
     """Processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
     """Size of the groups in which gradients are sent, in 2^20 bytes (default: 100 for auto and bucketed, PyTorch's 25
-    for torch_ddp; overlap sends each gradient by itself, as individual always does)."""
+    for torch_ddp; overlap sends each gradient by itself, as individual always does). The other strategies ignore it."""
     shard_optimizer: bool = False
     """Each process keeps the optimizer state of only its own part of the parameters (ZeRO stage 1)."""
     reshard_after_forward: bool = True
@@ -205,13 +208,13 @@ class ParallelConfig:
             value = getattr(self, name)
             require(value is None or 0 < value < 1e9, f"parallel.{name}", value, "above 0 and below 1e9")
         require(
-            not (self.shard_optimizer and self.strategy in ("fsdp", "torch_fsdp")),
+            not (self.shard_optimizer and self.strategy in SHARDED),
             "parallel.shard_optimizer",
             self.shard_optimizer,
             f"false with parallel.strategy {self.strategy!r}, which shards the optimizer's state anyway",
         )
         require(
-            self.reshard_after_forward or self.strategy in ("fsdp", "torch_fsdp"),
+            self.reshard_after_forward or self.strategy in SHARDED,
             "parallel.reshard_after_forward",
             self.reshard_after_forward,
             f"true with parallel.strategy {self.strategy!r}, which does not shard weights",

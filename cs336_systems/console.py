@@ -23,11 +23,25 @@ READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
 def launched_rank() -> int | None:
     """This process's rank among those that torchrun, or our own launch, has started; None for a process by itself.
 
-    A stray RANK is not enough: schedulers and shells leave such variables behind.
+    A stray RANK is not enough: schedulers and shells leave such variables behind (`check_by_itself`).
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
     return count_in_environment("RANK", 0, below="WORLD_SIZE")
+
+
+def check_by_itself() -> None:
+    """Raise ValueError if this process, which torchrun did not start, seems meant to train with others.
+
+    Left alone, each of them would train on the whole batch, and write into the same folder.
+    """
+    missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
+    if missing and count_in_environment("WORLD_SIZE", 1) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} in the environment, without {' and '.join(missing)}: set them "
+            "for every process, as torchrun does (LOCAL_RANK is the number of the process on its machine), or unset "
+            "WORLD_SIZE to train in one process"
+        )
 
 
 def count_in_environment(name: str, default: int, below: str | None = None) -> int:

@@ -1,6 +1,7 @@
 """Checks of a configuration's fields: each raises a ValueError that names the field, the value and what is accepted."""
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -15,7 +16,12 @@ _GROUPS = re.compile(r"""(?<![\w./'"-])(?:model|data|optimizer|train|parallel)\.
 def require(condition: bool, name: str, value: object, accepted: str) -> None:
     """Raise ValueError unless the condition holds."""
     if not condition:
-        raise ValueError(f"{name} is {value!r}: it must be {accepted}")
+        raise ValueError(f"{name} is {shown(value)}: it must be {accepted}")
+
+
+def shown(value: object) -> str:
+    """A value in a message: true, false and null as on the command line and in JSON, anything else as in Python."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def check_types(config: Any, group: str) -> None:
@@ -23,7 +29,7 @@ def check_types(config: Any, group: str) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not any(_is_a(value, kind) for kind in _alternatives(hint)):
-            raise ValueError(f"{group}{name} is {value!r}: it must be {describe_type(hint)}")
+            raise ValueError(f"{group}{name} is {shown(value)}: it must be {describe_type(hint)}")
         # A command line cannot hold one, but JSON can, and no path may.
         require(not isinstance(value, str) or "\0" not in value, f"{group}{name}", value, "text without NUL characters")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .arguments import check_png, make_parser, parse
-from .fields import folder_to_write, require
+from .fields import folder_to_write, require, shown
 
 _OPTIONS = {
     "plot": ("runs", "streams"),
@@ -58,7 +58,7 @@ def make_report(arguments: Sequence[str]) -> str:
         raise ValueError(f"paths is {options.paths}: it must be {accepted}")
     for name, used in _OPTIONS.items():
         if (value := getattr(options, name)) not in (None, False) and options.what not in used:
-            raise ValueError(f"{name} is {value!r}: it must be left out with {options.what}")
+            raise ValueError(f"{name} is {shown(value)}: it must be left out with {options.what}")
     if options.measure:
         from .report.writeup.measure import check_gpu
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..console import count_in_environment
 from .failure import CollectiveError, Watchdog, first_line, named
 from .heartbeat import Heartbeats
-from .meeting import meeting_place
+from .meeting import check_environment, meeting_place
 from .ranks import rank, world_size
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,8 +47,8 @@ def process_group(
     `init_process_group` takes (init_method, rank, world_size). A collective that is not done within step_timeout_s ends
     the process (tensors on a GPU) or raises CollectiveError (tensors on a CPU; and objects, on a GPU a minute later).
     CollectiveError is also raised if the other ranks do not come within init_timeout_s. NCCL takes at most
-    nccl_max_ctas thread blocks of a GPU. Raises ValueError if the environment has another limit, or a port that is not
-    a number.
+    nccl_max_ctas thread blocks of a GPU. Raises ValueError if the environment has another limit, or does not say where
+    the ranks meet.
     """
     global _watchdog, _heartbeats
     if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects
@@ -59,7 +58,7 @@ def process_group(
     # gloo, beside NCCL, carries Python objects, which would otherwise wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not where:
-        count_in_environment("MASTER_PORT", 0)
+        check_environment()
     try:
         where = where or meeting_place(init_timeout_s)
         dist.init_process_group(backend, timeout=timedelta(seconds=init_timeout_s), **where)

@@ -6,12 +6,30 @@ fails. The number of restarts cannot tell them apart, because each agent counts 
 """
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from ..console import count_in_environment
+
+
+def check_environment() -> None:
+    """Raise ValueError naming a variable that keeps the ranks from meeting: what torchrun sets, gloo's interfaces."""
+    if not os.environ.get("MASTER_ADDR"):
+        raise ValueError("MASTER_ADDR is not set in the environment: it must be the address of rank 0's machine")
+    port = count_in_environment("MASTER_PORT", 0)
+    if not 0 < port < 1 << 16:
+        accepted = "a port of rank 0's machine, from 1 to 65535"
+        raise ValueError(f"MASTER_PORT is {port or 'not set'} in the environment: it must be {accepted}")
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in there:
+            accepted = f"one of {', '.join(there)}, the network interfaces of this machine"
+            raise ValueError(f"GLOO_SOCKET_IFNAME is {name!r} in the environment: it must be {accepted}")
 
 
 def meeting_place(timeout_s: float) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Literal
 from cs336_basics.shape import ModelShape
 
 from ..accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
+from ..config import SHARDED
 from ..fields import check_types, checkpointed_blocks, require, require_at_least
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
-SHARDED = ("fsdp", "torch_fsdp")
 ALIASES = {"flashddp": "bucketed"}
 """Names of strategies in training that are other names for one of these."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the default bucket size in 2^20 bytes

@@ -39,7 +39,7 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}: it must be at least 0")
     if config.compile and select_device(config.device).type == "cpu":
-        raise ValueError("compile is True: it must be false on a CPU, where storages are counted operator by operator")
+        raise ValueError("compile is true: it must be false on a CPU, where storages are counted operator by operator")
     bench = Workbench(config)
     before = current_gpu_state()
     _warm_up(bench, warmup)

@@ -18,7 +18,8 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes
-from ..config import RunConfig, SampleConfig
+from ..config import SHARDED, RunConfig, SampleConfig
+from ..console import check_by_itself
 from ..data_config import without_derived_paths
 from ..fields import require
 from ..hardware import DTYPES, check_precision, memory_bytes, use_device
@@ -52,6 +53,7 @@ def train(config: RunConfig) -> RunResult:
     not finite, CheckpointError if a checkpoint cannot be written, and CollectiveError if another rank is gone or hangs.
     """
     if not launched():
+        check_by_itself()
         if config.parallel.devices > 1:
             return launch(config)
         return _train(config, use_device(config.train.device))
@@ -241,7 +243,7 @@ def lacking_memory(config: RunConfig, device: torch.device) -> str:
     """Why a run cannot fit, if so: said before it is built, since a billion layers would not fail, but take forever."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
-    sharded = config.parallel.strategy_for(world_size) in ("fsdp", "torch_fsdp")
+    sharded = config.parallel.strategy_for(world_size) in SHARDED
     needed = least_training_bytes(
         shape,
         train.batch_size // world_size,

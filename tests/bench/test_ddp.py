@@ -306,8 +306,14 @@ def test_the_command_writes_where_it_is_told(
         (dict(variant="none"), "variant is 'none'"),
         (dict(variant="auto"), "variant is 'auto'"),
         (dict(variant=""), "variant is ''"),
-        (dict(variant="fsdp+zero1"), "shard_optimizer is True"),
-        (dict(variant="overlap+zero2"), "reshard_after_forward is False"),
+        (
+            dict(variant="fsdp+zero1"),
+            r"variant is 'fsdp\+zero1': it must be a strategy other than fsdp, which .*, or without \+zero1$",
+        ),
+        (
+            dict(variant="overlap+zero2"),
+            r"variant is 'overlap\+zero2': it must be a strategy other than overlap, which .*, or without \+zero2$",
+        ),
         (dict(size="huge"), "size is 'huge'"),
         (dict(devices=0), "devices is 0"),
         (dict(devices=100_000), r"devices is 100000: it must be at most \d+ on a CPU of \d+ cores"),

@@ -80,7 +80,24 @@ def test_nccls_thread_blocks_are_limited_where_the_environment_has_no_other_limi
         assert os.environ["NCCL_MAX_CTAS"] == "8"
 
 
-def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "abc")
-    with pytest.raises(ValueError, match=r"^MASTER_PORT is 'abc' in the environment: it must be a whole number"):
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set in the environment: it must be the address of rank 0's machine"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is '' in the environment: it must be a whole number"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc' in the environment: it must be a whole number"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is not set in the environment: it must be a port of rank 0's machine"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000 in the environment: it must be a port"),
+        (
+            {"GLOO_SOCKET_IFNAME": "lo,eth77"},
+            r"GLOO_SOCKET_IFNAME is 'eth77' in the environment: it must be one of .*\blo\b",
+        ),
+    ],
+)
+def test_an_environment_that_does_not_say_where_to_meet_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{message}"):
         comm.process_group(torch.device("cpu")).__enter__()

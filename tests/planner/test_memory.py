@@ -358,8 +358,8 @@ def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
         ({"weight_dtype": "bf16", "precision": "fp32"}, "weight_dtype is 'bf16': it must be fp32 with precision"),
         ({"compile_memory_budget": 0.5}, "compile_memory_budget is 0.5: it must be from 0 to 1"),
         ({"loss_chunk_tokens": 0}, "loss_chunk_tokens is 0: it must be at least 1"),
-        ({"strategy": "fsdp", "shard_optimizer": True}, "shard_optimizer is True: it must be false with strategy"),
-        ({"reshard_after_forward": False}, "reshard_after_forward is False: it must be true with strategy 'none'"),
+        ({"strategy": "fsdp", "shard_optimizer": True}, "shard_optimizer is true: it must be false with strategy"),
+        ({"reshard_after_forward": False}, "reshard_after_forward is false: it must be true with strategy 'none'"),
         ({"strategy": "bucketed", "bucket_size_mb": 0.0}, "bucket_size_mb is 0.0: it must be above 0"),
     ],
 )

@@ -243,7 +243,7 @@ def test_counted_bytes_are_those_of_the_shapes() -> None:
         (["--min_bytes", "-1"], "min_bytes is -1"),
         (["--mode", "backward"], "mode is "),
         (["--size", "huge"], "size is 'huge'"),
-        (["--compile", "true"], "compile is True"),
+        (["--compile", "true"], "compile is true"),
         (["--out", "TMP/file"], "out is 'TMP/file'"),
         (["--snapshot", "TMP/no.pickle"], "snapshot TMP/no.pickle does not exist"),
         (["--snapshot", "TMP/file"], "snapshot TMP/file is no pickle"),

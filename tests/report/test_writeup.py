@@ -1377,8 +1377,8 @@ def test_rows_of_a_profile_are_found_where_it_writes_them(tmp_path: Path) -> Non
 def test_without_a_gpu_nothing_is_measured_and_with_others_than_a_writeup_neither(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match=r"^measure is True: it needs a CUDA GPU"):
+    with pytest.raises(ValueError, match=r"^measure is true: it needs a CUDA GPU"):
         make_report(["writeup", "--measure", "--results", str(tmp_path), "--out", str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match=r"^measure is True: it must be left out with rows"):
+    with pytest.raises(ValueError, match=r"^measure is true: it must be left out with rows"):
         make_report(["rows", "some.jsonl", "--measure"])

@@ -199,7 +199,7 @@ def test_micro_batches_must_divide_the_batch(batch_size: int, accumulation: int)
 
 @pytest.mark.parametrize("train_text", [None, ""])
 def test_source_text_needs_a_text(train_text: str | None) -> None:
-    with pytest.raises(ValueError, match=r"^data\.train_text is (None|''): it must be a path, because data\.source is"):
+    with pytest.raises(ValueError, match=r"^data\.train_text is (null|''): it must be a path, because data\.source is"):
         RunConfig(model=ModelConfig(**TINY), data=DataConfig(source="text", train_text=train_text))
 
 
@@ -228,7 +228,7 @@ def test_a_sample_that_a_context_has_no_room_for_names_both() -> None:
 
 
 def test_resume_auto_needs_a_run_dir() -> None:
-    with pytest.raises(ValueError, match=r"^run_dir is None: it must be given where resume is 'auto'"):
+    with pytest.raises(ValueError, match=r"^run_dir is null: it must be given where resume is 'auto'"):
         RunConfig(model=ModelConfig(**TINY), resume="auto")
 
 

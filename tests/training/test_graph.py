@@ -90,7 +90,7 @@ def test_cuda_graph_on_a_cpu_is_refused(tmp_path: Path) -> None:
 
 
 def test_cuda_graph_with_fp16_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"train\.cuda_graph is True: it must be false with train\.precision 'fp16'"):
+    with pytest.raises(ValueError, match=r"train\.cuda_graph is true: it must be false with train\.precision 'fp16'"):
         TrainConfig(cuda_graph=True, precision="fp16")
 
 

@@ -460,10 +460,10 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (dict(parallel=dict(bucket_size_mb=0.0)), "parallel.bucket_size_mb is 0.0"),
         (dict(parallel=dict(nccl_max_ctas=0)), "parallel.nccl_max_ctas is 0"),
         (dict(parallel=dict(devices=2, strategy="none")), "parallel.strategy is 'none'"),
-        (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is True"),
+        (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is true"),
         (
             dict(parallel=dict(reshard_after_forward=False)),
-            "reshard_after_forward is False: it must be true with .*'auto'",
+            "reshard_after_forward is false: it must be true with .*'auto'",
         ),
         (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),
         (dict(parallel=dict(devices=2, strategy="torch_fsdp"), train=dict(cuda_graph=True)), "is .torch_fsdp."),
@@ -474,6 +474,22 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_what_cannot_be_shared_is_refused(groups: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(tmp_path, **groups)
+
+
+def test_a_process_of_several_that_nothing_has_numbered_is_refused_and_does_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE is 2 in the environment, without LOCAL_RANK: set "):
+        train(config_for(tmp_path))
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE is 2 in the environment, without RANK and LOCAL_RANK: "):
+        train(config_for(tmp_path))
+    assert not any(tmp_path.rglob("metrics.jsonl"))
+    for name in ("RANK", "WORLD_SIZE"):  # as some shells leave them
+        monkeypatch.setenv(name, "1")
+    assert train(config_for(tmp_path, train=dict(max_steps=1))).step == 1
 
 
 # Two hosts

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
-from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...config import SHARDED, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...fields import check_types, require, require_at_least, without_groups
 from ...hardware import select_device
 from ...training.launch import check_devices
@@ -143,6 +143,12 @@ class DDPBench:
                 f"{', '.join(strategies)}; then :BUCKET_MB, but not after {', '.join((ALONE, *WITHOUT_BUCKETS))}; then "
                 f"any of +{', +'.join(self.options)}, once"
             )
+        shards_weights = name in SHARDED
+        other = f"a strategy other than {name}, which"
+        require("zero1" not in chosen or not shards_weights, "variant", self.variant,
+                f"{other} shards the optimizer's state anyway, or without +zero1")  # fmt: skip
+        require("zero2" not in chosen or shards_weights, "variant", self.variant,
+                f"{other} does not shard weights, or without +zero2")  # fmt: skip
         return name, bucket, chosen
 
     def workload(self) -> Workload:

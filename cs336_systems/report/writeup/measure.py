@@ -21,7 +21,7 @@ _HALF = ".part"
 def check_gpu() -> None:
     """Raise ValueError where there is no GPU: what the problems ask for would take a CPU days."""
     if gpu_count() == 0:
-        raise ValueError("measure is True: it needs a CUDA GPU; without it rows that are there will do")
+        raise ValueError("measure is true: it needs a CUDA GPU; without it rows that are there will do")
 
 
 def measure_missing(results: Path, problems: Sequence[Problem] = PROBLEMS) -> list[str]:
