@@ -22,8 +22,9 @@ _PRECISION = "bf16"  # what models are trained in
 _KERNEL = "flash_triton"  # this project's kernel that is made for speed
 _SHORTEST = 2048  # for shorter ones the picture would show the host's launch overhead
 _TRAINERS = ("cs336", "cs336_graph")
-_STRATEGIES = ("overlap:100", "overlap:100+graph", "bucketed:100", "bucketed:100+graph", "fsdp", "fsdp+graph")
-_PEERS = ("hf_llama", "torch_ddp", "torch_fsdp")
+_STRATEGIES = ("overlap:100", "overlap:100+graph", "bucketed:100", "bucketed:100+graph",
+               "fsdp", "fsdp+graph", "fsdp+zero2", "fsdp+zero2+graph")  # fmt: skip
+_PEERS = ("hf_llama", "torch_ddp", "torch_fsdp", "torch_fsdp+zero2")
 _OF_A_SIZE = ("size", "context_length", "batch_size", "precision", "compile")
 _OF_A_STEP = ("size", "devices", "context_length", "batch_size", "precision", "compile", "nccl_max_ctas")
 
@@ -132,8 +133,11 @@ def _parallel(rows: Sequence[Row]) -> Iterator[Comparison]:
         what = f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}"
         times = {row.config["variant"]: row.metrics["step_ms"]["p50"] for row in group}
         for ours in _STRATEGIES:
-            peer = ("torch_fsdp", "PyTorch's FSDP2") if ours.startswith("fsdp") else ("torch_ddp", "PyTorch's DDP")
-            yield from _pair(what, times, ours, *peer)
+            stage = "+zero2" if "+zero2" in ours else ""  # weights are gathered once a step, not twice
+            if ours.startswith("fsdp"):
+                yield from _pair(what, times, ours, f"torch_fsdp{stage}", "PyTorch's FSDP2")
+            else:
+                yield from _pair(what, times, ours, "torch_ddp", "PyTorch's DDP")
 
 
 _CASES = {"leaderboard-2025": _leaderboard, "flash": _lengths, "train-step": _training, "ddp": _parallel}

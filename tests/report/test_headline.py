@@ -49,7 +49,8 @@ FLASH = [flash("flash_triton", 2048, 1.0), flash("sdpa", 2048, 2.0), flash("flas
          flash("sdpa_cudnn", 4096, 5.0), flash("sdpa", 4096, 8.0), flash("flash_triton", 8192, 20.0)]  # fmt: skip
 TRAINING = [train_step("cs336", 25.0), train_step("cs336_graph", 10.0), train_step("hf_llama", 20.0)]
 PARALLEL = [ddp("alone", 9.0), ddp("bucketed:100", 30.0), ddp("bucketed:100+graph", 15.0), ddp("torch_ddp", 20.0),
-            ddp("fsdp", 12.0), ddp("torch_fsdp", 24.0), ddp("bucketed:100", 7.0, compiled=True)]  # fmt: skip
+            ddp("fsdp", 12.0), ddp("torch_fsdp", 24.0), ddp("bucketed:100", 7.0, compiled=True),
+            ddp("fsdp+zero2+graph", 6.0), ddp("torch_fsdp+zero2", 30.0)]  # fmt: skip
 ALL = [*LEADERBOARD, *FLASH, *TRAINING, *PARALLEL]
 
 
@@ -76,6 +77,7 @@ def test_every_pair_of_one_run_is_a_line_whoever_is_faster(tmp_path: Path) -> No
         f"| {both} | `bucketed:100` 30 ms | PyTorch's DDP (`torch_ddp`) 20 ms | 150% |",
         f"| {both} | `bucketed:100+graph` 15 ms | PyTorch's DDP (`torch_ddp`) 20 ms | 75% |",
         f"| {both} | `fsdp` 12 ms | PyTorch's FSDP2 (`torch_fsdp`) 24 ms | 50% |",
+        f"| {both} | `fsdp+zero2+graph` 6 ms | PyTorch's FSDP2 (`torch_fsdp+zero2`) 30 ms | 20% |",
     ]
 
 
