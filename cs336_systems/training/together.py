@@ -53,7 +53,7 @@ def reason(error: BaseException) -> str:
             return cause.strerror
         if isinstance(cause, RankError):
             return str(cause)
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return f"{type(error).__name__}: {error}"
 
 

@@ -22,7 +22,7 @@ from cs336_systems.training.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from cs336_systems.training.together import on_every_rank, on_first_rank
+from cs336_systems.training.together import on_every_rank, on_first_rank, reason
 
 from ..distributed import run_ranks
 from .helpers import (
@@ -212,3 +212,20 @@ def raise_here_and_there() -> list[str]:
 def test_the_lowest_failing_rank_is_heard_on_all() -> None:
     for messages in run_ranks(raise_here_and_there, 3):
         assert messages == ["'rank 1'", "'rank 1'", "'rank 0'"]
+
+
+@pytest.mark.parametrize(
+    "cause, said",
+    [
+        (NO_SPACE, "No space left on device"),  # raised from it
+        (None, "ValueError: in our own words"),  # raised from None, which says that what came before is no reason
+    ],
+)
+def test_why_something_failed_is_in_the_words_of_what_is_behind_it(cause: BaseException | None, said: str) -> None:
+    def failing() -> None:
+        try:
+            raise NO_SPACE
+        except OSError:
+            raise ValueError("in our own words") from cause
+
+    assert reason(error_of(failing)) == said
