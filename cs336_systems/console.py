@@ -36,7 +36,7 @@ def check_by_itself() -> None:
     Left alone, each of them would train on the whole batch, and write into the same folder.
     """
     missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
-    if missing and count_in_environment("WORLD_SIZE", 1) > 1:
+    if missing and os.environ.get("WORLD_SIZE") and count_in_environment("WORLD_SIZE", 1) > 1:
         raise ValueError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} in the environment, without {' and '.join(missing)}: set them "
             "for every process, as torchrun does (LOCAL_RANK is the number of the process on its machine), or unset "

@@ -245,7 +245,10 @@ def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str)
     if world_size() == 1:
         torch._foreach_copy_(list(outputs), list(inputs))
         return Transfer(what)
-    return Transfer(what, [_together(_ALL_GATHER, [outputs, inputs], c10d.AllgatherOptions(), what)])
+    calls: Any = [(_ALL_GATHER, outputs, inputs)]
+    if not _by_nccl(outputs[0]):  # two coalesced gathers under way corrupt gloo's heap (PyTorch 2.13)
+        calls = [(_GATHER, *pair) for pair in zip(outputs, inputs, strict=True)]
+    return Transfer(what, [_together(name, tensors, c10d.AllgatherOptions(), what) for name, *tensors in calls])
 
 
 def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> Transfer:
@@ -313,13 +316,18 @@ def _by_nccl(tensor: Tensor) -> bool:
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config()
 
 
+_GATHER = "all_gather_single"
 _ALL_GATHER, _REDUCE_SCATTER = "all_gather_single_coalesced", "reduce_scatter_single_coalesced"
 if not hasattr(dist.ProcessGroup, _ALL_GATHER):  # before PyTorch 2.13
+    _GATHER = "_allgather_base"
     _ALL_GATHER, _REDUCE_SCATTER = "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"
 
 
-def _together(method: str, tensors: Sequence[Sequence[Tensor]], options: Any, what: str, op: Any = None) -> Any:
-    """Start one collective for lists of tensors. `_coalescing_manager` does the same in three times the host time."""
+def _together(method: str, tensors: Sequence[Any], options: Any, what: str, op: Any = None) -> Any:
+    """Start one collective for tensors, or lists of them.
+
+    `_coalescing_manager` does the same in three times the host time.
+    """
     options.asyncOp = True
     if op is not None:
         options.reduceOp = op

@@ -51,7 +51,7 @@ class FSDP(Strategy):
 
     Ranks may use different weights, but must make the same calls of forward and backward. In the first forward, which
     teaches the order of units, they may use different weights only if the units are registered in that order. In one
-    backward of several forwards, all ranks must use the last unit of each. Modules hold whole weights only inside the
+    backward of several forwards, all ranks must use the outputs of each. Modules hold whole weights only inside the
     calls of their unit's module and its backward; in that first forward, using one elsewhere raises RuntimeError.
 
     A block may be compiled or checkpointed inside (its `forward` replaced, before or after wrapping), or checkpointed
@@ -93,7 +93,9 @@ class FSDP(Strategy):
         self._called: list[tuple[int, bool]] = []  # in such a pass: stages called, and whether backward reaches them
         self._walk: Walk | None = None  # through the forward pass under way
         self._kept: set[Unit] = set()  # what that pass leaves whole
+        self._forward = 0  # how many forward passes have begun
         self._back: Walk | None = None  # through the backward pass under way
+        self._back_of: int | None = None  # the forward pass that it has reached
         self._task = -1  # autograd's id of that backward pass, -1 without one
         self._recomputing = -1  # the one in which checkpointing has last called a stage again
         self._marked = False  # whether `_mark_used` was called in this step
@@ -122,6 +124,7 @@ class FSDP(Strategy):
         if torch.is_grad_enabled() and not self._reshards:
             self._kept = self._for_backward
         self._walk = Walk(self._places, keep=self._kept)
+        self._forward += 1
         self._called = []
         if self._unknown:
             for unit in self._units:
@@ -132,6 +135,8 @@ class FSDP(Strategy):
         stage = self._stages[number]
         if _in_backward():
             self._recomputing = torch._C._current_graph_task_id()
+        else:
+            stage.began = torch.autograd._get_sequence_nr()
         if _in_backward() or self._walk is None or not self._walk.visit(number):
             stage.start()  # out of turn: all ranks must do the same
             stage.wait()
@@ -142,7 +147,9 @@ class FSDP(Strategy):
             return  # keep the weights: the gradients come next
         stage = self._stages[number]
         stage.register(APART if self._hidden else PART)
-        backed = _watch(output, partial(self._before_stage_backward, number))
+        # Not what it hands on: backward reaches that in the stage that computed it, which has its turn then.
+        hook = partial(self._before_stage_backward, number, self._forward)
+        backed = _watch(output, hook, since=stage.began)
         if self._unknown:
             self._called.append((number, backed))
         if self._walk is None or not self._walk.is_at(number):
@@ -162,7 +169,7 @@ class FSDP(Strategy):
             return
         self._walk.to_end()
         if torch.is_grad_enabled():
-            _watch(output, self._begin_backward)
+            _watch(output, partial(self._begin_backward, self._forward))
         else:
             self._walk.leave()
         self._walk = None
@@ -199,10 +206,14 @@ class FSDP(Strategy):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, forward: int | None = None) -> None:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             self._recomputing = -1  # what was computed again has its backward in this pass
+            if self._back is not None and forward is not None:
+                if self._back_of not in (None, forward):  # one backward of two forward passes, of the later one first
+                    self._back.restart()
+                self._back_of = forward
             return
         if self._task != -1 and self._recomputing == self._task:  # a backward pass inside of another one
             raise RuntimeError("a module in fsdp is checkpointed with use_reentrant=True, which gives wrong gradients: "
@@ -210,16 +221,16 @@ class FSDP(Strategy):
                                "call zero_grad of the fsdp module first")  # fmt: skip
         self._reset(keep=self._task == -1)  # all but what forward kept whole, unless a backward was aborted
         self._mark_used()
-        self._task, self._back = task, Walk(self._back_places, self._scatter)
+        self._task, self._back, self._back_of = task, Walk(self._back_places, self._scatter), forward
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
 
-    def _before_stage_backward(self, number: int) -> None:
+    def _before_stage_backward(self, number: int, forward: int) -> None:
         """Backward reaches a stage. autograd goes in the reverse order of forward, so later stages are done."""
-        self._begin_backward()
+        self._begin_backward(forward)
         assert self._back is not None
         if not self._back.is_at(number) and not self._back.visit(number) and self._back.knows(number):
-            self._back.restart()  # one backward of two forward passes
+            self._back.restart()  # called more often than in the pass that taught the order
             self._back.visit(number)
         stage = self._stages[number]
         if not isinstance(stage.module, EMBEDDINGS):
@@ -271,6 +282,8 @@ class FSDP(Strategy):
             unit.free()
             if self._task != -1:
                 unit.forget()
+        if self._task != -1:
+            self._marked = False  # what the aborted pass used does not count
         self._back, self._task = None, -1
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
@@ -371,10 +384,14 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _watch(output: Any, hook: Callable[[], None]) -> bool:
-    """Call `hook` when the gradient of a tensor in output is ready, before backward goes on into what computed it."""
+def _watch(output: Any, hook: Callable[[], None], since: int = 0) -> bool:
+    """Call `hook` when the gradient of a tensor in output is ready, before backward goes on into what computed it.
+
+    Only of tensors that have been computed since autograd's counter of operations stood there.
+    """
     tensors = [output] if isinstance(output, Tensor) else tree_leaves(output)
     tensors = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad] if torch.is_grad_enabled() else []
+    tensors = [t for t in tensors if t.grad_fn is not None and t.grad_fn._sequence_nr() >= since]
     for tensor in tensors:
         tensor.register_hook(lambda _: hook())
     return bool(tensors)

@@ -247,6 +247,7 @@ class Stage:
 
     def __init__(self, name: str, module: nn.Module, units: list[Unit]) -> None:
         self.name, self.module, self.units = name, module, units
+        self.began = 0  # autograd's counter of operations when it was last called
         self.trains = any(p.requires_grad for p in module.parameters())
 
     def start(self) -> None:

@@ -22,12 +22,14 @@ def check_environment() -> None:
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError("MASTER_ADDR is not set in the environment: it must be the address of rank 0's machine")
     port = count_in_environment("MASTER_PORT", 0)
-    if not 0 < port < 1 << 16:
+    least = 0 if count_in_environment("WORLD_SIZE", 1) == 1 else 1  # a process by itself may take any that is free
+    if "MASTER_PORT" not in os.environ or not least <= port < 1 << 16:
+        given = port if "MASTER_PORT" in os.environ else "not set"
         accepted = "a port of rank 0's machine, from 1 to 65535"
-        raise ValueError(f"MASTER_PORT is {port or 'not set'} in the environment: it must be {accepted}")
+        raise ValueError(f"MASTER_PORT is {given} in the environment: it must be {accepted}")
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in there:
+        if name.partition(":")[0] not in there:  # an address may have a label, such as eth0:1
             accepted = f"one of {', '.join(there)}, the network interfaces of this machine"
             raise ValueError(f"GLOO_SOCKET_IFNAME is {name!r} in the environment: it must be {accepted}")
 

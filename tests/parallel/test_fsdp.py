@@ -488,6 +488,120 @@ def test_ranks_may_use_different_weights_in_several_forwards_of_one_backward(res
         assert_same_gradients(found, expected)
 
 
+class Reaching(nn.Module):
+    """A frozen inlet, so that on a rank that uses no block backward reaches the head alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build_blocks()
+        self.inner.inlet.requires_grad_(False)
+
+    def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        return self.inner(x, use)
+
+
+HEAD_ALONE = [[(), ()], [(3,), (3,)]]  # by rank, what each of two forward passes uses
+
+
+def reach_the_head_alone(reshard_after_forward: bool) -> dict[str, Tensor | None]:
+    strategy = FSDP(Reaching(), reshard_after_forward=reshard_after_forward)
+    for _ in range(2):
+        strategy.zero_grad()
+        sum(some_loss(comm.rank(), use, step, strategy) for step, use in enumerate(HEAD_ALONE[comm.rank()])).backward()
+        strategy.finish_gradient_synchronization()
+        assert whole_bytes(strategy) == 0
+    return gradients(strategy)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_forwards_of_one_backward_are_told_apart_also_where_it_reaches_the_last_unit_alone(
+    reshard_after_forward: bool,
+) -> None:
+    whole = Reaching()
+    for rank in range(2):
+        for step, use in enumerate(HEAD_ALONE[rank]):
+            (some_loss(rank, use, step, whole) / 2).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for found in run_ranks(reach_the_head_alone, 2, reshard_after_forward):
+        assert_same_gradients(found, expected)
+
+
+class HandingOn(nn.Module):
+    """Blocks that hand an input on: all of them the memory, and one that is off also what it would change."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, memory: Tensor, on: bool) -> tuple[Tensor, Tensor]:
+            return (x + self.inner(x + memory).relu() if on else x), memory
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.encoder, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor, on: str) -> Tensor:
+        x = self.inlet(x)
+        memory = self.encoder(x)
+        for block, letter in zip(self.blocks, on, strict=True):
+            x, memory = block(x, memory, letter == "1")
+        return self.head(x)
+
+
+def handing_on_loss(rank: int, step: int, on: str, model: nn.Module) -> Tensor:
+    torch.manual_seed(10 * step + rank)
+    return model(torch.randn(3, 6), on).square().mean()
+
+
+def hand_on(on: tuple[str, str], reshard_after_forward: bool) -> list[dict[str, Tensor | None]]:
+    strategy = FSDP(HandingOn(), reshard_after_forward=reshard_after_forward)
+    found = []
+    for step in range(2):
+        strategy.zero_grad()
+        handing_on_loss(comm.rank(), step, on[comm.rank()], strategy).backward()
+        strategy.finish_gradient_synchronization()
+        found.append(gradients(strategy))
+    return found
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("on", [("1111", "1111"), ("1101", "1101"), ("1000", "1000"), ("1111", "1011")], ids=str)
+def test_a_stage_may_hand_its_inputs_on(on: tuple[str, str], reshard_after_forward: bool) -> None:
+    steps = run_ranks(hand_on, 2, on, reshard_after_forward)
+    for step in range(2):
+        whole = HandingOn()
+        for rank in range(2):
+            (handing_on_loss(rank, step, on[rank], whole) / 2).backward()
+        expected = {name: p.grad for name, p in whole.named_parameters()}
+        for found in steps:
+            assert_same_gradients(found[step], expected)
+
+
+def forget_an_aborted_pass() -> list[bool]:
+    strategy = FSDP(build_blocks())
+    some_loss(comm.rank(), (0,), 0, strategy).backward()
+    strategy.finish_gradient_synchronization()
+    strategy.zero_grad()
+    handle = strategy.module.inlet.register_full_backward_hook(fail_once)
+    with pytest.raises(PlannedError):
+        some_loss(comm.rank(), (2, 3), 1, strategy).backward()
+    handle.remove()
+    for p in strategy.parameters():  # as an optimizer's zero_grad, which knows nothing of a pass
+        p.grad = None
+    some_loss(comm.rank(), (0,), 2, strategy).backward()
+    strategy.finish_gradient_synchronization()
+    return [p.grad is None for name, p in strategy.module.named_parameters() if name.startswith("blocks.3.")]
+
+
+def test_what_an_aborted_backward_pass_used_has_no_gradient_in_the_next() -> None:
+    for found in run_ranks(forget_an_aborted_pass, 2):
+        assert found
+        assert all(found)
+
+
 def unused_keeps_gradient() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     strategy = FSDP(build_blocks())
     some_loss(comm.rank(), (0, 1), 0, strategy).backward()
