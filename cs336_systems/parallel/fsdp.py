@@ -56,7 +56,9 @@ class FSDP(Strategy):
 
     A block may be compiled or checkpointed inside (its `forward` replaced, before or after wrapping), or checkpointed
     from outside with use_reentrant=False (otherwise backward raises RuntimeError). Where several blocks are
-    checkpointed together, all ranks must use the same ones. Freeze or thaw parameters before wrapping.
+    checkpointed together, all ranks must use the same ones. Freeze or thaw parameters before wrapping. A module that is
+    called by itself between a forward and its backward may have the weights which that forward gathered. Gradients of
+    gradients (create_graph) are not supported.
 
     What the loss takes from a unit must leave it through its module's outputs, in tensors, tuples, lists or dicts, and
     must not be modified in place there. If it came from an attribute, or inside another class, backward would reach
