@@ -465,64 +465,47 @@ def test_ranks_may_use_different_parts_of_a_stage_and_different_users_of_a_weigh
             assert_same_gradients(of_step, expected_gradients(losses, Partly))
 
 
-SEVERAL = [[(0, 1, 2, 3), (0, 1)], [(0, 3), (2,)]]  # two forward passes of each rank
+Uses = list[list[tuple[int, ...]]]
+"""By rank, the blocks that each of two forward passes uses."""
 
 
-def use_differently_before_one_backward(reshard_after_forward: bool) -> dict[str, Tensor | None]:
-    strategy = FSDP(build_blocks(), reshard_after_forward=reshard_after_forward)
+def build_with_frozen_inlet() -> Blocks:
+    """Where no block is used, backward reaches the head alone."""
+    model = build_blocks()
+    model.inlet.requires_grad_(False)
+    return model
+
+
+def sum_of_losses(uses: Uses, rank: int, model: nn.Module) -> Tensor:
+    return sum(some_loss(rank, use, step, model) for step, use in enumerate(uses[rank]))
+
+
+def use_differently_before_one_backward(
+    build: Callable[[], nn.Module], uses: Uses, reshard_after_forward: bool
+) -> dict[str, Tensor | None]:
+    strategy = FSDP(build(), reshard_after_forward=reshard_after_forward)
     for _ in range(2):  # the order is learned in the first of them
         strategy.zero_grad()
-        sum(some_loss(comm.rank(), use, step, strategy) for step, use in enumerate(SEVERAL[comm.rank()])).backward()
+        sum_of_losses(uses, comm.rank(), strategy).backward()
         strategy.finish_gradient_synchronization()
         assert whole_bytes(strategy) == 0
     return gradients(strategy)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_ranks_may_use_different_weights_in_several_forwards_of_one_backward(reshard_after_forward: bool) -> None:
-    def loss(rank: int, model: nn.Module) -> Tensor:
-        return sum(some_loss(rank, use, step, model) for step, use in enumerate(SEVERAL[rank]))
-
-    expected = expected_gradients([partial(loss, rank) for rank in range(2)])
-    for found in run_ranks(use_differently_before_one_backward, 2, reshard_after_forward):
-        assert_same_gradients(found, expected)
-
-
-class Reaching(nn.Module):
-    """A frozen inlet, so that on a rank that uses no block backward reaches the head alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = build_blocks()
-        self.inner.inlet.requires_grad_(False)
-
-    def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
-        return self.inner(x, use)
-
-
-HEAD_ALONE = [[(), ()], [(3,), (3,)]]  # by rank, what each of two forward passes uses
-
-
-def reach_the_head_alone(reshard_after_forward: bool) -> dict[str, Tensor | None]:
-    strategy = FSDP(Reaching(), reshard_after_forward=reshard_after_forward)
-    for _ in range(2):
-        strategy.zero_grad()
-        sum(some_loss(comm.rank(), use, step, strategy) for step, use in enumerate(HEAD_ALONE[comm.rank()])).backward()
-        strategy.finish_gradient_synchronization()
-        assert whole_bytes(strategy) == 0
-    return gradients(strategy)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_forwards_of_one_backward_are_told_apart_also_where_it_reaches_the_last_unit_alone(
-    reshard_after_forward: bool,
+@pytest.mark.parametrize(
+    "build, uses",
+    [
+        (build_blocks, [[(0, 1, 2, 3), (0, 1)], [(0, 3), (2,)]]),
+        (build_with_frozen_inlet, [[(), ()], [(3,), (3,)]]),  # on rank 0 backward reaches the last unit alone
+    ],
+    ids=["blocks", "the head alone"],
+)
+def test_ranks_may_use_different_weights_in_several_forwards_of_one_backward(
+    build: Callable[[], nn.Module], uses: Uses, reshard_after_forward: bool
 ) -> None:
-    whole = Reaching()
-    for rank in range(2):
-        for step, use in enumerate(HEAD_ALONE[rank]):
-            (some_loss(rank, use, step, whole) / 2).backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    for found in run_ranks(reach_the_head_alone, 2, reshard_after_forward):
+    expected = expected_gradients([partial(sum_of_losses, uses, rank) for rank in range(2)], build)
+    for found in run_ranks(use_differently_before_one_backward, 2, build, uses, reshard_after_forward):
         assert_same_gradients(found, expected)
 
 
@@ -572,10 +555,8 @@ def hand_on(on: tuple[str, str], reshard_after_forward: bool) -> list[dict[str, 
 def test_a_stage_may_hand_its_inputs_on(on: tuple[str, str], reshard_after_forward: bool) -> None:
     steps = run_ranks(hand_on, 2, on, reshard_after_forward)
     for step in range(2):
-        whole = HandingOn()
-        for rank in range(2):
-            (handing_on_loss(rank, step, on[rank], whole) / 2).backward()
-        expected = {name: p.grad for name, p in whole.named_parameters()}
+        losses = [partial(handing_on_loss, rank, step, on[rank]) for rank in range(2)]
+        expected = expected_gradients(losses, HandingOn)
         for found in steps:
             assert_same_gradients(found[step], expected)
 
