@@ -22,9 +22,17 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100", dict(fp16=125, fp32=15.7)),
 )
 
+# The driver's names of a part of a card: a MIG instance (H100 80GB HBM3 MIG 1g.10gb), a virtual GPU (A100-4C, T4-8Q).
+_PART = re.compile(r"\bMIG\b|-\d+[ABCQ](?:ME)?\b")
+
 
 def known_name(device_name: str) -> str | None:
-    """What a GPU is called here, by the name that its driver gives; None for one that is not known."""
+    """The name of a whole GPU in the table of peaks, by the name that its driver gives; None for others and for parts.
+
+    No datasheet has the peak of a part, and a virtual GPU's share of its card changes with its neighbours.
+    """
+    if _PART.search(device_name):
+        return None
     for name, _ in _PEAK_TFLOPS:
         # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.
         if re.search(rf"\b{re.escape(name)}\b(?! (?:Ti|D|Laptop|Max-Q|SUPER)\b)", device_name):
@@ -35,7 +43,7 @@ def known_name(device_name: str) -> str | None:
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Datasheet peak of one GPU in FLOP/s for matrix products in a precision ("fp32", "tf32", "bf16" or "fp16").
 
-    None if the device or its rate in this precision is unknown.
+    None if the device or its rate in this precision is unknown, and for a part of a GPU (MIG, vGPU).
     """
     name = known_name(device_name)
     rate = None if name is None else dict(_PEAK_TFLOPS)[name].get(precision)

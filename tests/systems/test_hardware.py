@@ -95,6 +95,17 @@ def test_the_peak_of_a_device_is_that_of_its_datasheet(name: str, precision: str
         ("Tesla T4", "bf16"),
         ("Tesla V100-SXM2-16GB", "tf32"),
         ("NVIDIA H200", "fp8"),
+        # Parts of a card: instances of MIG, and virtual GPUs with and without it.
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+        ("NVIDIA A100-SXM4-40GB MIG 7g.40gb", "bf16"),
+        ("NVIDIA H200 MIG 1g.18gb+me", "bf16"),
+        ("GRID T4-8Q", "fp16"),
+        ("NVIDIA A100-4C", "bf16"),
+        ("NVIDIA A100-1-5CME", "bf16"),
+        ("NVIDIA H100-20C", "bf16"),
+        ("GRID A100D-10C", "bf16"),
+        ("GRID V100-16A", "fp16"),
+        ("NVIDIA L40S-1B", "bf16"),
     ],
 )
 def test_a_device_or_precision_that_is_not_known_has_no_peak(name: str, precision: str) -> None:
