@@ -274,6 +274,17 @@ class WrongInputs:
     }
 
 
+NOT_DENSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse_coo": lambda x: x.to_sparse(),
+    "sparse_csr": lambda x: x.to_sparse_csr(),
+    "sparse_csc": lambda x: x.to_sparse_csc(),
+    "sparse_bsr": lambda x: x.to_sparse_bsr((1, 1)),
+    "sparse_bsc": lambda x: x.to_sparse_bsc((1, 1)),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "jagged": lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+}
+
+
 class KernelTests:
     """What a kernel must pass; see the module's docstring. Cases are given to the tests by `pytest_generate_tests`."""
 
@@ -337,6 +348,14 @@ class KernelTests:
         q, k, v = (x.detach() for x in self.normal(2, 3, 8, 16))
         with pytest.raises(ValueError, match=message):
             self.attention(*change(q, k, v))
+
+    @pytest.mark.parametrize("layout", NOT_DENSE)
+    def test_refuses_tensors_that_are_not_dense(self, layout: str) -> None:
+        dense = [x.detach() for x in self.normal(2, 8, 16)]
+        for i, name in enumerate("qkv"):
+            given = [*dense[:i], NOT_DENSE[layout](dense[i]), *dense[i + 1 :]]
+            with pytest.raises(ValueError, match=rf"^{name} is .*: it must be dense$"):
+                self.attention(*given, True)
 
     def test_is_not_changed_by_autocast(self) -> None:
         dtype = torch.float32 if torch.float32 in self.dtypes else torch.float16

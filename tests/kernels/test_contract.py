@@ -3,7 +3,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.kernels.attention.contract import as_4d, attention_flops, check_qkv, visible_pairs
-from tests.kernels.attention_cases import WrongInputs
+from tests.kernels.attention_cases import NOT_DENSE, WrongInputs
 
 LENGTHS = [(0, 0), (0, 5), (5, 0), (1, 1), (7, 7), (7, 3), (3, 7)]
 
@@ -17,6 +17,15 @@ def test_what_breaks_the_contract_is_named(wrong: str) -> None:
     change, message = WrongInputs.CHANGES[wrong]
     with pytest.raises(ValueError, match=message):
         check_qkv(*change(*q_k_v(2, 3, 8, 16)), False)
+
+
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("layout", [*NOT_DENSE, "mkldnn"])
+def test_a_tensor_that_is_not_dense_is_named(layout: str, name: str) -> None:
+    given = dict(zip("qkv", q_k_v(2, 8, 16), strict=True))
+    given[name] = NOT_DENSE.get(layout, torch.Tensor.to_mkldnn)(given[name])
+    with pytest.raises(ValueError, match=rf"^{name} is .*{layout}: it must be dense$"):
+        check_qkv(*given.values(), False)
 
 
 def test_tensors_of_another_device_are_named() -> None:

@@ -58,8 +58,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name} is {tensor.layout}: it must be dense")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.layout is torch.strided else tensor.layout
+            raise ValueError(f"{name} is {layout}: it must be dense")
 
 
 def check_is_causal(is_causal: bool) -> None:

@@ -175,16 +175,15 @@ def _register_operators(
 
 
 def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """A kernel's forward pass. First comes what kernels miss that remember their checks or read memory directly."""
+    """A kernel's forward pass, with what a kernel misses that remembers its checks or reads memory directly."""
     check_is_causal(is_causal)
     try:
-        is_negated = q.is_neg() or k.is_neg() or v.is_neg()
-    except AttributeError:
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        return forward(q, k, v, is_causal)
+    except (AttributeError, RuntimeError):  # checked beforehand, every launch would take a microsecond longer
         check_tensors(q, k, v)
         raise
-    if is_negated:
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    return forward(q, k, v, is_causal)
 
 
 def _run_backward(
