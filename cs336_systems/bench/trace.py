@@ -1,14 +1,52 @@
-"""Reads a Chrome trace as `torch.profiler` exports it, and picks out what the GPU did."""
+"""`torch.profiler` without its notices, its Chrome traces as events, and among those what the GPU did."""
 
+import contextlib
 import gzip
 import json
-from collections.abc import Iterable
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Event = dict[str, Any]
 
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_NOTICE = b"USDT:"
+
+
+class Profiler(torch.profiler.profile):
+    """`torch.profiler.profile` without the lines on stderr that PyTorch 2.13 prints at each start and stop.
+
+    `KINETO_LOG_LEVEL` could silence them only together with errors, and only before PyTorch is imported.
+    """
+
+    def start_trace(self) -> None:
+        with _without_notices():
+            super().start_trace()
+
+    def stop_trace(self) -> None:
+        with _without_notices():
+            super().stop_trace()
+
+
+@contextlib.contextmanager
+def _without_notices() -> Iterator[None]:
+    """Hold back what is written to file descriptor 2, also by C++; afterwards write it there without the notices."""
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if not line.startswith(_NOTICE):
+                    os.write(2, line)
 
 
 def read_trace(path: Path) -> list[Event]:

@@ -13,7 +13,7 @@ from ..bench.case import Row, append_row
 from ..bench.outcome import current_gpu_state, failure, free_memory, with_gpu_states
 from ..bench.ranges import named_range
 from ..bench.timing import Stopwatch, wait_for
-from ..bench.trace import read_trace
+from ..bench.trace import Profiler, read_trace
 from ..bench.workload import Workbench, Workload
 from ..fields import require, require_at_least
 from ..files import written_whole
@@ -170,7 +170,7 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
     # The profiler's own first step, in which it sets itself up, is thrown away.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     times = []
-    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+    with Profiler(activities=activities, schedule=schedule) as profiler:
         for _ in range(steps + 1):
             watch = Stopwatch(bench.device)
             bench.step()

@@ -80,16 +80,15 @@ def _communication(last: Mapping[str, Row], variants: Sequence[str]) -> list[str
         fields = None if row is None else row_fields(row)
         if fields is None or not fields.has("metrics.communication_ms"):
             return ("-",) * len(_COMMUNICATION)
-        names = ("span_ms", "communication_ms", "both_ms", "step_ms.p50")
-        span, sent, both, step = (fields.value(f"metrics.{name}") for name in names)
-        return f"{span:.1f}", f"{sent:.1f}", f"{sent / step:.0%}" if step else "n/a", f"{sent - both:.1f}"
+        span, sent, both = (fields.value(f"metrics.{name}_ms") for name in ("span", "communication", "both"))
+        return f"{span:.1f}", f"{sent:.1f}", f"{sent / span:.0%}" if span else "n/a", f"{sent - both:.1f}"
 
     profiled = [v for v in variants if any(set(cells(v, end)) != {"-"} for end in _HOWS.values())]
     if not profiled:
         return []
     head = (
         "One more step, profiled on the first rank, which makes it longer; in ms: its time, how long it communicates "
-        "(waiting for the other ranks included), that as a share of the median step, and for how long of that nothing "
-        "is computed:"
+        "(waiting for the other ranks included), that as a share of its time, and for how long of that nothing is "
+        "computed:"
     )
     return [head, _side_by_side(profiled, _COMMUNICATION, cells)]

@@ -76,13 +76,13 @@ def test_the_times_of_communication_have_a_table_where_rows_have_them() -> None:
         return Row(case="ddp", variant=variant, config=config,
                    metrics={"step_ms": {"p50": 160.0}, "peak_memory_bytes": 1 << 30, **metrics}, env={})  # fmt: skip
 
-    rows = [row("alone"), row("naive", communication_ms=40.0, both_ms=10.0, span_ms=200.0)]
+    rows = [row("alone"), row("naive", communication_ms=200.0, both_ms=10.0, span_ms=250.0)]
     table = rows_table(rows).split("\n\n")[-1]
     assert (
         "| variant | profiled, uncompiled | communicating, uncompiled | share, uncompiled | not hidden, uncompiled |"
         in table
     )
-    assert "| naive | 200.0 | 40.0 | 25% | 30.0 |" in table
+    assert "| naive | 250.0 | 200.0 | 80% | 190.0 |" in table, "a share of the profiled step"
     assert "alone" not in table
     assert "communicating" not in rows_table(rows[:1])
 

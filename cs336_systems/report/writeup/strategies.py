@@ -116,11 +116,9 @@ def _communicating(row: Row) -> str:
         return ""
     sent, both = parts
     idle = f"{ms(sent - both)} of that with nothing computed meanwhile" if both > 0.01 * sent else "all of it exposed"
-    share = percent(sent / p50(row))
-    return (
-        f" In one profiled step ({ms(row.metrics['span_ms'])}) it communicates for {ms(sent)}, {share} of the step "
-        f"without profiler, {idle}."
-    )
+    whole = row.metrics["span_ms"]
+    share = percent(sent / whole)
+    return f" In one profiled step of {ms(whole)} it communicates for {ms(sent)}, {share} of it, {idle}."
 
 
 def communicates_less(variant: str, other: str) -> Callable[[Evidence], str | None]:
