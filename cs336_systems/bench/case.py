@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..console import COMMAND
+from ..files import write_whole
 from ..hardware import environment
 
 logger = logging.getLogger(__name__)
@@ -75,21 +76,25 @@ def check_row_file(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def append_row(path: Path, row: Row) -> None:
+def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
     """Append a row to a JSON Lines file as a line of its own; a row that cannot be written whole leaves nothing.
 
-    Processes that append to the same file take turns.
+    instead_of: the row whose place it takes, if that is in the file. Processes that write to the same file take turns.
     """
-    left = (json.dumps(asdict(row)) + "\n").encode()
+    line = left = _line(row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+", buffering=0) as file, _locked(file):  # unbuffered: closing must not write again what failed
+    with _held(path) as file:
         file.seek(0)
-        last = file.read().rpartition(b"\n")[2]
-        length = file.seek(0, os.SEEK_END)
+        before = file.read()
+        last = before.rpartition(b"\n")[2]
         if _is_cut(last):
-            length = file.truncate(length - len(last))
+            before = before[: -len(last)]
         elif last:
             left = b"\n" + left
+        if instead_of is not None and (old := _line(instead_of)) in before:
+            write_whole(path, before.replace(old, line, 1))
+            return
+        length = file.truncate(len(before))
         try:
             while left:
                 left = left[file.write(left) :]
@@ -98,6 +103,24 @@ def append_row(path: Path, row: Row) -> None:
             if isinstance(error, OSError):  # it does not name the file by itself
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(asdict(row)) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[Any]:
+    """Open a file to read and append, with its lock among the processes of this machine.
+
+    The file is opened again if another process has replaced it while this one waited. Unbuffered: closing must not
+    write again what failed.
+    """
+    while True:
+        with path.open("ab+", buffering=0) as file, _locked(file):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
 
 
 @contextlib.contextmanager

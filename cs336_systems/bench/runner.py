@@ -1,15 +1,14 @@
 """Measures the configurations of a case, one group after another, and keeps every row as it comes."""
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..hardware import gpu_name, select_device
 from .case import Row, append_row, read_rows
 from .outcome import failed
-from .sweep import Case, describe_among, groups, is_of, is_of_fewer_rounds, row_config
+from .sweep import Case, describe_among, groups, is_of, is_of_fewer_rounds, rounds_of, row_config
 from .worker import Worker, WorkerEndedError
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,7 @@ def run_case(
     """Measure; append each row to the file at `path`, then yield it.
 
     Separate processes measure. Whatever ends a process is a row of status error, and the next process measures the
-    rest. If configurations that take turns end before their last round, rows of the finished rounds are appended but
-    not yielded.
+    rest. Of configurations that take turns, the file always has the rounds so far; only rows of all rounds are yielded.
 
     resume: skip configurations that have a row other than an error from this kind of GPU, in the file or in one of its
     name in a folder below, where further launches are kept. timeout_s: for each configuration. isolated: whether each
@@ -49,12 +47,10 @@ def run_case(
             _tell(case, missing, configs, len(configs) - _count([missing, *waiting]))
             try:
                 progress(len(configs) - _count([missing, *waiting]), len(configs), describe(missing[0]))
-                with closing(_of_all_rounds(workplace.worker().measure(missing, timeout_s), missing, path)) as rows:
-                    for row in rows:
-                        append_row(path, row)
-                        missing = [config for config in missing if not is_of(row, config)]
-                        progress(len(configs) - _count([missing, *waiting]), len(configs), describe(row.config))
-                        yield row
+                for row in _kept(workplace.worker().measure(missing, timeout_s), missing, path):
+                    missing = [config for config in missing if not is_of(row, config)]
+                    progress(len(configs) - _count([missing, *waiting]), len(configs), describe(row.config))
+                    yield row
             except WorkerEndedError as error:
                 workplace.leave()
                 if len(missing) > 1:  # one of them ended it: measure each by itself
@@ -82,33 +78,25 @@ def _gpu_here(row: Row) -> str | None:
         return None
 
 
-def _of_all_rounds(rows: Iterator[Row], configs: Sequence[Any], path: Path) -> Generator[Row]:
-    """The rows of all rounds; rows of fewer rounds are kept, and written if the row of all rounds does not come.
+def _kept(rows: Iterable[Row], configs: Sequence[Any], path: Path) -> Iterator[Row]:
+    """Append each row as it comes; yield those of all rounds.
 
-    The reason may be an interrupt, a failure, or the end of the process that measures.
+    A row of fewer rounds is written unless one of as many is in the file, from an earlier launch. The next row
+    of its configuration takes its place, unless that is a failure.
     """
-    kept: dict[Any, Row] = {}
-    try:
-        for row in rows:
-            of = next((config for config in configs if is_of_fewer_rounds(row, config)), None)
-            if of is None:
-                for config in [config for config in kept if is_of(row, config)]:
-                    so_far = kept.pop(config)
-                    if row.status != "ok":
-                        _append_unless_known(path, so_far, config)
-                yield row
-            # After a failure the others start over: until they have come as far, the earlier row has more rounds.
-            elif of not in kept or row.config["rounds"] >= kept[of].config["rounds"]:
-                kept[of] = row
-    finally:
-        for config, row in kept.items():
-            _append_unless_known(path, row, config)
-
-
-def _append_unless_known(path: Path, row: Row, config: Any) -> None:
-    """Append a row of fewer rounds unless there is one of all rounds, in whose place it would be shown."""
-    if not any(is_of(known, config) and known.status == "ok" for known in (read_rows(path) if path.exists() else [])):
-        append_row(path, row)
+    known = [row for row in (read_rows(path) if path.exists() else []) if row.status == "ok"]
+    most = {config: max((rounds_of(row, config) for row in known), default=0) for config in configs}
+    so_far: dict[Any, Row] = {}
+    for row in rows:
+        config = next((config for config in configs if is_of_fewer_rounds(row, config)), None)
+        if config is None:
+            before = so_far.pop(next((config for config in so_far if is_of(row, config)), None), None)
+            append_row(path, row, instead_of=before if row.status == "ok" else None)
+            yield row
+        # After a failure the others start over: until they have come as far, the earlier row has more rounds.
+        elif row.config["rounds"] > most[config]:
+            append_row(path, row, instead_of=so_far.get(config))
+            so_far[config], most[config] = row, row.config["rounds"]
 
 
 def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:

@@ -180,6 +180,13 @@ def is_of_fewer_rounds(row: Row, config: Any) -> bool:
     return is_of(dataclasses.replace(row, config={**row.config, "rounds": asked}), config)
 
 
+def rounds_of(row: Row, config: Any) -> int:
+    """How many of a configuration's rounds a row has; 0 for a row of another one."""
+    if is_of(row, config):
+        return getattr(config, "rounds", 1)
+    return row.config["rounds"] if is_of_fewer_rounds(row, config) else 0
+
+
 def row_config(config: Any) -> dict[str, Any]:
     """A configuration, or its fields, as a row that was read has them: a dict, with lists for tuples."""
     fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)

@@ -199,6 +199,33 @@ class Measuring:
     kill = close
 
 
+def test_the_file_has_the_rounds_so_far_while_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a process that is killed, and can write nothing more, loses the round under way only."""
+    path, configs = tmp_path / "rows.jsonl", quick("naive", "flat", rounds=3)
+    there: list[list[tuple[str, int]]] = []
+
+    def measure(*_: Any) -> Iterator[Row]:
+        for rounds in (1, 2, 3):
+            for config in configs:
+                yield of_rounds(config, rounds)
+                there.append([(row.variant, row.config["rounds"]) for row in read_rows(path)])
+
+    process = Measuring()
+    monkeypatch.setattr(process, "measure", measure)
+    monkeypatch.setattr(runner, "Worker", lambda *_: process)
+    list(runner.run_case(CASE, configs, path))
+    assert there == [
+        [("naive", 1)],
+        [("naive", 1), ("flat", 1)],
+        [("naive", 2), ("flat", 1)],
+        [("naive", 2), ("flat", 2)],
+        [("naive", 3), ("flat", 2)],
+        [("naive", 3), ("flat", 3)],
+    ]
+
+
 @pytest.mark.parametrize("reason", [KeyboardInterrupt(), SystemExit(143), OSError("no space")], ids=type)
 def test_what_ends_before_the_last_round_leaves_rows_of_those_that_were_over(
     reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,8 +265,8 @@ def test_what_fails_in_a_later_round_leaves_those_before_and_the_others_begin_an
             list(runner.run_case(CASE, configs, path))
         return [(row.variant, row.config["rounds"], row.status) for row in read_rows(path)]
 
-    assert left(of_rounds(naive, 3)) == [("flat", 1, "ok"), ("flat", 3, "oom"), ("naive", 3, "ok")]
-    assert left(KeyboardInterrupt()) == [("flat", 1, "ok"), ("flat", 3, "oom"), ("naive", 2, "ok")]
+    assert left(of_rounds(naive, 3)) == [("naive", 3, "ok"), ("flat", 1, "ok"), ("flat", 3, "oom")]
+    assert left(KeyboardInterrupt()) == [("naive", 2, "ok"), ("flat", 1, "ok"), ("flat", 3, "oom")]
 
 
 def test_rows_of_fewer_rounds_come_through_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """Documents whose numbers are filled in by commands."""
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,39 @@ def test_a_row_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     append_row(path, ROW)
     assert read_rows(path) == [ROW, ROW]
+
+
+def test_a_row_takes_the_place_of_another_and_of_half_a_line(tmp_path: Path) -> None:
+    path, again = tmp_path / "rows.jsonl", replace(ROW, metrics={"x": 1.0})
+    other = replace(ROW, variant="other")
+    for row in (ROW, other):
+        append_row(path, row)
+    with path.open("a") as file:
+        file.write('{"case": "c')
+    append_row(path, again, instead_of=ROW)
+    assert read_rows(path) == [again, other]
+    append_row(path, ROW, instead_of=ROW)  # which is not there any more
+    assert read_rows(path) == [again, other, ROW]
+
+
+def test_a_file_that_another_process_replaces_while_this_one_waits_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, more, lock = tmp_path / "rows.jsonl", replace(ROW, metrics={"x": 1.0}), case._locked
+    append_row(path, ROW)
+
+    @contextlib.contextmanager
+    def locked(file: Any) -> Iterator[None]:
+        with lock(file):
+            monkeypatch.setattr(case, "_locked", lock)
+            append_row(path, more, instead_of=ROW)  # as by a process that had the lock before: of the other file
+            yield
+
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(case, "_locked", locked)
+    append_row(path, ROW)
+    assert read_rows(path) == [more, ROW]
 
 
 def test_a_row_begins_a_line_of_its_own(tmp_path: Path) -> None:
