@@ -7,6 +7,7 @@ do not change.
 """
 
 import json
+import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,8 @@ from .data import write_json
 from .model import TransformerLM
 from .shape import ModelShape
 from .tokenizer import END_OF_TEXT, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _NORM_EPS = 1e-5  # of cs336_basics.model.RMSNorm
 
@@ -75,7 +78,10 @@ def _to_pairs(weight: Tensor, num_heads: int) -> Tensor:
 def export_hf(
     state_dict: dict[str, Tensor], shape: ModelShape, tokenizer: Tokenizer | None, folder: str | os.PathLike[str]
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files, each complete or not at all."""
+    """Write config.json, model.safetensors and the tokenizer's files, each complete or not at all.
+
+    The weights keep the type that they have in the state dict, one type for all.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
@@ -91,7 +97,7 @@ def export_hf(
     os.replace(beside, folder / "model.safetensors")
 
     end = None if tokenizer is None else tokenizer.end_of_text_id
-    write_json(folder / "config.json", _llama_config(shape, end))
+    write_json(folder / "config.json", _llama_config(shape, end, weights["lm_head.weight"].dtype))
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
         write_json(
@@ -115,12 +121,12 @@ def check_export_folder(folder: str | os.PathLike[str]) -> None:
         found = json.loads(Path(folder, "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         found = None
-    fields = _llama_config(ModelShape(**dict.fromkeys(_SIZES, 1), rope_theta=1.0), None).keys()
+    fields = _llama_config(ModelShape(**dict.fromkeys(_SIZES, 1), rope_theta=1.0), None, torch.float32).keys()
     if Path(folder, "model.safetensors").exists() and not (isinstance(found, dict) and found.keys() == fields):
         raise ValueError(f"{folder} holds a model that is no earlier export of ours: give another folder")
 
 
-def _llama_config(shape: ModelShape, end_of_text_id: int | None) -> dict:
+def _llama_config(shape: ModelShape, end_of_text_id: int | None, dtype: torch.dtype) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -137,7 +143,7 @@ def _llama_config(shape: ModelShape, end_of_text_id: int | None) -> dict:
         "tie_word_embeddings": False,
         "bos_token_id": end_of_text_id,
         "eos_token_id": end_of_text_id,
-        "torch_dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -146,11 +152,13 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
 
     Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: grouped
     queries, tied embeddings, biases, scaled rotary frequencies, another norm epsilon, missing or misshapen weights.
+    Rotary frequencies among the weights, which older versions of transformers wrote, are checked and left out.
     """
     folder = Path(folder)
     shape = _read_config(folder / "config.json")
     names = _names(shape.num_layers)
     weights = _read_weights(folder)
+    _drop_rotary_frequencies(folder, shape, weights)
     if missing := sorted(set(names.values()) - set(weights)):
         raise ValueError(f"{folder} has no weight {missing[0]} ({len(missing)} of {len(names)} are missing)")
     if extra := sorted(set(weights) - set(names.values())):
@@ -228,6 +236,26 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
     return weights
+
+
+def _drop_rotary_frequencies(folder: Path, shape: ModelShape, weights: dict[str, Tensor]) -> None:
+    """Remove the buffers of rotary frequencies, since the model derives its own from rope_theta.
+
+    Raises ValueError if they differ from those, because the model was then trained with others.
+    """
+    head_size = shape.d_model // shape.num_heads
+    expected = shape.rope_theta ** (-torch.arange(0, head_size, 2) / head_size)
+    buffers = [name for name in weights if name.endswith("rotary_emb.inv_freq")]
+    for name in buffers:
+        found = weights.pop(name).float()
+        # Close to 16 bits, in which they may have been written.
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=2**-7, atol=2**-24):
+            raise ValueError(
+                f"{folder}: {name} does not hold the frequencies of rope_theta {shape.rope_theta:g} in config.json: "
+                "the model was trained with others"
+            )
+    if buffers:
+        logger.info("import: %s (%d in all) is left out, it follows from rope_theta", buffers[0], len(buffers))
 
 
 def _check_shapes(folder: Path, shape: ModelShape, state: dict[str, Tensor]) -> None:

@@ -131,11 +131,22 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
     return f"unknown field {name}" + (f": did you mean {known[near[0]]}?" if near else "")
 
 
+def wrong_choice(name: str, given: str, choices: Sequence[str]) -> str:
+    """The message for a value that is none of some words, with the nearest of them."""
+    near = difflib.get_close_matches(given.lower(), choices, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{name} is {given!r}: {hint}it must be one of {', '.join(choices)}"
+
+
 def _one_line(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message as one line without Python types; for an unknown field, with the nearest known one."""
     message = " ".join(message.split())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", message):
         return unknown_field(found[1], parser)
+    if found := re.match(r"argument (?P<option>--)?(?P<name>\w+): invalid choice: '(?P<given>.*)' \(", message):
+        choices = next(list(action.choices or ()) for action in parser._actions if action.dest == found["name"])
+        name = found["name"] if found["option"] else f"the word after {parser.prog}"
+        return wrong_choice(name, found["given"], choices)
     if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
         return unknown_field(f"{found[1]}.{found[2]}", parser)
     # If there are several keys, the last is the field: a group given as JSON repeats the message of its field.

@@ -20,7 +20,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from .arguments import field_names, make_parser, parse, unknown_field
+from .arguments import field_names, make_parser, parse, unknown_field, wrong_choice
 from .config import (
     CheckpointConfig,
     DataConfig,
@@ -33,7 +33,7 @@ from .config import (
     TrainConfig,
     without_derived_rate,
 )
-from .console import Ended, by_command, launched_rank, program, say, start_logging, visible
+from .console import Ended, by_command, launched_rank, program, say, start_console, visible
 from .data_config import without_derived_paths
 from .model_config import SIZE_FIELDS
 
@@ -77,7 +77,13 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
     parser = train_parser()
-    built = parse(parser, _config_files_first(list(arguments), parser))
+    words = _config_files_first(list(arguments), parser)
+    try:
+        built = parse(parser, words)
+    except ValueError as error:
+        if not any(word.startswith(("--config", "--model")) for word in words) and "is missing" in str(error):
+            raise ValueError(f"{error}, or give --config FILE, such as configs/text.json") from error
+        raise
     fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *_GROUPS)}
     return RunConfig(**fields), built.print_config
 
@@ -325,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The `cs336` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        start_logging(quiet=bool(launched_rank()))
+        start_console(quiet=bool(launched_rank()))
     except ValueError as error:  # `_fail` would raise it again
         print(f"cs336: {error}", file=sys.stderr)
         sys.exit(2)
@@ -333,6 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"cs336 {metadata.version('cs336-systems')}")
         sys.exit(0)
     if not arguments or arguments[0] not in _COMMANDS:
+        if arguments and not arguments[0].startswith("-"):
+            print(f"cs336: {wrong_choice('the word after cs336', arguments[0], list(_COMMANDS))}", file=sys.stderr)
+            sys.exit(2)
         asked = bool(arguments) and arguments[0] in ("-h", "--help")
         print(_usage(), file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)

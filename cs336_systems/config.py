@@ -10,9 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
 from .data_config import DataConfig
-from .fields import check_types, checkpointed_blocks, require, require_at_least
+from .fields import check_types, checkpointed_blocks, is_place, require, require_at_least
 from .model_config import ModelConfig
 
+STRATEGIES = (
+    "none",
+    "naive",
+    "flat",
+    "overlap",
+    "individual",
+    "bucketed",
+    "flashddp",
+    "fsdp",
+    "torch_ddp",
+    "torch_fsdp",
+)
+"""Names of strategies, those of `cs336_systems.parallel`."""
 SHARDED = ("fsdp", "torch_fsdp")
 """Strategies that shard the weights, and with them gradients and optimizer state."""
 
@@ -33,7 +46,7 @@ def without_derived_rate(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to min_lr at the last step."""
+    """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to min_lr."""
 
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused"] = "own"
     """own: the readable one in cs336_basics. The others are torch.optim.AdamW; torch_fused is the fastest."""
@@ -42,7 +55,9 @@ class OptimizerConfig:
     min_lr: float | None = None
     """Final learning rate (default: lr / 10)."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up (default: a tenth of train.max_steps, at most 100)."""
+    """Steps of linear warm-up (default: a tenth of cosine_steps, at most 100)."""
+    cosine_steps: int | None = None
+    """Step at which the learning rate reaches min_lr, where it stays (default: train.max_steps)."""
     weight_decay: float = 0.1
     """Weight decay of matrices; norm weights are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -53,6 +68,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
         require_at_least(self, "optimizer", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "eps")
+        require_at_least(self, "optimizer", 1, "cosine_steps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
         min_lr = _final_rate(self.lr) if self.min_lr is None else self.min_lr
@@ -167,20 +183,10 @@ class TrainConfig:
 class ParallelConfig:
     """Training with several processes together, one per GPU."""
 
-    strategy: Literal[
-        "auto",
-        "none",
-        "naive",
-        "flat",
-        "overlap",
-        "individual",
-        "bucketed",
-        "flashddp",
-        "fsdp",
-        "torch_ddp",
-        "torch_fsdp",
-    ] = "auto"
-    """How the processes share the work; auto: none for one process, overlap with bucket_size_mb 100 for several."""
+    strategy: str = "auto"
+    """How the processes share the work: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, torch_ddp,
+    torch_fsdp, or a class of your own as module:Class. auto: none for one process, overlap with bucket_size_mb 100 for
+    several."""
     devices: int = 1
     """Processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
@@ -203,6 +209,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "parallel.")
+        known = self.strategy in ("auto", *STRATEGIES) or is_place(self.strategy)
+        accepted = f"one of auto, {', '.join(STRATEGIES)}, or module:Class"
+        require(known, "parallel.strategy", self.strategy, accepted)
         require_at_least(self, "parallel", 1, "devices", "nccl_max_ctas")
         for name in ("bucket_size_mb", "init_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
@@ -214,7 +223,7 @@ class ParallelConfig:
             f"false with parallel.strategy {self.strategy!r}, which shards the optimizer's state anyway",
         )
         require(
-            self.reshard_after_forward or self.strategy in SHARDED,
+            self.reshard_after_forward or self.strategy in SHARDED or is_place(self.strategy),
             "parallel.reshard_after_forward",
             self.reshard_after_forward,
             f"true with parallel.strategy {self.strategy!r}, which does not shard weights",
@@ -337,9 +346,13 @@ class RunConfig:
         )
         self.check_world_size(self.parallel.devices)
         self.train.check_checkpointed(self.model.shape.num_layers)
+        end = self.optimizer.cosine_steps or self.train.max_steps
         if self.optimizer.warmup_steps is None:
-            warmup_steps = min(100, self.train.max_steps // 10)
+            warmup_steps = min(100, end // 10)
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, warmup_steps=warmup_steps))
+        elif self.optimizer.cosine_steps is not None:
+            accepted = f"at least optimizer.warmup_steps, {self.optimizer.warmup_steps}"
+            require(self.optimizer.warmup_steps <= end, "optimizer.cosine_steps", end, accepted)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError if this many processes cannot share a batch, or cannot do what is configured."""
@@ -367,6 +380,13 @@ class RunConfig:
                 parallel.strategy,
                 f"none of {', '.join(peers)} with train.cuda_graph",
             )
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The arguments of `get_cosine_lr` after the step, each by the field that sets it."""
+        optimizer = self.optimizer
+        fields = {f"optimizer.{name}": getattr(optimizer, name) for name in ("lr", "min_lr", "warmup_steps")}
+        return fields | {"optimizer.cosine_steps": optimizer.cosine_steps or self.train.max_steps}
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain JSON types."""

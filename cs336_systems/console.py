@@ -1,6 +1,7 @@
 """The terminal: the command that a person gives, the lines that they see, and the library's log as lines."""
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -152,9 +153,15 @@ class _ConsoleHandler(logging.Handler):
         say(self.format(record))
 
 
-def start_logging(quiet: bool = False) -> None:
-    """Show this project's log on the console; with quiet, for all processes but the first, only its errors."""
-    log = logging.getLogger("cs336_systems")
-    if not log.handlers:
-        log.addHandler(_ConsoleHandler())
-        log.setLevel(logging.ERROR if quiet else logging.INFO)
+def start_console(quiet: bool = False) -> None:
+    """Prepare this process to print any text, and this project's log. With quiet, only errors of the log.
+
+    A character that stdout's encoding lacks is printed as "?" instead of ending the process with an error.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stdout may be closed, or a notebook's own
+        sys.stdout.reconfigure(errors="replace")
+    for package in ("cs336_basics", "cs336_systems"):
+        log = logging.getLogger(package)
+        if not log.handlers:
+            log.addHandler(_ConsoleHandler())
+            log.setLevel(logging.ERROR if quiet else logging.INFO)

@@ -108,7 +108,7 @@ def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
 
 def write_kernels(path: Path, profiles: Mapping[str, Sequence[KernelTotal]]) -> None:
     """Write all kernels of some modes as CSV: one line per kernel, phase and range, the longest first."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(
             ("mode", "phase", "range", "class", "calls_per_step", "ms_per_step", "share_of_phase", "kernel")

@@ -138,10 +138,8 @@ def _summary(result: Fields) -> str:
         f"validation loss  {result.number('valid_loss', '.4f')} nats a token",
         f"unigram entropy  {result.number('unigram_entropy', '.4f')} of the same text: "
         "how frequent each token is in it",
-        f"bigram entropy   {result.number('bigram_entropy', '.4f')} of the same text: "
-        "how frequent each token is after another",
-        f"bigram model     {result.number('bigram_model_loss', '.4f')} on the same text, "
-        "from the pairs of the training text",
+        f"bigram model     {result.number('bigram_model_loss', '.4f')} on the same text: "
+        "it sees only the previous token, and knows the training text's pairs",
     ]
     sample = result.get("sample")
     if sample is not None:

@@ -54,7 +54,7 @@ def is_run(folder: Path) -> bool:
 
 def _is_run_config(path: Path) -> bool:
     try:
-        model = json.loads(path.read_text())["model"]
+        model = json.loads(path.read_bytes())["model"]
         return model.keys() >= {field.name for field in dataclasses.fields(ModelShape)}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False

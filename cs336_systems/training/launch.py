@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..config import RunConfig
-from ..console import Ended, start_logging
+from ..console import Ended, start_console
 from ..hardware import select_device, use_device
 from ..parallel import failure
 from ..parallel.ranks import environment_rank, local_rank, local_world_size
@@ -190,7 +190,7 @@ def one_of_several(parent: str) -> Iterator[None]:
         ctypes.CDLL(None).prctl(death_signal, signal.SIGTERM)
         if os.getppid() != int(parent):
             os._exit(1)
-    start_logging(quiet=environment_rank() != 0)
+    start_console(quiet=environment_rank() != 0)
     try:
         yield
     except BaseException as error:

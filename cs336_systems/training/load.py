@@ -1,7 +1,7 @@
 """Load a trained model from its run folder or checkpoint, export it to Hugging Face's format, and import from that."""
 
 import logging
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..kernels.attention import get_attention
 from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
 from .metrics import METRICS_FILE
+from .tensor_files import tensor_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,15 @@ class LoadedModel:
     """Weights, with what is needed to use them."""
 
     checkpoint: Path
-    manifest: Manifest
+    manifest: Manifest = field(repr=False)
     shape: ModelShape
-    state_dict: dict[str, Tensor]
+    state_dict: dict[str, Tensor] = field(repr=False)
+    """In the type in which the run held them, train.weight_dtype."""
     tokenizer: Tokenizer | None
 
-    def build(self, device: torch.device, attention: str = "auto") -> TransformerLM:
-        """The model itself, on a device."""
-        with device:
+    def build(self, device: str | torch.device, attention: str = "auto") -> TransformerLM:
+        """The model itself, in float32, on a device."""
+        with torch.device(device):
             model = TransformerLM(**asdict(self.shape), attention=get_attention(attention))
         model.load_state_dict(self.state_dict)
         return model
@@ -84,7 +86,9 @@ def load_model(path: str | Path) -> LoadedModel:
     shape = _shape_of(checkpoint, manifest)
     with torch.device("meta"):
         names = TransformerLM(**asdict(shape)).state_dict()
-    tensors = {f"model.{name}": torch.empty(meta.shape, dtype=meta.dtype) for name, meta in names.items()}
+    stored = tensor_shapes(checkpoint)
+    dtypes = {name: stored[f"model.{name}"][1] for name in names if f"model.{name}" in stored}
+    tensors = {f"model.{name}": torch.empty(meta.shape, dtype=dtypes.get(name)) for name, meta in names.items()}
     read_tensors(checkpoint, tensors)
     tokenizer = None
     if (expected := manifest.identity.get("tokenizer")) is not None:
@@ -97,7 +101,7 @@ def load_model(path: str | Path) -> LoadedModel:
 
 
 def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
-    """Write a run's newest model as a Hugging Face folder (default: hf in the run folder).
+    """Write a run's newest model as a Hugging Face folder (default: hf in the run folder), in its train.weight_dtype.
 
     Returns the checkpoint that it is from, and the folder. Raises ValueError for a folder that is a run or checkpoint.
     """

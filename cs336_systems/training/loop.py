@@ -82,7 +82,7 @@ class StopRequest:
         # Not by print or log: a signal can interrupt one of them, and they are not reentrant.
         if comm.rank() == 0:
             with contextlib.suppress(OSError):
-                os.write(1, f"{told}stopping after this step, which is then saved\n".encode())
+                os.write(1, f"{told}stopping after this step, which is then saved and validated\n".encode())
 
 
 class BatchLoader:
@@ -148,9 +148,9 @@ class Trainer:
     in nats.
     """
 
-    def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: str | torch.device) -> None:
         self.config, self.model = config, model
-        self.device = device = with_index(device)  # for the loader's thread, which begins on GPU 0
+        self.device = device = with_index(torch.device(device))  # for the loader's thread, which begins on GPU 0
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
@@ -184,11 +184,8 @@ class Trainer:
         return self.strategy(inputs, targets=targets)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of step 1, 2, ... max_steps; the last step has min_lr, if the warm-up is over by then."""
-        c = self.config.optimizer
-        assert c.min_lr is not None
-        assert c.warmup_steps is not None
-        return get_cosine_lr(step, c.lr, c.min_lr, c.warmup_steps, self.config.train.max_steps)
+        """The learning rate of step 1, 2, ...; that of optimizer.cosine_steps and later is min_lr, after a warm-up."""
+        return get_cosine_lr(step, *self.config.schedule.values())
 
     def train_step(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """One optimizer step. Returns its metrics; raises NonFiniteError before the update would be made.

@@ -36,7 +36,7 @@ class JsonLines:
     """metrics.jsonl: one JSON object a line, appended as it comes. Rows after `last_step` are cut off at the start."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
+        kept = _rows_until(path, last_step)
         write_whole(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
         self._path = path
         self._file = path.open("a", buffering=1)
@@ -73,22 +73,31 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run, kept in the run folder; mode "offline" sends nothing."""
+    """A Weights & Biases run, kept in the run folder; mode "offline" sends nothing.
 
-    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+    A resume logs into the same run: under its ID, which replaces what the run had, first the rows up to `last_step`
+    from metrics.jsonl. Unlike Weights & Biases' own rewind, that works offline and on every server.
+    """
+
+    def __init__(self, run_dir: Path, config: RunConfig, last_step: int) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ValueError(
                 f"log.wandb is {config.log.wandb!r}, but wandb is not installed: pip install wandb"
             ) from error
+        id_file = run_dir / "wandb" / "run_id.txt"
         self._run = wandb.init(
             project=config.log.wandb_project,
+            id=id_file.read_text() if id_file.is_file() else None,
             name=run_dir.name,
             dir=str(run_dir),
             mode=config.log.wandb,  # type: ignore[arg-type]
             config=config.to_dict(),
         )
+        write_whole(id_file, self._run.id)
+        for row in _rows_until(run_dir / METRICS_FILE, last_step):
+            self.write(row)
 
     def write(self, row: Row) -> None:
         self._run.log(_numbers(row), step=row["step"])
@@ -112,7 +121,7 @@ def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
     if config.log.tensorboard:
         sinks.append(TensorBoard(run_dir, last_step))
     if config.log.wandb != "off":
-        sinks.append(WeightsAndBiases(run_dir, config))
+        sinks.append(WeightsAndBiases(run_dir, config, last_step))
     return [JsonLines(run_dir / METRICS_FILE, last_step), *sinks]
 
 
@@ -132,6 +141,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
     return rows
 
 
+def _rows_until(path: Path, last_step: int) -> list[Row]:
+    """The rows of a metrics.jsonl up to a step; none if there is no file yet."""
+    return [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
+
+
 def summarise(times_ms: Sequence[float]) -> dict[str, float]:
     """p20, p50, p80, mean and standard deviation of some times; empty for none."""
     if not times_ms:
@@ -149,7 +163,7 @@ class Progress:
         self._first_step, self._max_steps = first_step, max_steps
         self._console = rich.get_console()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._start = self._last_plain = time.perf_counter()
+        self._start, self._last_plain = time.perf_counter(), -math.inf
         self._valid = ""
 
     def __enter__(self) -> "Progress":
@@ -178,14 +192,17 @@ class Progress:
             say(line)
 
     def format(self, row: Row, now: float) -> str:
-        """The progress line for a step's row at a time. Only the live line mentions an MFU that is not known."""
+        """The progress line for a step's row at a time. Only the live line mentions an MFU that is not known.
+
+        The time left is not told after one step, which may have compiled the model.
+        """
         steps_done = row["step"] - self._first_step
-        left = (now - self._start) / max(steps_done, 1) * (self._max_steps - row["step"])
+        seconds = int((now - self._start) / steps_done * (self._max_steps - row["step"]))
+        left = f"  left {seconds // 60}:{seconds % 60:02d}" if steps_done > 1 else ""
         mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else "  mfu n/a" if self._live else ""
         return (
             f"step {row['step']:,}/{self._max_steps:,}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
-            f"{row['tokens_per_s']:,.0f} tok/s{mfu}  mem {row['memory_bytes'] / 2**30:.2f} GiB  "
-            f"left {int(left // 60)}:{int(left % 60):02d}"
+            f"{row['tokens_per_s']:,.0f} tok/s{mfu}  mem {row['memory_bytes'] / 2**30:.2f} GiB{left}"
         )
 
 

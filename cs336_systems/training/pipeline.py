@@ -15,16 +15,17 @@ import torch
 
 from cs336_basics.data import sha256_of_file, write_json
 from cs336_basics.model import TransformerLM
+from cs336_basics.optimizer import get_cosine_lr
 from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import least_training_bytes
 from ..config import SHARDED, RunConfig, SampleConfig
 from ..console import check_by_itself
 from ..data_config import without_derived_paths
-from ..fields import require
+from ..fields import is_place, require
 from ..hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
-from ..parallel import comm
+from ..parallel import comm, get_strategy
 from ..parallel.ranks import launched, local_world_size
 from .checkpoint import set_newer_aside
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
@@ -91,6 +92,7 @@ def _train(config: RunConfig, device: torch.device) -> RunResult:
         del first_weights
         if resumed is not None:
             _restore(trainer, *resumed)
+            _tell_of_new_rate(trainer, resumed[1])
         run = Run(config, run_dir, trainer, data, identity, started, resumed)
         with _determinism(config.train.deterministic):
             interrupted = run.run()
@@ -121,6 +123,7 @@ def _check(config: RunConfig, device: torch.device) -> None:
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
     if lacking := lacking_memory(config, device):
         raise ValueError(lacking)
+    get_strategy(config.parallel.strategy_for(comm.world_size()))
     shape = config.model.shape
     check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
 
@@ -243,7 +246,8 @@ def lacking_memory(config: RunConfig, device: torch.device) -> str:
     """Why a run cannot fit, if so: said before it is built, since a billion layers would not fail, but take forever."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
-    sharded = config.parallel.strategy_for(world_size) in SHARDED
+    strategy = config.parallel.strategy_for(world_size)
+    sharded = strategy in SHARDED or is_place(strategy)  # one from outside may be, so it is let through
     needed = least_training_bytes(
         shape,
         train.batch_size // world_size,
@@ -363,3 +367,26 @@ def _restore(trainer: Trainer, path: Path, manifest: Manifest) -> None:
     except KeyError as error:
         raise ValueError(f"checkpoint {path} does not hold all that a run goes on from: no {error}") from error
     logger.info("resume: from %s, step %d", path, manifest.step)
+
+
+def _tell_of_new_rate(trainer: Trainer, manifest: Manifest) -> None:
+    """Say if the learning rate of the next step is another than the checkpoint's own configuration gives it."""
+    try:
+        before = RunConfig.from_dict(manifest.config)
+    except (TypeError, ValueError):  # of another version
+        return
+    config, step = trainer.config, manifest.step + 1
+    was, now = get_cosine_lr(step, *before.schedule.values()), trainer.learning_rate(step)
+    if f"{was:.3g}" == f"{now:.3g}":
+        return
+    changed = {name: old for name, old in before.schedule.items() if old != config.schedule[name]}
+    shown = {"optimizer.cosine_steps": "train.max_steps"} if config.optimizer.cosine_steps is None else {}
+    why = (f"{shown.get(name, name)} is {config.schedule[name]}, not {old}" for name, old in changed.items())
+    logger.warning(
+        "resume: step %d has a learning rate of %.3g instead of %.3g, because %s; to keep the earlier schedule: %s",
+        step,
+        now,
+        was,
+        " and ".join(why),
+        " ".join(f"--{name} {old}" for name, old in changed.items()),
+    )

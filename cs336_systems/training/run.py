@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from cs336_basics.tokenizer import Tokenizer
 
 from ..accounting import num_parameters
 from ..config import RunConfig, SampleConfig
+from ..files import write_whole
 from ..garbage import objects_set_aside
 from ..hardware import environment
 from ..kernels.attention import get_attention
@@ -59,9 +60,10 @@ class RunResult:
     valid_loss: float | None
     unigram_entropy: float
     bigram_entropy: float
+    """Of the validation text's own pairs: no limit for a model, because a short text repeats few of its pairs."""
     bigram_model_loss: float
     """What a smoothed table of the training text's pair counts scores on the validation text."""
-    sample: str | None
+    sample: str | None = field(repr=False)
     first_step: int = 1
     """First step of this process, above 1 after a resume: times, rates and memory below cover the steps from it on."""
     skipped_steps: int
@@ -73,7 +75,7 @@ class RunResult:
     tokens_per_s: float | None
     mfu: float | None
     peak_memory_bytes: int
-    env: dict[str, Any]
+    env: dict[str, Any] = field(repr=False)
 
 
 class Run:
@@ -105,7 +107,7 @@ class Run:
         self.saver: AsyncSaver | None = None
 
     def run(self) -> str | None:
-        """Train to the last step, to train.max_minutes, or to a signal, whose name is returned; then save."""
+        """Train to the last step, to train.max_minutes, or to a signal, whose name is returned; save and validate."""
         position, max_steps = self.trainer.position, self.config.train.max_steps
         self._describe()
         with contextlib.ExitStack() as stack:
@@ -125,10 +127,10 @@ class Run:
             if interrupted is None and position.step < max_steps and self._time_is_up():
                 minutes = self.config.train.max_minutes
                 logger.info("time is up: train.max_minutes %g, at step %d of %d", minutes, position.step, max_steps)
-            if interrupted is None and (self.validated is None or self.validated[0] != position.step):
-                self._validate()
-            if self.saved_step != position.step:
+            if self.saved_step != position.step:  # first, because a scheduler may soon end what it has told to stop
                 self._save()
+            if self.validated is None or self.validated[0] != position.step:
+                self._validate()
         return interrupted
 
     def _is_to_stop(self, stop: StopRequest) -> bool:
@@ -223,7 +225,7 @@ class Run:
         if interrupted is None and self.data.tokenizer is not None:
             sample = self._sample(self.data.tokenizer)
             if sample is not None:
-                (self.run_dir / SAMPLE).write_text(sample)
+                write_whole(self.run_dir / SAMPLE, sample)
         if interrupted is None and self.data.tokenizer is None:
             logger.info("sample: none, because the run has no tokenizer")
         starts = self.trainer.validation_starts(len(self.data.valid))
@@ -234,7 +236,7 @@ class Run:
             """Entropies of what was validated on and the loss of a bigram model; draws them beside the run's losses."""
             unigram, bigram = unigram_bigram_entropy(measured)
             bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
-            baselines = {"unigram entropy": unigram, "bigram model": bigram_loss, "bigram entropy": bigram}
+            baselines = {"unigram entropy": unigram, "bigram model": bigram_loss}
             plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
             return unigram, bigram, bigram_loss
 

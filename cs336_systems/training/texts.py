@@ -56,7 +56,10 @@ def one_at_a_time(folder: Path, lock: str = ".lock") -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         opened = (folder / lock).open("a")
     except OSError as error:
-        raise ValueError(f"data.data_dir {folder} cannot be written to: {error.strerror}") from error
+        raise ValueError(
+            f"data.data_dir {folder} cannot be written to: {error.strerror} (with --skip_data, token files that are "
+            "there are used as they are)"
+        ) from error
     with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -496,6 +496,13 @@ def test_a_file_that_is_no_text_is_one_line_that_names_it(cs336: Run, tmp_path: 
     assert "binary.json" in the_line(cs336("train", "--config", str(tmp_path / "binary.json"), "--print_config"))
 
 
+def test_without_a_model_the_file_that_could_have_it_is_named(cs336: Run) -> None:
+    line = the_line(cs336("train", "--data.source", "text"))
+    assert "model.d_model is missing" in line
+    assert "--config FILE" in line
+    assert "did you mean train.max_steps?" in the_line(cs336("train", "--train.max_stps", "3"))
+
+
 def test_a_missing_file_is_one_line_that_names_it(cs336: Run) -> None:
     assert "no/such.json" in the_line(cs336("train", "--config", "no/such.json"))
 
@@ -520,11 +527,32 @@ def test_help_names_the_commands(cs336: Run, arguments: list[str]) -> None:
     assert "train" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["--nonsense"], ["Train"]])
-def test_a_command_that_does_not_exist_ends_with_2_and_the_usage(cs336: Run, arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--nonsense"]])
+def test_without_a_command_the_usage_is_shown_with_2(cs336: Run, arguments: list[str]) -> None:
     code, out, err = cs336(*arguments)
     assert (code, out) == (2, "")
     assert "usage: cs336" in err
+
+
+@pytest.mark.parametrize(
+    "words, wrong, near",
+    [
+        (["trian"], "trian", "train"),
+        (["Train", "--config", "x.json"], "Train", "train"),
+        (["import"], "import", "import-hf"),
+        (["bench", "modl"], "modl", "model"),
+        (["profile", "kernel"], "kernel", "kernels"),
+        (["plan", "memry"], "memry", "memory"),
+        (["report", "run", "runs/x"], "run", "runs"),
+        (["export", "runs/x", "--format", "hff"], "hff", "hf"),
+    ],
+)
+def test_a_mistyped_command_is_named_with_the_nearest(cs336: Run, words: list[str], wrong: str, near: str) -> None:
+    assert f"is {wrong!r}: did you mean {near}? it must be one of " in the_line(cs336(*words))
+
+
+def test_a_command_like_no_other_brings_them_all(cs336: Run) -> None:
+    assert the_line(cs336("xyzzy")) == f"the word after cs336 is 'xyzzy': it must be one of {', '.join(COMMANDS)}"
 
 
 def test_every_field_has_its_own_help(cs336: Run) -> None:
@@ -609,7 +637,7 @@ def test_a_mistake_in_a_process_is_one_line_and_2(arguments: list[str], expected
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "cs336_systems", "nonsense"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "usage: cs336" in done.stderr
+    assert "the word after cs336 is 'nonsense'" in done.stderr
 
 
 # Names of others
@@ -727,7 +755,7 @@ def test_help_names_no_option_of_others(cs336: Run) -> None:
 def test_a_good_run_ends_with_0_and_says_what_came_of_it(cs336: Run, folder: Path) -> None:
     code, out, err = cs336("train", *TINY, *SHORT, "--run_dir", "run")
     assert code == 0, err
-    for word in ("validation loss", "unigram entropy", "bigram entropy", "sample:", "run folder", "checkpoint"):
+    for word in ("validation loss", "unigram entropy", "bigram model", "sample:", "run folder", "checkpoint"):
         assert word in out
     assert (folder / "run" / "result.json").is_file()
     assert parse_run_config(["--config", "run/config.json"])[0].run_dir == "run"

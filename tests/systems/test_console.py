@@ -1,0 +1,63 @@
+"""Text of the user or of the model is printed wherever stdout goes: a character that it cannot show becomes "?"."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMPT = "日本 — é"
+ENCODINGS = {"latin-1": "?? ? é", "ascii": "?? ? ?", "utf-8": PROMPT}
+# A locale whose encoding is ASCII, for files too, which Python would otherwise replace by UTF-8.
+ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONIO")}
+    words = [sys.executable, *arguments]
+    return subprocess.run(words, cwd=folder, env=inherited | environment, capture_output=True, timeout=300)
+
+
+def cs336(folder: Path, *arguments: str, **environment: str) -> str:
+    """What the command prints, which must end well, decoded by the encoding that it was given."""
+    done = run_python(folder, "-m", "cs336_systems", *arguments, **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout.decode(environment.get("PYTHONIOENCODING", "ascii"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with `run`, whose sample no ASCII can hold, made where all is ASCII; and what was printed."""
+    folder = tmp_path_factory.mktemp("ascii")
+    model = dict(vocab_size=300, context_length=32, d_model=32, d_ff=64, num_layers=1, num_heads=2)
+    short = dict(max_steps=2, batch_size=4, validation_sequences=4, device="cpu")
+    config = dict(run_dir="run", model=model, train=short, data=dict(story_chars=10_000, data_dir="d"))
+    (folder / "c.json").write_text(json.dumps(config | {"sample": dict(prompt=PROMPT, max_new_tokens=1)}))
+    return folder, cs336(folder, "train", "--config", "c.json", **ASCII_LOCALE)
+
+
+def test_a_run_where_all_is_ascii_ends_well_and_keeps_its_sample_as_it_is(trained: tuple[Path, str]) -> None:
+    folder, printed = trained
+    assert ENCODINGS["ascii"] in printed
+    assert (folder / "run" / "sample.txt").read_bytes().startswith(PROMPT.encode())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_samples_and_summaries_are_printed_in_any_encoding(trained: tuple[Path, str], encoding: str) -> None:
+    folder, _ = trained
+    for command in (["generate", "run", "--prompt", PROMPT, "--max_new_tokens", "0"], ["report", "summary", "run"]):
+        assert ENCODINGS[encoding] in cs336(folder, *command, PYTHONIOENCODING=encoding), command
+
+
+def test_a_rank_prints_in_any_encoding_too(tmp_path: Path) -> None:
+    code = f"""
+import os
+from cs336_systems.training.launch import one_of_several
+with one_of_several(str(os.getppid())):
+    print({PROMPT!r}, flush=True)
+    os._exit(0)
+"""
+    done = run_python(tmp_path, "-c", code, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, f"{ENCODINGS['ascii']}\n".encode())
