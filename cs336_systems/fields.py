@@ -1,10 +1,12 @@
 """Checks of a configuration's fields: each raises a ValueError that names the field, the value and what is accepted."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
@@ -73,6 +75,29 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
             above = " and below 2^63" if value > minimum else ""
             prefix = f"{group}." if group else ""
             raise ValueError(f"{prefix}{name} is {value!r}: it must be at least {minimum:g}{above}")
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is of the form "module:name": something outside of this package, to be imported."""
+    module, _, attribute = name.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), attribute))
+
+
+def imported(name: str, place: str) -> Any:
+    """The attribute of a module that "module:name" says; modules in the current directory are found first.
+
+    Raises ValueError naming the field `name` if the module cannot be imported or has no such attribute.
+    """
+    module, _, attribute = place.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; for a script Python puts the script's folder there
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever the module raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{name} is {place!r}: {module} cannot be imported from {os.getcwd()} ({reason})") from error
+    require(hasattr(found, attribute), name, place, f"module:name, and {found!r} has no {attribute}")
+    return getattr(found, attribute)
 
 
 def folder_to_write(path: str, name: str = "out") -> Path:

@@ -1,18 +1,18 @@
 """Parallel strategies by name: each wraps a module, and the training loop does not know which one it has."""
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
 
+from ..fields import imported, require
 from .strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the strategies; each strategy takes those that it has a use for."""
+    """Options of the strategies; each strategy takes those that its constructor names."""
 
     bucket_size_mb: float | None = None
     """Bytes of gradients that are sent together, in 2^20 (default: the strategy's)."""
@@ -24,31 +24,55 @@ class Options:
     """Whether sharded weights are freed after the forward pass and gathered again for the backward pass."""
 
 
-Maker = Callable[[nn.Module, Options], Strategy]
+@dataclass(frozen=True)
+class Maker:
+    """Makes the strategy at "module:Class", whose module is imported when it is first needed."""
 
+    place: str
 
-def _maker(place: str, *names: str) -> Maker:
-    """What makes the strategy at "module:class" with these of the options that are given; it imports the module."""
-    module, _, name = place.partition(":")
+    @property
+    def strategy(self) -> type[Strategy]:
+        """The class. Raises ValueError naming `parallel.strategy` if there is none."""
+        found = imported("parallel.strategy", self.place)
+        is_one = isinstance(found, type) and issubclass(found, Strategy)
+        require(is_one, "parallel.strategy", self.place, f"a subclass of {Strategy.__module__}.Strategy")
+        return found
 
-    def make(wrapped: nn.Module, options: Options) -> Strategy:
-        strategy: type[Strategy] = getattr(importlib.import_module(f".{module}", __name__), name)
-        given = {name: value for name in names if (value := getattr(options, name)) is not None}
-        return strategy(wrapped, **given)
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The `Options` that the strategy takes: those that its constructor names."""
+        named = inspect.signature(self.strategy).parameters
+        return tuple(field.name for field in fields(Options) if field.name in named)
 
-    return make
+    def __call__(self, module: nn.Module, options: Options) -> Strategy:
+        """The strategy around a module, with those of the options that it takes."""
+        given = {name: value for name in self.options if (value := getattr(options, name)) is not None}
+        return self.strategy(module, **given)
 
 
 # Register a new strategy here.
-STRATEGIES: dict[str, Maker] = {
-    "none": lambda module, options: Strategy(module),
-    "naive": _maker("ddp:NaiveDDP", "grad_dtype"),
-    "flat": _maker("ddp:FlatDDP", "grad_dtype"),
-    "overlap": _maker("ddp:DDP", "grad_dtype", "bucket_size_mb"),
-    "individual": _maker("ddp:DDP", "grad_dtype"),
-    "bucketed": _maker("bucketed:DDPBucketed", "grad_dtype", "bucket_size_mb"),
-    "torch_ddp": _maker("torch_peers:TorchDDP", "grad_dtype", "bucket_size_mb"),
-    "fsdp": _maker("fsdp:FSDP", "grad_dtype", "compute_dtype", "reshard_after_forward"),
-    "torch_fsdp": _maker("torch_peers:TorchFSDP", "grad_dtype", "compute_dtype", "reshard_after_forward"),
+STRATEGIES = {
+    name: Maker(f"{__name__}.{place}")
+    for name, place in {
+        "none": "strategy:Strategy",
+        "naive": "ddp:NaiveDDP",
+        "flat": "ddp:FlatDDP",
+        "overlap": "ddp:DDP",
+        "individual": "ddp:IndividualDDP",
+        "bucketed": "bucketed:DDPBucketed",
+        "flashddp": "bucketed:DDPBucketed",
+        "fsdp": "fsdp:FSDP",
+        "torch_ddp": "torch_peers:TorchDDP",
+        "torch_fsdp": "torch_peers:TorchFSDP",
+    }.items()
 }
-STRATEGIES["flashddp"] = STRATEGIES["bucketed"]
+
+
+def get_strategy(name: str) -> Maker:
+    """The maker of the strategy registered as `name`, or of one's own at "module:Class".
+
+    Raises ValueError naming `parallel.strategy` if it is no name and cannot be imported, or is no Strategy.
+    """
+    maker = STRATEGIES.get(name, Maker(name))
+    _ = maker.strategy  # raises
+    return maker

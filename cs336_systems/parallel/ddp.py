@@ -185,3 +185,10 @@ class DDP(Strategy):
         self._order = first + [p for p in self._order if p not in set(first)]
         self._order_is_learnt = True
         self._arrange()
+
+
+class IndividualDDP(DDP):
+    """`DDP` that sends each gradient by itself, whatever the bucket size."""
+
+    def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
+        super().__init__(module, grad_dtype)

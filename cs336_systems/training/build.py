@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from cs336_basics.model import LayerCache, TransformerLM
 from cs336_basics.optimizer import AdamW
 
-from ..config import OptimizerConfig, RunConfig, TrainConfig
+from ..config import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ..fields import require, shown
 from ..hardware import DTYPES
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
-from ..parallel import STRATEGIES, Options, comm
+from ..parallel import Maker, Options, comm, get_strategy
 from ..parallel.strategy import Strategy
 
 P = ParamSpec("P")
@@ -125,13 +126,27 @@ def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
 
 
+def strategy_of(config: RunConfig) -> Maker:
+    """The strategy that the configuration asks for, for this number of processes.
+
+    Raises ValueError if there is none, or if it does not take an option that is given. A bucket size is only for speed,
+    so that a strategy may do without.
+    """
+    name = config.parallel.strategy_for(comm.world_size())
+    strategy, usual = get_strategy(name), ParallelConfig()
+    for option in ("grad_dtype", "reshard_after_forward"):
+        value, default = getattr(config.parallel, option), getattr(usual, option)
+        accepted = f"{shown(default)} with parallel.strategy {name!r}, which does not take it"
+        require(value == default or option in strategy.options, f"parallel.{option}", value, accepted)
+    return strategy
+
+
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
-    """The model in the strategy that the configuration asks for, for this number of processes."""
-    wrap = STRATEGIES[config.parallel.strategy_for(comm.world_size())]
+    """The model in the strategy that the configuration asks for. Raises ValueError as `strategy_of` does."""
     options = Options(
         bucket_size_mb=config.parallel.group_size_mb(),
         grad_dtype=DTYPES.get(config.parallel.grad_dtype),
         compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
         reshard_after_forward=config.parallel.reshard_after_forward,
     )
-    return wrap(model, options)
+    return strategy_of(config)(model, options)

@@ -25,8 +25,9 @@ from ..data_config import without_derived_paths
 from ..fields import is_place, require
 from ..hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..kernels.attention import check_attention, get_attention
-from ..parallel import comm, get_strategy
+from ..parallel import comm
 from ..parallel.ranks import launched, local_world_size
+from .build import strategy_of
 from .checkpoint import set_newer_aside
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
 from .launch import check_launch, launch, use_device_of_rank
@@ -123,7 +124,7 @@ def _check(config: RunConfig, device: torch.device) -> None:
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
     if lacking := lacking_memory(config, device):
         raise ValueError(lacking)
-    get_strategy(config.parallel.strategy_for(comm.world_size()))
+    strategy_of(config)
     shape = config.model.shape
     check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
 

@@ -329,7 +329,7 @@ def test_the_command_writes_where_it_is_told(
         ),
         (dict(variant="overlap+"), r"variant is 'overlap\+'"),
         (dict(variant="overlap+bf16+bf16"), r"variant is 'overlap\+bf16\+bf16'"),
-        (dict(variant="bogus"), "variant is 'bogus': it must be alone or one of naive, flat, overlap, .*, torch_fsdp;"),
+        (dict(variant="bogus"), "variant is 'bogus': it must be alone, one of naive, .*, torch_fsdp or module:Class;"),
         (dict(variant="none"), "variant is 'none'"),
         (dict(variant="auto"), "variant is 'auto'"),
         (dict(variant=""), "variant is ''"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.parallel import STRATEGIES, Options, comm
+from cs336_systems.parallel import Options, comm, get_strategy
 from cs336_systems.parallel.bucketed import DDPBucketed
 from cs336_systems.parallel.ddp import DDP, FlatDDP, NaiveDDP, cut_into_buckets
 from cs336_systems.parallel.fsdp import FSDP
@@ -49,7 +49,7 @@ def train_on_ranks(
 ) -> dict[str, Tensor]:
     """The whole state after STEPS on this rank's parts of the batches, from weights that differ over the ranks."""
     module = build(model, seed=comm.rank()).to(device)
-    strategy = STRATEGIES[name](module, Options(**options))
+    strategy = get_strategy(name)(module, Options(**options))
     optimizer = make_optimizer(module.parameters())
     for step in range(STEPS):
         mine = batch_of(step).to(device).chunk(comm.world_size())[comm.rank()]
@@ -124,7 +124,7 @@ class Branches(nn.Module):
 def gradients_of_branches(name: str, uses: list[str]) -> list[dict[str, Tensor | None]]:
     torch.manual_seed(0)
     module = Branches()
-    strategy = STRATEGIES[name](module, Options(bucket_size_mb=1e-5))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=1e-5))
     seen = []
     for _ in range(3):  # also after the order has been learnt
         strategy.zero_grad()
@@ -151,7 +151,7 @@ def test_parameters_that_some_ranks_do_not_use(name: str, uses: list[str]) -> No
 
 def trained_on_equal_batches(name: str | None, model: str, steps: int = 4) -> dict[str, Tensor]:
     module = build(model)
-    strategy = STRATEGIES[name or "none"](module, Options(bucket_size_mb=0.002))
+    strategy = get_strategy(name or "none")(module, Options(bucket_size_mb=0.002))
     optimizer = adamw(module.parameters())
     for step in range(steps):
         train_step(strategy, optimizer, batch_of(step))
@@ -174,7 +174,7 @@ def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(name: str
 
 def weighted_gradients(name: str) -> list[Tensor]:
     module = build("transformer")
-    strategy = STRATEGIES[name](module, Options())
+    strategy = get_strategy(name)(module, Options())
     batch = batch_of(0)
     mine = batch[:1] if comm.rank() == 0 else batch[1:]
     (mean_loss(strategy, mine) * comm.mean_weight(len(mine))).backward()
@@ -310,7 +310,7 @@ def test_a_bucket_size_that_is_none_is_refused(cls: type[DDP], size: float) -> N
 
 def backward_twice(name: str) -> str:
     module = nn.Linear(2, 2)
-    strategy = STRATEGIES[name](module, Options())
+    strategy = get_strategy(name)(module, Options())
     strategy(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="inside no_sync") as error:
         strategy(torch.ones(1, 2)).sum().backward()
@@ -324,7 +324,7 @@ def test_two_backward_passes_without_no_sync_are_refused(name: str) -> None:
 
 
 def step_on_sparse(name: str) -> str:
-    strategy = STRATEGIES[name](nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)), Options())
+    strategy = get_strategy(name)(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)), Options())
 
     def step() -> None:
         strategy(torch.tensor([1, 2])).sum().backward()
@@ -369,7 +369,7 @@ def test_ranks_with_different_shapes_are_told_which() -> None:
 def after_a_dropped_step(name: str, own_zero_grad: bool, fails: bool) -> dict[str, Tensor]:
     """A backward pass that is not finished, or breaks off, then a step as if it had not been."""
     module = build("transformer")
-    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=0.002))
     optimizer = sgd(module.parameters())
     mine = batch_of(0).chunk(comm.world_size())[comm.rank()]
     train_step(strategy, optimizer, mine, own_zero_grad=own_zero_grad)
@@ -411,7 +411,7 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_refused() -> None:
 
 def without_a_backward_pass(name: str) -> list[bool]:
     module = nn.Linear(2, 3)
-    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=0.002))
     strategy.finish_gradient_synchronization()
     strategy(torch.ones(1, 2)).sum().backward()
     strategy.finish_gradient_synchronization()
@@ -428,7 +428,7 @@ def test_a_step_may_be_finished_without_a_backward_pass_and_again(name: str, wor
 
 def one_branch_after_the_other(name: str) -> list[bool]:
     module = Branches()
-    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=0.002))
     for branch in ("a", "b"):
         strategy(torch.ones(1, 3), branch).backward()
         strategy.finish_gradient_synchronization()
@@ -442,7 +442,7 @@ def test_a_gradient_that_is_not_cleared_is_kept_by_a_step_that_does_not_use_it(n
 
 def evaluated_first(name: str) -> dict[str, Tensor]:
     module = build("transformer")
-    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=0.002))
     optimizer = sgd(module.parameters())
     for step in range(3):
         mine = batch_of(step).chunk(comm.world_size())[comm.rank()]
@@ -496,7 +496,7 @@ def types_that_travel(name: str, options: dict[str, Any]) -> dict[str, set[torch
         return start(method, tensors, how, what, op)
 
     module = build("transformer")
-    strategy = STRATEGIES[name](module, Options(bucket_size_mb=0.002, **options))
+    strategy = get_strategy(name)(module, Options(bucket_size_mb=0.002, **options))
     comm._together = together
     try:
         train_step(strategy, sgd(module.parameters()), batch_of(0).chunk(comm.world_size())[comm.rank()])
@@ -546,7 +546,7 @@ def test_a_strategy_is_not_copied(cls: type[Any], copied: Callable[[Any], Any]) 
 
 def compressed_by_torch() -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        STRATEGIES["torch_ddp"](nn.Linear(2, 2), Options(grad_dtype=torch.bfloat16))
+        get_strategy("torch_ddp")(nn.Linear(2, 2), Options(grad_dtype=torch.bfloat16))
     return str(error.value)
 
 
@@ -556,7 +556,7 @@ def test_what_pytorchs_ddp_does_not_compress_to_is_said_at_the_start() -> None:
 
 
 def wrapped(name: str, module: nn.Module, **options: Any) -> Any:
-    return STRATEGIES[name](module, Options(**options))
+    return get_strategy(name)(module, Options(**options))
 
 
 def lies_otherwise(device: str) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 import torch
 
-from ...config import SHARDED, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require, require_at_least, without_groups
+from ...config import SHARDED, STRATEGIES, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...fields import check_types, is_place, require, require_at_least, without_groups
 from ...hardware import select_device
+from ...parallel import get_strategy
 from ...training.launch import check_devices
 from ...training.loop import Trainer
 from ..case import Row
@@ -28,7 +29,7 @@ from ..turns import measure_in_turns
 from ..workload import Workload
 
 ALONE = "alone"
-WITHOUT_BUCKETS = ("naive", "flat", "individual", "fsdp", "torch_fsdp")
+_OF_SEVERAL = tuple(strategy for strategy in STRATEGIES if strategy != "none")
 VARIANTS = (
     ALONE,
     "naive",
@@ -127,28 +128,29 @@ class DDPBench:
 
     def _parts(self) -> tuple[str, str | None, list[str]]:
         """The strategy, its bucket size and its options. Every part of a variant's name must have a meaning."""
-        parts = re.fullmatch(r"(\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
+        parts = re.fullmatch(r"([\w.]+:[^\W\d]\w*|\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
         name, bucket, options = parts.groups() if parts else ("", None, "")
         chosen = options.split("+")[1:]
-        strategies = [s for s in get_args(get_type_hints(ParallelConfig)["strategy"]) if s not in ("auto", "none")]
+        is_known = name in (ALONE, *_OF_SEVERAL) or is_place(name)
+        taken = _options_of(name) if is_known and name != ALONE else ()
+        takes_bucket = "bucket_size_mb" in taken and float(bucket or 1) > 0
         accepted = set(self.options) if name != ALONE else set(self.options) & {"graph"}
-        takes_bucket = name not in (ALONE, *WITHOUT_BUCKETS) and float(bucket or 1) > 0
         if (
-            name not in (ALONE, *strategies)
+            not is_known
             or not (takes_bucket or bucket is None)
             or not (set(chosen) <= accepted and len(set(chosen)) == len(chosen))
         ):
+            others = [*_OF_SEVERAL, *([name] if is_place(name) else [])]
+            without = [ALONE, *(other for other in others if "bucket_size_mb" not in _options_of(other))]
             raise ValueError(
-                f"variant is {self.variant!r}: it must be {ALONE} or one of "
-                f"{', '.join(strategies)}; then :BUCKET_MB, but not after {', '.join((ALONE, *WITHOUT_BUCKETS))}; then "
-                f"any of +{', +'.join(self.options)}, once"
+                f"variant is {self.variant!r}: it must be {ALONE}, one of {', '.join(_OF_SEVERAL)} or module:Class; "
+                f"then :BUCKET_MB, but not after {', '.join(without)}; then any of +{', +'.join(self.options)}, once"
             )
-        shards_weights = name in SHARDED
         other = f"a strategy other than {name}, which"
-        require("zero1" not in chosen or not shards_weights, "variant", self.variant,
+        require("zero1" not in chosen or name not in SHARDED, "variant", self.variant,
                 f"{other} shards the optimizer's state anyway, or without +zero1")  # fmt: skip
-        require("zero2" not in chosen or shards_weights, "variant", self.variant,
-                f"{other} does not shard weights, or without +zero2")  # fmt: skip
+        require("zero2" not in chosen or "reshard_after_forward" in taken, "variant", self.variant,
+                f"{other} does not gather weights, or without +zero2")  # fmt: skip
         return name, bucket, chosen
 
     def workload(self) -> Workload:
@@ -159,6 +161,12 @@ class DDPBench:
     def is_alone(self) -> bool:
         """Whether nothing is sent."""
         return self.variant.partition("+")[0] == ALONE
+
+
+def _options_of(strategy: str) -> tuple[str, ...]:
+    """The options that a strategy takes. Raises ValueError naming the variant if it cannot be imported."""
+    with without_groups({"parallel.strategy": "variant"}):
+        return get_strategy(strategy).options
 
 
 def name_of(config: DDPBench) -> str:

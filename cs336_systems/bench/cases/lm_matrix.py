@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from cs336_basics.data import load_tokens
 from cs336_basics.tokenizer import check_vocab_size
@@ -27,6 +27,7 @@ from ...fields import check_types, require, require_at_least, without_groups
 from ...hardware import select_device
 from ...kernels.attention import get_attention
 from ...model_config import SIZE_FIELDS, ModelConfig
+from ...parallel import get_strategy
 from ...training.folder import CONFIG
 from ...training.launch import check_devices, launch
 from ...training.metrics import METRICS_FILE, read_metrics
@@ -109,8 +110,9 @@ class LMMatrixBench:
         if any(getattr(self, name) is not None for name in SIZE_FIELDS):
             object.__setattr__(self, "size", None)
         with without_groups(_NAMES):
-            self.run_config(Path("unused"))
+            parallel = self.run_config(Path("unused")).parallel
             get_attention(self.kernel)
+            get_strategy(parallel.strategy_for(parallel.devices))
             check_devices(self.device, 1 if self.strategy == ALONE else self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
         self._check_tokens()
@@ -153,7 +155,7 @@ class LMMatrixBench:
     def run_config(self, folder: Path, files: tuple[str, str] | None = None, steps: int = 1) -> RunConfig:
         """The run of this many steps, which writes into a folder. Raises ValueError for an impossible one."""
         files = files or (self.train_path or "train", self.val_path or "valid")
-        alone, strategy = self.strategy == ALONE, cast(Any, self.strategy)  # checked there
+        devices = 1 if self.strategy == ALONE else self.devices
         return RunConfig(
             model=self.model_config(),
             run_dir=str(folder / f"{self.kernel}-{self.strategy}"),
@@ -170,7 +172,7 @@ class LMMatrixBench:
                 validation_interval=0,
                 seed=self.seed,
             ),
-            parallel=ParallelConfig(devices=1 if alone else self.devices, strategy=strategy),
+            parallel=ParallelConfig(devices=devices, strategy=self.strategy),
         )
 
 

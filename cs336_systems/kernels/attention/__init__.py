@@ -4,8 +4,11 @@ import importlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from cs336_basics.model import Attention
+
+from ...fields import imported, is_place, require
 
 # name: "module:function". A module is imported only when its kernel is requested, because some need what not every
 # machine has.
@@ -58,7 +61,7 @@ ATTENTION = _Kernels()
 
 
 def get_attention(name: str) -> Attention:
-    """The kernel registered as `name`; auto is PyTorch's own choice.
+    """The kernel registered as `name`, or one's own at "module:function"; auto is PyTorch's own choice.
 
     On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl; on a CPU
     nothing here is faster.
@@ -68,8 +71,11 @@ def get_attention(name: str) -> Attention:
     """
     if name == "auto":
         name = "sdpa"
-    if name not in ATTENTION:
-        raise ValueError(f"model.attention is {name!r}: it must be auto or one of {', '.join(ATTENTION)}")
+    if is_place(name):
+        attention = imported("model.attention", name)
+        require(callable(attention), "model.attention", name, "a function, attention(q, k, v, is_causal)")
+        return attention
+    require(name in ATTENTION, "model.attention", name, f"auto or one of {', '.join(ATTENTION)}, or module:function")
     try:
         return ATTENTION[name]
     except ImportError as error:
@@ -81,6 +87,8 @@ def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch
     attention = get_attention(name)
     q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
     try:
-        attention(q, q, q, True)
-    except (ValueError, ImportError) as error:
+        o = attention(q, q, q, True)
+    except (ValueError, ImportError, TypeError) as error:  # the last: a function of other arguments
         raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
+    is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)
+    require(is_like_q, "model.attention", name, "a function that returns a tensor of q's shape and dtype")
