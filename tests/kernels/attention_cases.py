@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_basics.model import TransformerLM
-from cs336_systems.kernels.attention import ATTENTION
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.attention.contract import attention_flops
+from cs336_systems.kernels.attention.function import FlashFunction
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)
@@ -182,9 +183,14 @@ def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) 
 
 
 def gradients(o: Tensor, q_k_v: list[Tensor], dO: Tensor) -> dict[str, Tensor]:
-    """o and what its inputs that need one get as gradients, by name."""
+    """o and what its inputs that need one get as gradients, by name: zeros where o does not depend on the input.
+
+    Without keys it depends on none, and need not have a graph.
+    """
     needed = {name: x for name, x in zip(NAMES[1:], q_k_v, strict=True) if x.requires_grad}
-    found = torch.autograd.grad(o, list(needed.values()), dO.to(o.dtype)) if needed else ()
+    found = [torch.zeros_like(x) for x in needed.values()]
+    if o.requires_grad:
+        found = torch.autograd.grad(o, list(needed.values()), dO.to(o.dtype), materialize_grads=True)
     return {"o": o.detach(), **dict(zip(needed, found, strict=True))}
 
 
@@ -244,8 +250,8 @@ def check_logsumexp(saved: Tensor, truth: Truth, dtype: torch.dtype) -> None:
 
 
 def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
-    """What a flash kernel's autograd.Function keeps; None for attention that is no such Function."""
-    if not hasattr(o.grad_fn, "saved_tensors"):
+    """What a kernel made by `flash_function` keeps for its backward pass; None for one that is not made by it."""
+    if not issubclass(getattr(o.grad_fn, "_forward_cls", object), FlashFunction):
         return None
     found = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
     assert len(found) == 1, f"{len(found)} saved tensors have the logsumexp's shape"
@@ -308,7 +314,7 @@ class KernelTests:
 
     @property
     def attention(self) -> Callable[..., Tensor]:
-        return ATTENTION[self.name]
+        return get_attention(self.name)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """q, k and v of one shape, which require gradients."""
@@ -388,7 +394,8 @@ class FlashKernelTests(KernelTests):
 
     @property
     def operators(self) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
-        return tuple(getattr(torch.ops.cs336, f"{self.name}_{which}").default for which in ("forward", "backward"))
+        name = self.function.__name__
+        return tuple(getattr(torch.ops.cs336, f"{name}_{which}").default for which in ("forward", "backward"))
 
     def test_saves_exactly_one_tensor_of_the_logsumexps_shape(self, dtype: torch.dtype) -> None:
         q, k, v, _ = Case(17, 40, 16, leading=(3,)).inputs(dtype, self.device)

@@ -122,6 +122,8 @@ WRONG: dict[str, tuple[Callable[..., Tensor], Case]] = {
     "TF32 inside": (with_products_of_11_bits, Case(65, 65)),
     "a gradient of q that is off": (lambda q, k, v, c: naive(1.00001 * q - 1e-5 * q.detach(), k, v, c), Case()),
     "a gradient of k that is off": (lambda q, k, v, c: naive(q, 1.00001 * k - 1e-5 * k.detach(), v, c), Case()),
+    "no gradient": (lambda q, k, v, c: naive(q, k, v, c).detach(), Case()),
+    "no gradient of v": (lambda q, k, v, c: naive(q, k, v.detach(), c), Case()),
     "a gradient of v that is off": (lambda q, k, v, c: naive(q, k, 1.00001 * v - 1e-5 * v.detach(), c), Case()),
     "no numbers": (lambda q, k, v, c: naive(q, k, v, c) * math.nan, Case()),
     "inputs written to": (lambda q, k, v, c: naive(q, k, v.detach().mul_(2) * 0 + v, c) + 0 * q, Case()),
