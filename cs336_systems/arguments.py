@@ -1,11 +1,13 @@
 """Arguments of the commands, parsed by jsonargparse; an error in them becomes one line that names the field."""
 
+import contextlib
 import difflib
+import json
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
@@ -53,7 +55,8 @@ def make_parser(command: str, description: str) -> ArgumentParser:
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
     """Parse arguments into options. Raises ValueError with one line that names what is wrong."""
     try:
-        return parser.instantiate(parser.parse_args(_positionals_first(in_our_words(arguments, parser), parser)))
+        words = _plain_integers(in_our_words(arguments, parser), parser)
+        return parser.instantiate(parser.parse_args(_positionals_first(words, parser)))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
     except (OverflowError, RecursionError) as error:
@@ -86,6 +89,46 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
         else:
             words.append(values.get(word, word))
     return words
+
+
+def _plain_integers(words: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """The words with integers that are written as 3.0 or 1e3 in digits alone, also within a JSON object."""
+    fields = {option: "" if action.dest == "config" else action.dest
+              for action in parser._actions for option in action.option_strings}  # fmt: skip
+    integers = {action.dest for action in parser._actions if _takes_integer(action)}
+    plain, before = [], ""
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if option in fields and value:
+            value = _plain_integer(fields[option], value, integers)
+        plain.append(f"{option}{equals}{value}" if word.startswith("--") else value)
+        before = option if word.startswith("--") and not equals else ""
+    return plain
+
+
+def _takes_integer(action: Any) -> bool:
+    hint = getattr(action, "_typehint", action.type)
+    return hint is int or int in get_args(hint)
+
+
+def _plain_integer(field: str, text: str, integers: set[str]) -> str:
+    """The value of a field, in which what is 3.0 where an integer belongs has become 3."""
+
+    def plain(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(f"{name}.{key}" if name else key, inner) for key, inner in value.items()}
+        if name in integers and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        whole = name in integers and isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63
+        return int(value) if whole else value
+
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    changed = plain(field, value)
+    return text if json.dumps(changed) == json.dumps(value) else json.dumps(changed)
 
 
 def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str]:

@@ -87,14 +87,17 @@ class WeightsAndBiases:
                 f"log.wandb is {config.log.wandb!r}, but wandb is not installed: pip install wandb"
             ) from error
         id_file = run_dir / "wandb" / "run_id.txt"
-        self._run = wandb.init(
-            project=config.log.wandb_project,
-            id=id_file.read_text() if id_file.is_file() else None,
-            name=run_dir.name,
-            dir=str(run_dir),
-            mode=config.log.wandb,  # type: ignore[arg-type]
-            config=config.to_dict(),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.log.wandb_project,
+                id=id_file.read_text() if id_file.is_file() else None,
+                name=run_dir.name,
+                dir=str(run_dir),
+                mode=config.log.wandb,  # type: ignore[arg-type]
+                config=config.to_dict(),
+            )
+        except wandb.Error as error:  # nobody is logged in, for example
+            raise ValueError(f"log.wandb is {config.log.wandb!r}, but Weights & Biases refuses it: {error}") from error
         write_whole(id_file, self._run.id)
         for row in _rows_until(run_dir / METRICS_FILE, last_step):
             self.write(row)
@@ -134,6 +137,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("it is no row of metrics, an object with a step")
+            for name, value in row.items():
+                if isinstance(value, bool) or not isinstance(value, int | float | None):
+                    raise ValueError(f"{name} is {value!r}: it must be a number or null")
             rows.append(row)
         except ValueError as error:
             if i < len(lines) - 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,58 @@ def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     tokens = torch.randint(0, 300, (2, 48))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), llama(tokens).logits, atol=1e-4, rtol=0)
+
+
+OLD = transformers.LlamaConfig(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=48,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+)
+
+
+def save_with_frequencies(folder: Path, names: list[str], frequencies: torch.Tensor) -> transformers.LlamaForCausalLM:
+    """A Llama's folder with buffers among its weights, as older versions of transformers wrote them."""
+    llama = transformers.LlamaForCausalLM(OLD)
+    llama.save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    buffers = {name: frequencies.clone() for name in names}
+    safetensors.torch.save_file(weights | buffers, folder / "model.safetensors", metadata={"format": "pt"})
+    return llama
+
+
+IN_EACH_BLOCK = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
+
+
+@pytest.mark.parametrize("names", [IN_EACH_BLOCK, ["model.rotary_emb.inv_freq"]], ids=["of each block", "of the model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rotary_frequencies_among_the_weights_are_left_out_and_said(
+    tmp_path: Path, names: list[str], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "cs336_basics")
+    inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq  # those that transformers computes
+    llama = save_with_frequencies(tmp_path, names, inside.to(dtype))
+    shape, state, _ = import_hf(tmp_path)
+    assert names[0] in caplog.text
+    model = TransformerLM(**dataclasses.asdict(shape))
+    model.load_state_dict(state)
+    tokens = torch.randint(0, 300, (2, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), llama(tokens).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("change", [lambda f: f / 2, lambda f: f[:-1], lambda f: f.pow(0.95)])
+def test_other_rotary_frequencies_than_those_of_the_configuration_are_refused(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq
+    save_with_frequencies(tmp_path, IN_EACH_BLOCK, change(inside).contiguous())
+    with pytest.raises(ValueError, match=r"layers\.\d\.self_attn\.rotary_emb\.inv_freq does not hold .* 500000 in"):
+        import_hf(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1255,3 +1255,12 @@ def test_one_file_has_one_field_however_it_is_spelled(folder: Path) -> None:
             ValueError, match=r"^data\.valid_tokens is '.*': it must be another file than data\.train_tok"
         ):
             text_config(train_tokens="a.npy", valid_tokens=other)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_the_way_to_use_it(folder: Path) -> None:
+    made = prepare_data(text_config())
+    Path("d/.lock").unlink()
+    Path("d/.lock").mkdir()  # nobody can open it, root neither
+    with pytest.raises(ValueError, match=r"^data\.data_dir d cannot be written to: .*--skip_data"):
+        prepare_data(text_config())
+    assert np.array_equal(prepare_data(text_config(skip_data=True)).train, made.train)

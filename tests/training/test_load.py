@@ -1,5 +1,7 @@
 """Models out of runs: sampling, export, import and starting from other weights, through the command."""
 
+import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,11 +19,12 @@ from rich.console import Console
 
 from cs336_systems.cli import main, parse_run_config
 from cs336_systems.console import say
-from cs336_systems.training import train
+from cs336_systems.training import RunResult, train
 from cs336_systems.training.load import load_model
+from cs336_systems.training.loop import Trainer
 from cs336_systems.training.metrics import read_metrics
 
-from .helpers import forge_manifest
+from .helpers import forge_manifest, read_independently
 
 
 def arguments(folder: Path, run: str, **fields: object) -> list[str]:
@@ -112,6 +116,41 @@ def test_export_gives_what_transformers_loads(trained: Path, tmp_path: Path) -> 
     assert ours.tokenizer is not None
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs("a cat")["input_ids"] == ours.tokenizer.encode("a cat")
+
+
+def test_export_of_a_run_with_bfloat16_weights_is_bfloat16_and_can_be_imported(trained: Path, tmp_path: Path) -> None:
+    fields = {"data.data_dir": trained.parent / "data", "train.precision": "bf16", "train.weight_dtype": "bf16"}
+    result = train(parse_run_config(arguments(tmp_path, "run", **fields))[0])
+    for words in (("export", tmp_path / "run", "--out", tmp_path / "hf"), ("import-hf", tmp_path / "hf")):
+        assert run_command(*words, *(("--out", tmp_path / "back") if words[0] == "import-hf" else ())) == 0
+    held = read_independently(Path(result.checkpoint))
+    llama = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    assert {parameter.dtype for parameter in llama.parameters()} == {torch.bfloat16}
+    assert torch.equal(llama.lm_head.weight, held["model.lm_head.weight"])
+    for name, tensor in read_independently(load_model(tmp_path / "back").checkpoint).items():
+        assert torch.equal(tensor, held[name].float()), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert run_command("generate", tmp_path / "run", "--max_new_tokens", 3) == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_a_device_is_a_string_or_torchs_own(trained: Path, device: str | torch.device) -> None:
+    loaded = load_model(str(trained))
+    model = loaded.build(device)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    config = parse_run_config(arguments(trained.parent, "run"))[0]
+    with contextlib.closing(Trainer(config, model, np.zeros(100, np.uint16), device)) as trainer:
+        assert trainer.device == torch.device("cpu")
+
+
+def test_what_python_shows_of_a_run_and_its_model_is_short(tmp_path: Path, trained: Path) -> None:
+    result = RunResult(**json.loads((trained / "result.json").read_text()))
+    long = dataclasses.replace(result, sample="once upon a time " * 1000)
+    assert f"valid_loss={result.valid_loss}" in repr(long)
+    assert "once upon" not in repr(long)
+    assert len(repr(long)) < 1000
+    assert "d_model=32" in repr(load_model(trained))
+    assert len(repr(load_model(trained))) < 1000
 
 
 def test_import_brings_the_same_weights_back(trained: Path, tmp_path: Path) -> None:

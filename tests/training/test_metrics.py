@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 import statistics
+import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,11 +164,18 @@ def progress_at(monkeypatch: pytest.MonkeyPatch, console: Console, first_step: i
             "step 30/30  loss nan  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 0:00",
         ),
         (
-            {**ROW, "step": 1},
+            {**ROW, "step": 2},
             0,
-            100_001,
-            1.0,
-            "step 1/100,001  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 1666:40",
+            100_002,
+            2.0,
+            "step 2/100,002  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 1666:40",
+        ),
+        (
+            {**ROW, "step": 1001},
+            1000,  # the first step since the resume, which may have compiled the model
+            2010,
+            60.0,
+            "step 1,001/2,010  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB",
         ),
     ],
 )
@@ -190,16 +199,21 @@ def test_an_mfu_that_is_not_known_is_said_on_a_terminal(monkeypatch: pytest.Monk
         assert "  mfu 45.7%  " in progress.format(ROW, 101.0)
 
 
-def test_without_a_terminal_there_are_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_there_are_plain_lines_at_once_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     progress = progress_at(monkeypatch, Console(file=out, width=40), 0, 30)
     with progress:
-        for second, step in ((101, 1), (109, 9), (111, 11), (112, 12), (122, 22)):
+        for second, step in ((101, 1), (109, 9), (111, 11), (112, 12), (121, 21)):
             monkeypatch.setattr("cs336_systems.training.metrics.time.perf_counter", lambda second=second: float(second))
             progress.update({**ROW, "step": step})
-        progress.update({"step": 22, "valid_loss": 1.5})
+        progress.update({"step": 21, "valid_loss": 1.5})
     lines = out.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 11/30", "step 22/30", "step 22/30 valid 1.5000"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 1/30",
+        "step 11/30",
+        "step 21/30",
+        "step 21/30 valid 1.5000",
+    ]
     assert "\x1b" not in out.getvalue()
 
 
@@ -277,6 +291,58 @@ def test_wandb_offline_keeps_its_run_in_the_run_folder_and_needs_no_setting(tmp_
     for name in (b"valid_loss", b"grad_norm", b"tiny"):
         assert name in content
     assert not (tmp_path / "wandb").exists()
+
+
+def wandb_log(file: Path) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    """The run's ID in a .wandb file, and the values of each key by step, in the order in which they were logged.
+
+    The file has the format of LevelDB's logs: a header of 7 bytes, then blocks of 32 KiB with pieces of records.
+    """
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    data, place, whole, run_id = file.read_bytes(), 7, b"", ""
+    found: dict[str, list[tuple[int, float]]] = {}
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:  # too little for the head of a piece
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (2, 3):  # the first and a middle piece
+            continue
+        record, whole = messages.Record.FromString(whole), b""
+        run_id = record.run.run_id or run_id
+        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for key, value in items.items():
+            found.setdefault(key, []).append((items["_step"], value))
+    return run_id, found
+
+
+def test_wandb_goes_on_with_the_same_run_after_a_resume_rewound_to_its_step(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = make_config(tmp_path, log=dict(wandb="offline"), checkpoint=dict(checkpointing_interval=5))
+    assert run_train(config).returncode == 0
+    shutil.rmtree(checkpoint_path(config, 10))
+    other = dataclasses.replace(config.train, max_steps=12)  # so that steps 6 to 10 have other rates than at first
+    assert run_train(dataclasses.replace(config, resume="auto", train=other)).returncode == 0
+
+    (first, before), (second, after) = map(
+        wandb_log, sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    )
+    assert first == second != ""
+    for key in ("loss", "valid_loss", "lr", "grad_norm"):
+        assert after[key] == told(tmp_path / "run", key), key
+    assert [step for step, _ in after["loss"]] == list(range(1, 13))
+    assert after["lr"][:5] == before["lr"][:5]
+    assert after["lr"][5:10] != before["lr"][5:10]
+
+
+def test_wandb_that_cannot_log_in_is_a_line_that_names_the_field(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    code = f"import os; os.environ['HOME'] = {str(tmp_path)!r}; from cs336_systems.cli import main; main()"
+    done = run_train(make_config(tmp_path, log=dict(wandb="online")), code, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("cs336: log.wandb is 'online'")
 
 
 # What is not asked for, and what is not there

@@ -33,6 +33,7 @@ from cs336_systems.training.prepare import prepare_data
 from .helpers import (
     DAMAGE,
     TENSOR_DAMAGE,
+    Killed,
     assert_same_tensors,
     checkpoint_names,
     checkpoint_path,
@@ -379,6 +380,49 @@ def test_a_checkpoint_without_all_that_a_run_goes_on_from_is_one_line(tmp_path: 
         ValueError, match=r"step_00000010 does not hold all that a run goes on from: no 'growth_factor'"
     ):
         train(resumed(config, train=longer))
+
+
+# The schedule of a longer run
+
+FINAL, AT_11 = 1e-3, 1e-3 + 0.5 * 9e-3 * (1 + math.cos(math.pi * 8 / 17))  # cosines to steps 10 and 20, after step 3
+
+
+@pytest.mark.parametrize(
+    "train_fields, optimizer, rate, said",
+    [
+        (dict(max_steps=20), {}, AT_11, "train.max_steps is 20, not 10; .* --optimizer.cosine_steps 10$"),
+        (
+            dict(max_steps=12),
+            dict(lr=2e-2, min_lr=2e-3, cosine_steps=10),
+            2e-3,
+            r"lr is 0.02, not 0.01 and optimizer.min_lr is 0.002, not 0.001; .* --optimizer.lr 0.01 --optimizer.min_lr",
+        ),
+        (dict(max_steps=20), dict(cosine_steps=10), FINAL, ""),
+        (dict(max_steps=20, batch_size=8), dict(cosine_steps=10, weight_decay=0.0), FINAL, ""),
+    ],
+    ids=["longer", "higher", "as it was", "other fields"],
+)
+def test_a_resume_tells_of_another_learning_rate_and_how_to_keep_it(
+    tmp_path: Path,
+    finished: RunConfig,
+    caplog: pytest.LogCaptureFixture,
+    train_fields: dict[str, Any],
+    optimizer: dict[str, Any],
+    rate: float,
+    said: str,
+) -> None:
+    config = copy_of(finished, tmp_path)
+    changed = dict(
+        train=dataclasses.replace(config.train, **train_fields),
+        optimizer=dataclasses.replace(config.optimizer, **optimizer),
+    )
+    train(resumed(config, **changed))
+    assert loss_rows(config)[10]["lr"] == pytest.approx(rate, rel=1e-6)
+    warnings = warnings_of(caplog)
+    assert len(warnings) == bool(said)
+    if said:
+        assert f"step 11 has a learning rate of {rate:.3g} instead of {FINAL:.3g}, because" in warnings[0]
+        assert re.search(said, warnings[0]), warnings[0]
 
 
 def test_a_torn_checkpoint_of_the_last_step_is_replaced(tmp_path: Path, finished: RunConfig) -> None:
@@ -822,10 +866,30 @@ def test_a_run_stopped_from_python_says_so_and_goes_on_to_the_same_end(tmp_path:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     result = stop_after(6, lambda: train(config))
     assert (result.step, result.interrupted, result.sample) == (6, "SIGTERM", None)
+    six = make_config(tmp_path, run="six", train=dict(validation_interval=6))
+    train(dataclasses.replace(six, data=finished.data))
+    validation = next(row for row in end_of(six).validations if row["step"] == 6)
+    assert read_metrics(run_dir(config) / METRICS_FILE)[-1] == validation
+    assert result.valid_loss == validation["valid_loss"]
     assert checkpoint_names(config) == [checkpoint_name(6)]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     train(resumed(config))
-    assert_same_end(end_of(config), end_of(finished))
+    end = end_of(config)
+    end.validations.remove(validation)
+    assert_same_end(end, end_of(finished))
+
+
+def test_an_interrupted_run_saves_before_it_validates_since_it_may_be_killed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> float:
+        raise Killed
+
+    monkeypatch.setattr(Trainer, "evaluate", killed)
+    config = make_config(tmp_path, train=dict(validation_interval=0))
+    with pytest.raises(Killed):
+        stop_after(6, lambda: train(config))
+    assert verify_checkpoint(checkpoint_path(config, 6)).step == 6
 
 
 def test_a_signal_during_the_last_step_is_no_interruption(tmp_path: Path) -> None:
@@ -885,6 +949,7 @@ def test_a_signal_ends_the_process_after_its_step_with_a_checkpoint_from_which_t
     step = result["step"]
     assert 5 <= step < 100, "the signal came too late for this test"
     assert result["interrupted"] == number.name
+    assert read_metrics(run_dir(config) / METRICS_FILE)[-1] == {"step": step, "valid_loss": result["valid_loss"]}
     assert [row["step"] for row in loss_rows(config)] == list(range(1, step + 1))
     assert checkpoint_names(config) == [checkpoint_name(step)]
     assert verify_checkpoint(checkpoint_path(config, step)).step == step
