@@ -5,11 +5,12 @@ import json
 import logging
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from ..console import COMMAND
 from ..files import write_whole
@@ -19,7 +20,19 @@ logger = logging.getLogger(__name__)
 _BEGIN = b'{"case"'
 _STATUSES = ("ok", "oom", "error")
 _TYPES = {"case": str, "variant": str, "config": dict, "status": str, "metrics": dict, "env": dict}
-_JSON_NAMES = {str: "a string", dict: "an object"}
+_JSON_NAMES = {str: "a string", dict: "an object", list: "a list", float: "a number"}
+_METRICS: dict[str, Any] = {
+    **dict.fromkeys(("step_ms", "time_ms", "forward_ms", "backward_ms", "optimizer_ms", "forward_backward_ms",
+                     "forward_sum_backward_ms", "phase_wall_ms", "phase_peak_bytes", "at_peak_bytes", "allocator",
+                     "attention_operations", "counted", "counted_parts", "parts", "predicted", "samples"),
+                    dict[str, float]),
+    **dict.fromkeys(("steps_ms", "times_ms", "ranks_ms", "first_grad_norms"), list[float]),
+    **dict.fromkeys(("timer", "dtype", "peak_phase", "categories_from", "counts"), str),
+    **dict.fromkeys(("attention", "dtypes", "moments", "ranks", "spans", "timeline"), dict),
+    **dict.fromkeys(("gathers", "largest", "tensors", "warnings"), list),
+    **dict.fromkeys(("counted_bytes", "streams"), object),  # of one type in one case, of another in another
+}  # fmt: skip
+"""The types of metrics that are not just a number. A time that was measured often is an object of its quantiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +162,8 @@ def _is_cut(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. A last row that was cut short is left out, with a warning.
 
-    Raises ValueError naming file and line for any other line that is not a row, and for a row of status ok whose
-    metrics are not finite.
+    Raises ValueError naming file and line for any other line that is not a row, for a metric of another type than its
+    name says, and for one that is not finite in a row of status ok.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -186,9 +199,36 @@ def _row(loaded: Any) -> Row:
         if name not in names:
             raise ValueError(f"a row has {name!r}: it must have {', '.join(names)} only")
     row = Row(**loaded)
+    if complaint := mistyped(row.metrics):
+        raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has {complaint}")
     if row.status == "ok" and (complaint := not_finite(row.metrics)):  # in a failed row it may be the reason
         raise ValueError(complaint)
     return row
+
+
+def mistyped(metrics: dict[str, Any]) -> str | None:
+    """What is wrong with the first metric of another type than its name says; None if there is none.
+
+    Any may be null, for what is not known. Deeper than numbers by name or in a list is not looked into.
+    """
+    for name, value in metrics.items():
+        kind = _METRICS.get(name, float)
+        outer, inner = get_origin(kind) or kind, get_args(kind)[-1:]
+        if not _is_a(value, outer):
+            holding = " of numbers" if inner else ""
+            return f"metrics.{name} {reprlib.repr(value)}: it must be {_JSON_NAMES[outer]}{holding}"
+        if inner and value is not None:
+            for key, part in value.items() if outer is dict else enumerate(value):
+                if not _is_a(part, *inner):
+                    return f"metrics.{name}.{key} {reprlib.repr(part)}: it must be {_JSON_NAMES[inner[0]]}"
+    return None
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value of JSON is of a kind, or null; an integer is a float too, and true is no number."""
+    if kind is float:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or isinstance(value, kind)
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:

@@ -88,7 +88,7 @@ def accident(kind: str, folder: Path, rows: Path) -> Row:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has\nmore to say")
     if kind == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    row = Row(case="profile-memory", variant=kind, config={"process": os.getpid()}, metrics={"files": str(folder)})
+    row = Row(case="profile-memory", variant=kind, config={"process": os.getpid(), "folder": str(folder)})
     append_row(rows, row)
     return row
 
@@ -113,7 +113,7 @@ def test_what_does_not_fit_or_ends_its_process_is_a_row_and_the_others_go_on(tmp
     assert rows[0].config.items() >= asdict(profiles[0].workload).items()
     assert "SIGKILL" in (rows[1].error or "")
     assert rows[2].config["process"] != os.getpid()
-    assert [row.metrics["files"] for row in rows[2:]] == [str(profile.folder) for profile in profiles[2:]]
+    assert [row.config["folder"] for row in rows[2:]] == [str(profile.folder) for profile in profiles[2:]]
     table = rows_table(rows[:2])
     assert "| quick, 4 x 8 | forward (out of memory) |" in table
     assert "| quick, 4 x 16 | forward (failed) |" in table

@@ -19,7 +19,8 @@ from cs336_systems.report.documents import fill_blocks, update_document, update_
 from cs336_systems.report.tables import markdown_table, plot_runs, runs_table, summary_block
 from cs336_systems.report.views import rows_table
 
-DEMO = Path(__file__).parents[2] / "results/cpu/demo"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "results/cpu/demo"
 TEXT = """before
 <!-- cs336 report runs 'a b' c -->
 old
@@ -255,6 +256,18 @@ def test_a_last_line_that_was_cut_short_is_left_out_with_a_warning(
         (json.dumps({**asdict(ROW), "env": {"commit": "\x1b"}}), "env.commit of a row is .* a line of printable text"),
         (json.dumps({**asdict(ROW), "config": []}), r"config of a row is \[\]"),
         (json.dumps({**asdict(ROW), "metrics": "fast"}), "metrics of a row is 'fast'"),
+        (json.dumps({**asdict(ROW), "metrics": {"step_ms": "abc"}}), "metrics.step_ms 'abc': it must be an obj"),
+        (json.dumps({**asdict(ROW), "metrics": {"step_ms": 3.0}}), "metrics.step_ms 3.0: it must be an object"),
+        (
+            json.dumps({**asdict(ROW), "metrics": {"step_ms": {"p50": 1.0, "p80": "abc"}}}),
+            "metrics.step_ms.p80 'abc': it must be a number",
+        ),
+        (json.dumps({**asdict(ROW), "metrics": {"steps_ms": [1, "a"]}}), "metrics.steps_ms.1 'a': it must be a num"),
+        (json.dumps({**asdict(ROW), "metrics": {"steps_ms": {}}}), "metrics.steps_ms {}: it must be a list of numb"),
+        (json.dumps({**asdict(ROW), "metrics": {"spread_ms": True}}), "metrics.spread_ms True: it must be a number"),
+        (json.dumps({**asdict(ROW), "metrics": {"timer": 3}}), "metrics.timer 3: it must be a string"),
+        (json.dumps({**asdict(ROW), "metrics": {"spans": []}}), r"metrics.spans \[\]: it must be an object"),
+        (json.dumps({**asdict(ROW), "metrics": {"gathers": 1}}), "metrics.gathers 1: it must be a list"),
         (json.dumps({**asdict(ROW), "status": "fine"}), "variant 'v' is 'fine': it must be one of ok, oom, error"),
     ],
 )
@@ -262,6 +275,19 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str)
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(asdict(ROW))}\n{line}\n")
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2.*{message}"):
         read_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_metric_that_is_not_known_may_be_null_and_a_failed_row_need_not_be_finite(tmp_path: Path) -> None:
+    rows = [replace(ROW, metrics={"mfu": None, "step_ms": {"p50": None}, "overlapped": 1, "streams": "file"}),
+            replace(ROW, status="error", metrics={"first_loss": float("inf"), "streams": 2})]  # fmt: skip
+    for row in rows:
+        append_row(tmp_path / "rows.jsonl", row)
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+
+
+def test_every_metric_that_was_ever_measured_is_of_its_type() -> None:
+    files = [path for path in (ROOT / "results").rglob("*.jsonl") if path.name != "metrics.jsonl"]
+    assert sum(len(read_rows(path)) for path in files) > 1000
 
 
 def test_a_row_file_that_is_none_is_named(tmp_path: Path) -> None:
@@ -326,6 +352,13 @@ def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCa
     with pytest.raises(ValueError, match=r"none of these runs has a metrics\.jsonl"):
         plot_runs([begun], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_metric_of_a_run_that_is_no_number_is_named(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": "abc"}\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"run/metrics\.jsonl, line 2: loss is 'abc': it must be a number or null"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.png")
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])
