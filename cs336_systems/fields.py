@@ -89,7 +89,7 @@ def imported(name: str, place: str) -> Any:
     Raises ValueError naming the field `name` if the module cannot be imported or has no such attribute.
     """
     module, _, attribute = place.partition(":")
-    if not {"", os.getcwd()} & set(sys.path):
+    if module.split(".")[0] not in sys.modules and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())  # as `python -m` does; for a script Python puts the script's folder there
     try:
         found = importlib.import_module(module)

@@ -50,22 +50,19 @@ class Maker:
         return self.strategy(module, **given)
 
 
-# Register a new strategy here.
-STRATEGIES = {
-    name: Maker(f"{__name__}.{place}")
-    for name, place in {
-        "none": "strategy:Strategy",
-        "naive": "ddp:NaiveDDP",
-        "flat": "ddp:FlatDDP",
-        "overlap": "ddp:DDP",
-        "individual": "ddp:IndividualDDP",
-        "bucketed": "bucketed:DDPBucketed",
-        "flashddp": "bucketed:DDPBucketed",
-        "fsdp": "fsdp:FSDP",
-        "torch_ddp": "torch_peers:TorchDDP",
-        "torch_fsdp": "torch_peers:TorchFSDP",
-    }.items()
+_PLACES = {
+    "none": "strategy:Strategy",
+    "naive": "ddp:NaiveDDP",
+    "flat": "ddp:FlatDDP",
+    "overlap": "ddp:DDP",
+    "individual": "ddp:IndividualDDP",
+    "bucketed": "bucketed:DDPBucketed",
+    "flashddp": "bucketed:DDPBucketed",
+    "fsdp": "fsdp:FSDP",
+    "torch_ddp": "torch_peers:TorchDDP",
+    "torch_fsdp": "torch_peers:TorchFSDP",
 }
+STRATEGIES = {name: Maker(f"{__name__}.{place}") for name, place in _PLACES.items()}
 
 
 def get_strategy(name: str) -> Maker:

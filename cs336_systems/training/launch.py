@@ -103,6 +103,7 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     environ = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"} | {
         **os.environ,
         failure.OWN_LAUNCH: "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for a kernel or a strategy that only this one can find
     }
     before = dict(os.environ)
     os.environ.update(environ)
