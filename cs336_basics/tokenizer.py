@@ -1,10 +1,12 @@
 """A byte-level BPE tokenizer: trained and run by the `tokenizers` library, fed from files that may not fit in memory.
 
-Pre-tokenisation is GPT-2's, the only special token is `<|endoftext|>`, and every UTF-8 text decodes back exactly.
+A tokenizer that is trained here has GPT-2's pre-tokenizer and one special token, `<|endoftext|>`; every UTF-8 text
+decodes back exactly. Any other tokenizer.json of the library with that token can be loaded too.
 """
 
 import codecs
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -22,7 +24,13 @@ _READ_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 16
 _BATCH_CHARS = 1 << 22
 _LONGEST_WORD = 1 << 10
-_CUT = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
+# The library takes about 140 bytes of memory per character, so a piece of this length takes 19 GB.
+_LONGEST_PIECE = 1 << 27
+
+# Where a text may be cut: a piece ends where the pattern begins.
+_WORD = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
+_DOCUMENT = re.compile(re.escape(END_OF_TEXT))
+_NOWHERE = re.compile(r"(?!)")
 
 
 def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
@@ -75,25 +83,37 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
                 yield text
 
 
-def split_pieces(blocks: Iterable[str], piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
+def split_pieces(
+    blocks: Iterable[str],
+    piece_chars: int = _PIECE_CHARS,
+    cut: re.Pattern[str] = _WORD,
+    longest_piece: float = math.inf,
+    name: str = "the text",
+) -> Iterator[str]:
     """Cut a stream of text into pieces of about piece_chars that tokenize separately to the same IDs as together.
 
-    It cuts only where visible text is followed by a space or a newline. GPT-2's pre-tokenizer always ends a word there:
-    none of its patterns looks further back, and its only look-ahead concerns the end of a run of white space. Text
-    without such a place stays in one piece, however long it is.
+    By default it cuts where visible text is followed by a space or a newline. GPT-2's pre-tokenizer always ends a word
+    there: none of its patterns looks further back, and its only look-ahead concerns the end of a run of white space.
+    Text without such a place stays in one piece. Raises ValueError, with the name of the text, if that grows longer
+    than longest_piece characters.
     """
     held: list[str] = []
     held_chars = 0
     for block in blocks:
         held.append(block)
         held_chars += len(block)
-        if held_chars < piece_chars or not _CUT.search(block):
+        if held_chars < piece_chars or not cut.search(block):
+            if held_chars > longest_piece:
+                raise ValueError(
+                    f"{name} has more than {longest_piece:,} characters that the tokenizer must encode together: put "
+                    f"{END_OF_TEXT} between documents"
+                )
             continue
         text = "".join(held)
         start = 0
-        while cut := _CUT.search(text, start + piece_chars):
-            yield text[start : cut.start()]
-            start = cut.start()
+        while found := cut.search(text, start + piece_chars):
+            yield text[start : found.start()]
+            start = found.start()
         held, held_chars = [text[start:]], len(text) - start
     if held_chars:
         yield "".join(held)
@@ -125,15 +145,52 @@ def sample_evenly(blocks: Iterable[str], sample_bytes: int, text_bytes: int) -> 
             seen += size
 
 
+def _where_to_cut(tokenizer: tokenizers.Tokenizer) -> re.Pattern[str]:
+    """Where a text may be cut for this tokenizer, so that its pieces have the IDs of the whole.
+
+    GPT-2's pre-tokenizer lets it be cut between words. Others may join a newline to the word before it, or treat the
+    start of a text in their own way. But the library takes END_OF_TEXT out of a text before it normalizes and
+    pre-tokenizes the parts in between. So a text can be cut before an END_OF_TEXT that no other token reaches into.
+    """
+    words, added = tokenizer.pre_tokenizer, tokenizer.get_added_tokens_decoder().values()
+    if (
+        isinstance(words, pre_tokenizers.ByteLevel)
+        and (words.use_regex, words.add_prefix_space, tokenizer.normalizer) == (True, False, None)
+        and not any(token.rstrip or _WORD.search(token.content) for token in added)
+    ):
+        return _WORD
+    for token in added:
+        tails = [token.content[start:] for start in range(1, len(token.content))]
+        if token.content == END_OF_TEXT:
+            if token.lstrip or (token.normalized and tokenizer.normalizer is not None):
+                return _NOWHERE
+        elif any(END_OF_TEXT.startswith(tail) or tail.startswith(END_OF_TEXT) for tail in tails):
+            return _NOWHERE
+    return _DOCUMENT
+
+
 class Tokenizer:
-    """Text to token IDs and back. `train` or `load` creates one; `save` writes the library's own tokenizer.json."""
+    """Text to token IDs and back. `train` or `load` creates one; `save` writes the library's own tokenizer.json.
+
+    It encodes every text whole, and the same each time. So truncation and padding, which transformers leaves in a
+    file when it was last called with them, are switched off, and BPE dropout is refused.
+    """
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
+        library_tokenizer.no_truncation()
+        library_tokenizer.no_padding()
         self._tokenizer = library_tokenizer
         end = library_tokenizer.token_to_id(END_OF_TEXT)
         if end is None:
             raise ValueError(f"the tokenizer has no token {END_OF_TEXT}")
+        if dropout := getattr(library_tokenizer.model, "dropout", None):
+            raise ValueError(f"model.dropout is {dropout:g}: it must be null, or a text has other tokens each time")
+        if self.encode(f"a{END_OF_TEXT}a").count(end) != 1:
+            raise ValueError(
+                f"the tokenizer does not find {END_OF_TEXT} in a text: it must be in added_tokens, single_word false"
+            )
         self.end_of_text_id: int = end
+        self._cut = _where_to_cut(library_tokenizer)
 
     @classmethod
     def train(cls, blocks: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -186,21 +243,26 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the tokenizer's JSON form: tokenizers that give other IDs have another one."""
+        """SHA-256 of the tokenizer's JSON form: tokenizers that give other IDs have another one.
+
+        Truncation and padding in the file that it was loaded from do not change it.
+        """
         return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The token IDs of a text; each `<|endoftext|>` in it becomes the special token's ID."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_stream(self, blocks: Iterable[str]) -> Iterator[list[int]]:
+    def encode_stream(self, blocks: Iterable[str], name: str = "the text") -> Iterator[list[int]]:
         """Yield the IDs of a stream of text, one list per piece; concatenated they equal `encode` of the whole text.
 
-        Pieces go to the library in batches, which it spreads over the cores.
+        Pieces go to the library in batches, which it spreads over the cores. With GPT-2's pre-tokenizer a piece ends
+        after a word, with another one before an `<|endoftext|>`. Raises ValueError, naming the text, if a piece would
+        have more than 2^27 characters.
         """
         batch: list[str] = []
         batch_chars = 0
-        for piece in split_pieces(blocks):
+        for piece in split_pieces(blocks, cut=self._cut, longest_piece=_LONGEST_PIECE, name=name):
             batch.append(piece)
             batch_chars += len(piece)
             if batch_chars >= _BATCH_CHARS:

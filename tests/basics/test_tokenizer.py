@@ -16,6 +16,8 @@ import pytest
 import regex
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
 
 from cs336_basics import tokenizer as module
 from cs336_basics.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, Tokenizer, read_utf8, sample_evenly, split_pieces
@@ -200,6 +202,130 @@ def test_pieces_come_before_the_stream_is_read_to_its_end():
 
     next(split_pieces(blocks(), 50))
     assert len(read) < 10
+
+
+# Streams for the tokenizers of others
+
+# Of the kind that GPT-4 and its relatives have: it joins newlines to punctuation, and takes digits by threes.
+GPT4_WORD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+GPT4 = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GPT4_WORD), "isolated"), BYTES])
+PRE_TOKENIZERS = {
+    "GPT-2": (GPT2, None),
+    "GPT-2 with a space in front": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+    "GPT-2, NFC": (GPT2, normalizers.NFC()),
+    "GPT-2, digits": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]), None),
+    "GPT-4": (GPT4, None),
+    "Llama": (None, normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])),
+    "Metaspace": (pre_tokenizers.Metaspace(), None),
+    "Metaspace at the start": (pre_tokenizers.Metaspace(prepend_scheme="first"), None),
+    "white space": (pre_tokenizers.Whitespace(), normalizers.Sequence([normalizers.Strip(), normalizers.Lowercase()])),
+    "BERT": (pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer()),
+    "five characters": (pre_tokenizers.FixedLength(5), None),
+    "scripts": (pre_tokenizers.UnicodeScripts(), normalizers.NFKD()),
+    "none": (None, None),
+}
+END_TOKENS = {
+    "plain": {},
+    "eats white space behind it": dict(rstrip=True),
+    "eats white space before it": dict(lstrip=True),
+    "found after normalizing": dict(normalized=True),
+}
+OTHER_TOKENS = {
+    "no others": [],
+    "others": [
+        AddedToken("<|im|>", rstrip=True, special=True),
+        AddedToken("foo", single_word=True),
+        AddedToken("  ", normalized=False),
+        AddedToken("B00e4r", normalized=True),
+    ],
+    "one with a space inside": [AddedToken("new york")],
+    "one that reaches into it": [AddedToken("x<|")],
+}
+
+
+@functools.cache
+def foreign(pre_tokenizer: str, end: str = "plain", others: str = "no others") -> LibraryTokenizer | None:
+    """A tokenizer as others make them; None where it does not find its END_OF_TEXT in a text."""
+    tokenizer = LibraryTokenizer(models.BPE(unk_token="<unk>"))
+    words, normalizer = PRE_TOKENIZERS[pre_tokenizer]
+    if words is not None:
+        tokenizer.pre_tokenizer = words
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([CORPUS + " go.\n go. 123 12345 foo_bar new york x " * 20], trainer)
+    tokenizer.add_tokens([AddedToken(END_OF_TEXT, special=True, **{"normalized": False, **END_TOKENS[end]})])
+    tokenizer.add_tokens(OTHER_TOKENS[others])
+    ids = tokenizer.encode(f"a{END_OF_TEXT}a", add_special_tokens=False).ids
+    return tokenizer if tokenizer.token_to_id(END_OF_TEXT) in ids else None
+
+
+foreign_text = st.lists(
+    st.sampled_from(SPACES + WORDS)
+    | st.sampled_from(
+        [".", "go", "x", "12345", "e\u0301", "\u0301", "\ufb01", "A", f"{END_OF_TEXT}\n", f" {END_OF_TEXT}"]
+    )
+    | st.sampled_from(["<|", "x<|", "<|im|>", "foo", "foo_", "new york", " york", ">"]),
+    max_size=30,
+).map("".join)
+
+
+@pytest.mark.parametrize("pre_tokenizer", PRE_TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(
+    end=st.sampled_from(list(END_TOKENS)),
+    others=st.sampled_from(list(OTHER_TOKENS)),
+    text=foreign_text,
+    block=st.integers(1, 40),
+    piece_chars=st.integers(1, 8),
+)
+@example(end="plain", others="no others", text="go.\n" * 10, block=40, piece_chars=1)
+@example(end="plain", others="others", text=f"a <|im|> b{END_OF_TEXT} a", block=40, piece_chars=1)
+def test_a_stream_encodes_as_the_whole_for_the_tokenizers_of_others(
+    pre_tokenizer, end, others, text, block, piece_chars
+):
+    assume((end, others) != ("eats white space before it", "others"))  # between two that want it, the library panics
+    library = foreign(pre_tokenizer, end, others)
+    assume(library is not None)
+    whole = library.encode(text, add_special_tokens=False).ids
+    with small_pieces(piece_chars):
+        streamed = Tokenizer(library).encode_stream(text[i : i + block] for i in range(0, len(text), block))
+        assert [i for ids in streamed for i in ids] == whole
+
+
+@pytest.mark.parametrize("text", ["go.\n" * 60_000, f"1234.{END_OF_TEXT}\n" * 60_000], ids=["one", "documents"])
+def test_a_long_text_for_gpt_4s_words_encodes_as_the_whole(text):
+    tokenizer = Tokenizer(foreign("GPT-4"))
+    streamed = list(tokenizer.encode_stream([text[i : i + 50_001] for i in range(0, len(text), 50_001)]))
+    assert [i for ids in streamed for i in ids] == tokenizer.encode(text)
+    assert (len(streamed) > 3) == (END_OF_TEXT in text)  # cut between documents, where there are any
+
+
+def test_a_document_too_long_to_be_encoded_whole_is_refused_before_it_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_PIECE", 200_000)
+    read = []
+
+    def blocks(text: str) -> Iterator[str]:
+        for i in range(100):
+            read.append(i)
+            yield text
+
+    tokenizer = Tokenizer(foreign("GPT-4"))
+    with pytest.raises(
+        ValueError, match=r"^text file x has more than 200,000 characters .*: put <\|endoftext\|> between"
+    ):
+        list(tokenizer.encode_stream(blocks("go. " * 5_000), "text file x"))
+    assert len(read) == 11
+    assert sum(map(len, tokenizer.encode_stream(blocks("go. " * 5_000 + END_OF_TEXT)))) > 100 * 5_000
+    assert sum(map(len, Tokenizer(foreign("GPT-2")).encode_stream(blocks("go. " * 5_000)))) > 100 * 5_000
 
 
 # A sample of a long text
@@ -478,6 +604,84 @@ def test_loading_a_tokenizer_without_the_special_token_names_the_file_and_the_to
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"other\.json cannot be loaded: the tokenizer has no token <\|endoftext\|>"):
         Tokenizer.load(path)
+
+
+# State of other programs in a file
+
+
+def call_in_transformers(folder: Path, **options: object) -> Path:
+    """A tokenizer.json as transformers saves it after a call with these options."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = dict(eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=LibraryTokenizer.from_str(trained()._tokenizer.to_str()), **names)
+    if options:
+        theirs([CORPUS, "the cat"], **options)
+    theirs.save_pretrained(folder)
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(truncation=True, max_length=16),
+        dict(padding=True),
+        dict(truncation=True, max_length=16, padding="max_length"),
+        dict(padding=True, pad_to_multiple_of=64),
+    ],
+    ids=str,
+)
+def test_a_call_of_transformers_before_a_file_was_saved_changes_nothing(tmp_path, options):
+    path = call_in_transformers(tmp_path, **options)
+    state = json.loads(path.read_text())
+    assert state["truncation"] or state["padding"]
+    loaded = Tokenizer.load(path)
+    for text in (CORPUS, "the cat", ""):
+        assert loaded.encode(text) == trained().encode(text)
+    assert [i for ids in loaded.encode_stream([CORPUS]) for i in ids] == trained().encode(CORPUS)
+    assert loaded.sha256 == Tokenizer.load(call_in_transformers(tmp_path)).sha256
+    loaded.save(path)
+    state = json.loads(path.read_text())
+    assert (state["truncation"], state["padding"]) == (None, None)
+
+
+def test_tokens_that_a_file_adds_around_a_text_are_not_added():
+    library = LibraryTokenizer.from_str(trained()._tokenizer.to_str())
+    library.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, trained().end_of_text_id)]
+    )
+    assert library.encode("the cat").ids[0] == trained().end_of_text_id
+    tokenizer = Tokenizer(library)
+    assert tokenizer.encode("the cat") == trained().encode("the cat")
+    assert list(tokenizer.encode_stream(["the cat"])) == [trained().encode("the cat")]
+
+
+def changed_file(folder: Path, change: dict, added: dict) -> Path:
+    content = json.loads(trained()._tokenizer.to_str())
+    content["model"] |= change
+    content["added_tokens"] = [content["added_tokens"][0] | added] if added is not None else []
+    path = folder / "changed.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "change, added, message",
+    [
+        ({"dropout": 0.1}, {}, "model.dropout is 0.1: it must be null"),
+        ({}, {"single_word": True}, "does not find <|endoftext|> in a text: it must be in added_tokens"),
+        ({}, None, "does not find <|endoftext|> in a text: it must be in added_tokens"),
+    ],
+    ids=["dropout", "only between words", "only in the vocabulary"],
+)
+def test_a_tokenizer_that_cannot_be_right_is_refused_by_name(tmp_path, change, added, message):
+    with pytest.raises(ValueError, match=r"changed\.json cannot be loaded: ") as caught:
+        Tokenizer.load(changed_file(tmp_path, change, added))
+    assert message in str(caught.value)
+
+
+def test_a_dropout_of_0_is_none(tmp_path):
+    assert Tokenizer.load(changed_file(tmp_path, {"dropout": 0.0}, {})).encode(CORPUS) == trained().encode(CORPUS)
 
 
 # Text files
