@@ -50,7 +50,7 @@ def make_report(arguments: Sequence[str]) -> str:
         type=str,
         default=None,
         help="The folder to write into (default: runs/tables for tables, runs/writeup for writeup, no pictures for "
-        "headline).",
+        "headline). Files in it that no report wrote are not replaced.",
     )
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):
@@ -63,6 +63,8 @@ def make_report(arguments: Sequence[str]) -> str:
         from .report.writeup.measure import check_gpu
 
         check_gpu()
+    from .report.outputs import write_into
+
     out = Path(f"runs/{options.what}" if options.out is None else options.out)
     if options.what in ("tables", "writeup") or options.out is not None:
         folder_to_write(options.out if options.out is not None else str(out))
@@ -74,7 +76,7 @@ def make_report(arguments: Sequence[str]) -> str:
         results = Path("results" if options.results is None else options.results)
         failed = measure_missing(results) if options.measure else []
         links_from = out if options.links_from is None else Path(options.links_from)
-        written = write_writeup(results, out, links_from=links_from)
+        written = write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
         return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))
     from .report.documents import update_documents
     from .report.headline import headline, write_pictures
@@ -90,10 +92,11 @@ def make_report(arguments: Sequence[str]) -> str:
     if options.what == "rows":
         return show_files(paths, rows_table)
     if options.what == "tables":
-        return "\n".join(map(str, show_files(paths, lambda rows: write_views(rows, out))))
+        return "\n".join(map(str, write_into(out, lambda to: show_files(paths, lambda rows: write_views(rows, to)))))
     if options.what == "headline":
         table = headline(paths)
-        return "\n".join([table, "", *map(str, write_pictures(paths, out))]) if options.out is not None else table
+        drawn = write_into(out, lambda to: write_pictures(paths, to)) if options.out is not None else None
+        return table if drawn is None else "\n".join([table, "", *map(str, drawn)])
     text = (streams_table if options.what == "streams" else runs_table)(paths)
     if options.plot is not None:
         check_png("plot", options.plot)

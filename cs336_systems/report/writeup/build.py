@@ -60,11 +60,6 @@ def write_writeup(
     """
     files = find_rows(results)
     out.mkdir(parents=True, exist_ok=True)
-    for name in (MARKDOWN, HTML, PDF):
-        if (out / name).is_dir():
-            raise ValueError(f"out is {str(out)!r}: it holds a folder {name}, where a file is to be written")
-    if (out / PICTURES).exists() and not (out / PICTURES).is_dir():
-        raise ValueError(f"out is {str(out)!r}: it holds a file {PICTURES}, where a folder is to be made")
     text = document(files, out, problems, links_from)
     write_whole(out / MARKDOWN, text)
     write_whole(out / HTML, html_page(TITLE, text, out))

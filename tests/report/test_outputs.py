@@ -1,0 +1,118 @@
+"""What a report writes into a folder that holds other files, and earlier files of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.bench.case import append_row
+from cs336_systems.report.outputs import RECORD, write_into
+from cs336_systems.report_command import make_report
+from tests.report.test_headline import FLASH, TRAINING, file_of
+from tests.report.test_views import ROWS
+
+
+def writes(**texts: str) -> Callable[[Path], list[Path]]:
+    """Makes files, without their endings, and removes those that are there and not made."""
+
+    def make(folder: Path) -> list[Path]:
+        for path in folder.glob("*.md"):
+            path.unlink()
+        for name, text in texts.items():
+            (folder / f"{name}.md").write_text(text)
+        return [folder / f"{name}.md" for name in texts]
+
+    return make
+
+
+def texts_in(folder: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in folder.iterdir() if path.name != RECORD}
+
+
+def test_a_report_replaces_and_removes_its_own_files_only(tmp_path: Path) -> None:
+    (tmp_path / "mine.md").write_text("mine")
+    assert write_into(tmp_path, writes(a="1", b="1")) == [tmp_path / "a.md", tmp_path / "b.md"]
+    assert write_into(tmp_path, writes(a="2", c="2")) == [tmp_path / "a.md", tmp_path / "c.md"]
+    assert texts_in(tmp_path) == {"mine": "mine", "a": "2", "c": "2"}
+
+
+@pytest.mark.parametrize("damage", [None, "{", "[]"])
+def test_nothing_is_written_where_a_file_is_of_somebody_else(tmp_path: Path, damage: str | None) -> None:
+    (tmp_path / "b.md").write_text("mine")
+    if damage is not None:
+        (tmp_path / RECORD).write_text(damage)
+    before = texts_in(tmp_path)
+    with pytest.raises(ValueError, match=rf"^out is '{tmp_path}': its b\.md was not written by a report, .*; move it"):
+        write_into(tmp_path, writes(a="1", b="1"))
+    assert texts_in(tmp_path) == before
+
+
+def test_a_file_that_was_changed_since_is_somebodys_own(tmp_path: Path) -> None:
+    write_into(tmp_path, writes(a="1", b="1"))
+    (tmp_path / "b.md").write_text("1, and what I think of it")
+    with pytest.raises(ValueError, match=r"its b\.md was not written by a report, or was changed since"):
+        write_into(tmp_path, writes(a="2", b="2"))
+    write_into(tmp_path, writes(a="2"))  # which would have removed it
+    assert texts_in(tmp_path) == {"a": "2", "b": "1, and what I think of it"}
+    (tmp_path / "b.md").unlink()
+    write_into(tmp_path, writes(a="3", b="3"))
+    assert texts_in(tmp_path) == {"a": "3", "b": "3"}
+
+
+def test_a_report_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
+    def fail(folder: Path) -> list[Path]:
+        writes(a="2")(folder)
+        raise ValueError("no row")
+
+    write_into(tmp_path, writes(a="1"))
+    with pytest.raises(ValueError, match="no row"):
+        write_into(tmp_path, fail)
+    assert texts_in(tmp_path) == {"a": "1"}
+
+
+def test_what_lies_in_the_way_is_named(tmp_path: Path) -> None:
+    def in_a_folder(folder: Path) -> list[Path]:
+        (folder / "pictures").mkdir()
+        (folder / "pictures/a.png").touch()
+        return [folder / "pictures/a.png"]
+
+    (tmp_path / "a.md").mkdir()
+    with pytest.raises(ValueError, match=rf"^out is '{tmp_path}': it holds a folder a\.md, where a file is to be"):
+        write_into(tmp_path, writes(a="1"))
+    (tmp_path / "pictures").touch()
+    with pytest.raises(ValueError, match=rf"^out is '{tmp_path}': it holds a file pictures, where a folder is to be"):
+        write_into(tmp_path, in_a_folder)
+    (tmp_path / "pictures").unlink()
+    assert write_into(tmp_path, in_a_folder) == [tmp_path / "pictures/a.png"]
+
+
+@pytest.mark.parametrize("name", ["model.md", "model.csv", "model-step.png"])
+def test_the_command_replaces_no_table_of_ones_own(tmp_path: Path, name: str) -> None:
+    for row in ROWS:
+        append_row(tmp_path / "rows.jsonl", row)
+    command, out = ["tables", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")], tmp_path / "out"
+    assert make_report(command) == make_report(command)
+    (out / name).write_text("mine")
+    with pytest.raises(ValueError, match=rf"its {name.replace('.', '[.]')} was not written by a report"):
+        make_report(command)
+    assert (out / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["writeup.md", "writeup.html", "writeup.pdf"])
+def test_the_command_replaces_no_writeup_of_ones_own(tmp_path: Path, name: str) -> None:
+    if name == "writeup.pdf":
+        pytest.importorskip("typst", reason="pip install '.[report]'")
+    (tmp_path / "results").mkdir()
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=rf"its {name.replace('.', '[.]')} was not written by a report"):
+        make_report(["writeup", "--results", str(tmp_path / "results"), "--out", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {"results", name}
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_pictures_of_a_report_are_known_without_the_record(tmp_path: Path) -> None:
+    """As those in docs/ are, in another clone."""
+    command = ["headline", str(file_of([*FLASH, *TRAINING], tmp_path / "rows.jsonl")), "--out", str(tmp_path / "out")]
+    make_report(command)
+    (tmp_path / "out" / RECORD).unlink()
+    make_report(command)
