@@ -197,17 +197,6 @@ def test_micro_batches_must_divide_the_batch(batch_size: int, accumulation: int)
         TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
-@pytest.mark.parametrize("train_text", [None, ""])
-def test_source_text_needs_a_text(train_text: str | None) -> None:
-    with pytest.raises(ValueError, match=r"^data\.train_text is (null|''): it must be a path, because data\.source is"):
-        RunConfig(model=ModelConfig(**TINY), data=DataConfig(source="text", train_text=train_text))
-
-
-def test_token_files_of_a_text_need_no_text_where_none_are_made() -> None:
-    run = RunConfig(model=ModelConfig(**TINY), skip_data=True, data=DataConfig(source="text"))
-    assert (run.data.train_text, run.data.train_tokens) == (None, "data/text/train.npy")
-
-
 @pytest.mark.parametrize("source", ["random", "stories", "tinystories"])
 @pytest.mark.parametrize("field", ["train_text", "valid_text"])
 def test_other_sources_take_no_text(source: Any, field: str) -> None:
@@ -215,10 +204,10 @@ def test_other_sources_take_no_text(source: Any, field: str) -> None:
         DataConfig(source=source, **{field: "a.txt"})
 
 
-def test_training_and_validation_tokens_need_files_of_their_own() -> None:
-    # In one file the validation tokens would replace those to train on.
-    with pytest.raises(ValueError, match=r"^data\.valid_tokens is 'x\.npy': "):
-        DataConfig(train_tokens="x.npy", valid_tokens="x.npy")
+def test_training_and_validation_text_are_two_files_and_the_way_out_is_said() -> None:
+    accepted = r"another file than data\.train_text, or left out to validate on the last data\.valid_fraction"
+    with pytest.raises(ValueError, match=rf"^data\.valid_text is 'x': it must be {accepted}"):
+        DataConfig(source="text", train_text="x", valid_text="x")
 
 
 def test_a_sample_that_a_context_has_no_room_for_names_both() -> None:
@@ -327,6 +316,11 @@ def test_the_warm_up_is_a_tenth_of_the_steps_but_at_most_100_unless_given() -> N
 
     assert [warmup(steps) for steps in (5, 50, 1000, 5000)] == [0, 5, 100, 100]
     assert warmup(50, warmup_steps=20) == 20
+    assert warmup(1000, cosine_steps=50) == 5
+    with pytest.raises(
+        ValueError, match=r"^optimizer\.cosine_steps is 50: it must be at least optimizer\.warmup_steps, 60"
+    ):
+        warmup(1000, cosine_steps=50, warmup_steps=60)
 
 
 def test_min_lr_is_a_tenth_of_lr_unless_given() -> None:

@@ -29,6 +29,7 @@ from cs336_systems.training import launch, pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import StopRequest, Trainer
+from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from tests.distributed import processes_of, run_ranks
 from tests.training.helpers import (
     _environment,
@@ -378,6 +379,8 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
     assert (err, set(re.findall(r"SIG\w+|\w+ signal", out))) == ("", {number.name})
     assert "stopping after this step" in out
     last = loss_rows(config)[-1]["step"]
+    rows = read_metrics(Path(str(config.run_dir)) / METRICS_FILE)
+    assert [row["step"] for row in rows if "valid_loss" in row] == [last]
     (again,) = re.findall(rf"stopped by {number.name} at step {last}; to go on: cs336 (train .*)", out)
     assert RunConfig.from_dict(json.loads(Path(again.split()[2]).read_text())).parallel.devices == 2
     assert f"step_{last:08d}" in checkpoint_names(config)
