@@ -5,7 +5,7 @@ This is arithmetic with published scaling laws; the caller measures how fast a s
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from cs336_basics.shape import ModelShape
 
@@ -35,8 +35,9 @@ def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.
     The constants are those of the new fit by Besiroglu et al. 2024. If a text of U tokens is read several times, both N
     and D count for less (Muennighoff et al. 2023): D counts as U + U R (1 - exp(-r / R)) with R = 15.4,
     where r is how often U is repeated after the first pass; N likewise with R = 5.3, as far as it exceeds the number of
-    parameters that suits U. The constants are for web text: on other text, the loss tells which of two models will be
-    better, not how good they are.
+    parameters that suits U. The law was fitted to models of 70 M to 16 B parameters on at least 5 B tokens of web text.
+    Below that, and on other text, it orders models, but its values mean nothing: a million parameters after a million
+    tokens get 19 nats, three times those of a model that knows nothing. So they are compared and never shown.
     """
     tokens = _worth(tokens, unique_tokens, 15.4)
     parameters = _worth(parameters, unique_tokens / TOKENS_A_PARAMETER, 5.3)
@@ -95,7 +96,14 @@ class Candidate:
     tokens: float
     """Tokens that the run would train on."""
     loss: float
-    """The `expected_loss` of the run."""
+    """The `expected_loss` of the run, to compare candidates by."""
+    why: str = field(default="", compare=False)
+    """Of the candidate to train: why it is of this size, has this batch and this kernel."""
+
+    @property
+    def tokens_a_parameter(self) -> float:
+        """Tokens that the run would train on, for each parameter."""
+        return self.tokens / num_parameters(self.shape)
 
     @property
     def flops(self) -> float:
@@ -138,20 +146,24 @@ def search(task: Task) -> Iterator[Candidate]:
     is). Raises RuntimeError if not even the smallest works.
     """
     best: Candidate | None = None
-    for size in _sizes(task):
+    sizes, why = _sizes(task)
+    for size in sizes:
         if best is not None and not task.is_time_left(_expected_step_s(task, size, best)):
+            why = f"{size} would take too long to time"
             break
         found = _try(task, size, task.kernels[0], None if best is None else best.flops)
         if found is None:  # a larger one needs even more memory
+            why = f"{size} cannot be trained here"
             break
         yield found
         if best is not None and found.loss > best.loss - _LEAST_GAIN:
+            why = f"{size}, with {found.tokens_a_parameter:.2g} tokens a parameter, is no better by Chinchilla's law"
             break
         best = found
     if best is None:
         raise RuntimeError("no model of any size could be trained here; the reasons stand above")
     if not task.is_time_left(_expected_step_s(task, best.trial.size, best)):
-        yield best
+        yield replace(best, why=f"{why}; there is no time to time another batch")
         return
     of_best = [
         found
@@ -159,17 +171,28 @@ def search(task: Task) -> Iterator[Candidate]:
         if (found := _try(task, best.trial.size, kernel, best.flops, known=best)) is not None
     ]
     yield from (found for found in of_best if found is not best)
-    yield min(of_best or [best], key=lambda found: found.timing.step_s / found.trial.sequences)
+    if not of_best:
+        yield replace(best, why=f"{why}; no other batch works")
+        return
+    why += f"; the batch is DeepSeek LLM's for {best.flops:.1e} operations"
+    why += "; of its kernels it is the fastest" if len(task.kernels) > 1 else ""
+    yield replace(min(of_best, key=lambda found: found.timing.step_s / found.trial.sequences), why=why)
 
 
-def _sizes(task: Task) -> list[str]:
-    """The sizes to try, in order; with a number of tokens, only the size that suits it."""
+def _sizes(task: Task) -> tuple[list[str], str]:
+    """The sizes to try, in order, and why the last is trained if each is better than the one before it.
+
+    With a number of tokens, only the size that suits it is tried.
+    """
+    names = list(task.shapes)
+    if len(names) == 1:
+        return names, "the size is given"
     if task.tokens is None:
-        return list(task.shapes)
-    for name, shape in reversed(list(task.shapes.items())):
+        return names, "there is no larger size"
+    for name, shape in reversed(task.shapes.items()):
         if TOKENS_A_PARAMETER * num_parameters(shape) <= task.tokens and task.most_sequences(shape):
-            return [name]
-    return list(task.shapes)[:1]
+            return [name], f"it is the largest size with {TOKENS_A_PARAMETER} tokens a parameter"
+    return names[:1], f"there is no size with {TOKENS_A_PARAMETER} tokens a parameter"
 
 
 def _expected_step_s(task: Task, size: str, known: Candidate) -> float:

@@ -153,8 +153,7 @@ class Speedrun:
             ),
         )
         where = f"{self.devices} x {gpu_name()}" if self.device.type == "cuda" else "the CPU"
-        formula = "the loss is a formula's, of large models on web text: to compare by, not to expect"
-        say(f"searching, on {where}, with {unique_tokens:,} tokens of text ({formula}):")
+        say(f"searching, on {where}, with {unique_tokens:,} tokens of text:")
         found = list(self._said(search(task)))
         return found[-1]
 
@@ -167,14 +166,18 @@ class Speedrun:
             yield each
 
     def _describe(self, found: Candidate) -> str:
-        trial, timing = found.trial, found.timing
-        batch = trial.sequences * self.devices
-        pieces = f" in {trial.micro_batches} parts" if trial.micro_batches > 1 else ""
+        timing = found.timing
         return (
-            f"{trial.size:<7}{num_parameters(found.shape) / 1e6:7,.1f} M parameters, {trial.kernel}, {batch} x "
-            f"{found.shape.context_length} tokens a step{pieces}: {timing.step_s * 1e3:,.1f} ms, "
-            f"{timing.peak_memory_bytes / 2**30:.1f} GiB; {found.tokens / 1e6:,.1f} M tokens, loss {found.loss:.3f}"
+            f"{found.trial.size:<7}{num_parameters(found.shape) / 1e6:7,.1f} M parameters, {self._step(found)}: "
+            f"{timing.step_s * 1e3:,.1f} ms, {timing.peak_memory_bytes / 2**30:.1f} GiB; would train on "
+            f"{found.tokens / 1e6:,.1f} M tokens, {found.tokens_a_parameter:.2g} a parameter"
         )
+
+    def _step(self, found: Candidate) -> str:
+        trial = found.trial
+        pieces = f" in {trial.micro_batches} parts" if trial.micro_batches > 1 else ""
+        batch = trial.sequences * self.devices
+        return f"{trial.kernel}, {batch} x {found.shape.context_length} tokens a step{pieces}"
 
     def _fields_of(self, trial: Trial, way: _Way) -> dict[str, Any]:
         """The fields of a run that a trial determines."""
@@ -266,8 +269,9 @@ class Speedrun:
             "train.validation_sequences": min(1024, max(16, int(tokens / best.shape.context_length))),
             "checkpoint.checkpointing_interval": max(1, steps // 4),
         }
-        say(f"to train: {self._describe(best)}")
-        say(f"{steps:,} step{'s' * (steps != 1)}, about {_minutes(seconds + best.timing.startup_s)}")
+        say(f"to train: {best.trial.size}, {self._step(best)}, because {best.why}")
+        count = f"{steps:,} step{'s' * (steps != 1)} on {steps * batch / 1e6:,.1f} M tokens"
+        say(f"{count}, about {_minutes(seconds + best.timing.startup_s)}")
         return self._config(best.trial.size, fields)
 
     def _say_commands(self, file: Path, config: RunConfig) -> None:

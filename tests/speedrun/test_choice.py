@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,47 @@ def test_so_many_tokens_are_for_a_twentieth_of_parameters() -> None:
     assert enough[-1].tokens == 20 * parameters
     assert find(seconds=None, tokens=19.9 * parameters)[0][-1].trial.size == "mini"
     assert find(seconds=None, tokens=100.0)[0][-1].trial.size == "nano"
+
+
+MICRO = SHAPES["micro"]
+EACH = 60 * 1e13 / run_flops(MICRO, 1) / num_parameters(MICRO)  # tokens a parameter in a minute
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no better": (
+        dict(seconds=60.0),
+        f"micro, with {EACH:.2g} tokens a parameter, is no better by Chinchilla's law; the ",
+    ),
+    "largest": (dict(seconds=1e9), "there is no larger size; the batch is DeepSeek LLM's for .*e.* operations"),
+    "memory": (
+        dict(most_sequences=lambda shape: 8 * (shape.d_model <= 256)),
+        "mini cannot be trained here; the batch is",
+    ),
+    "time": (
+        dict(is_time_left=lambda step_s: False),
+        "micro would take too long to time; there is no time to time another batch",
+    ),
+    "given": (dict(shapes={"mini": SHAPES["mini"]}), "the size is given; the batch is"),
+    "tokens": (dict(seconds=None, tokens=1e9), "it is the largest size with 20 tokens a parameter; the batch is"),
+    "few tokens": (dict(seconds=None, tokens=1e3), "there is no size with 20 tokens a parameter; the batch is"),
+    "kernels": (dict(kernels=("auto", "other")), ".* operations; of its kernels it is the fastest"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_choice_says_why(reason: str) -> None:
+    changes, why = REASONS[reason]
+    *_, chosen = find(**changes)[0]
+    assert re.match(why, chosen.why)
+
+
+def test_a_batch_that_cannot_be_trained_is_not_said_to_be_the_laws() -> None:
+    tried: list[Trial] = []
+
+    def measure(trial: Trial) -> Timing | None:
+        tried.append(trial)
+        return timed(trial) if len(tried) == 1 else None
+
+    *_, chosen = find(measure, seconds=1.0)[0]
+    assert (chosen.trial, chosen.why) == (tried[0], "micro cannot be trained here; no other batch works")
 
 
 def test_several_cards_share_a_batch() -> None:

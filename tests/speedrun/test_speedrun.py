@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,20 @@ def test_a_trial_that_would_take_longer_than_the_search_may_is_not_begun(machine
     machine.step_s = lambda trial: 2.0 * trial.sequences  # type: ignore[method-assign]
     prepare(tmp_path, "--minutes", "10", "--train.device", "cpu")
     assert {trial.size for trial in machine.trials} == {"nano"}
+
+
+def test_it_shows_no_loss_that_nobody_can_believe_and_says_why_it_chooses(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The law that compares sizes gives models this small 19 nats and more, where knowing nothing is 6.6."""
+    prepare(tmp_path, "--minutes", "0.2")
+    lines = capsys.readouterr().out.splitlines()
+    assert "loss" not in " ".join(lines[: lines.index("commands:")])
+    (sizes,) = (line for line in lines if line.startswith("  nano "))
+    assert re.search(r"would train on [\d.]+ M tokens, [\d.]+ a parameter$", sizes)
+    (chosen,) = (line for line in lines if line.startswith("to train: "))
+    best = machine.trials[-1]
+    assert chosen.startswith(f"to train: {best.size}, auto, {best.sequences} x 32 tokens a step, because ")
 
 
 def test_what_is_given_stands_above_what_is_chosen(machine: Machine, tmp_path: Path) -> None:
