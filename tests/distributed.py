@@ -1,8 +1,11 @@
 """The one way in which tests start several ranks: real processes, gloo (NCCL for multigpu tests), a time limit.
 
+With a backend, ranks meet as users of `torch.distributed` do, in a group that this project has not made.
+
 Processes are forked from a server that has PyTorch loaded, so a test of four ranks takes a fraction of a second.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -10,12 +13,14 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cs336_systems.parallel import comm
 
@@ -26,7 +31,12 @@ _context.set_forkserver_preload(
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu", timeout_s: float = 60
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    device: str = "cpu",
+    backend: str | None = None,
+    timeout_s: float = 60,
 ) -> list[Any]:
     """What `function(*args)` returns on each of world_size ranks of a process group, in their order.
 
@@ -39,7 +49,7 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_rank_main, args=(theirs, rank, world_size, store, device, timeout_s, function, args)
+                target=_rank_main, args=(theirs, rank, world_size, store, device, backend, timeout_s, function, args)
             )
             process.start()
             theirs.close()
@@ -75,21 +85,23 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 
 
 def _rank_main(
-    pipe: Any, rank: int, world_size: int, store: str, device: str, timeout_s: float, function: Any, args: Any
+    pipe: Any,
+    rank: int,
+    world_size: int,
+    store: str,
+    device: str,
+    backend: str | None,
+    timeout_s: float,
+    function: Any,
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-        if where.type == "cuda":
+        where = torch.device(device)
+        if where.type == "cuda":  # gloo's ranks can share a GPU
+            where = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(where)
-        with comm.process_group(
-            where,
-            init_timeout_s=timeout_s,
-            step_timeout_s=timeout_s,
-            init_method=store,
-            rank=rank,
-            world_size=world_size,
-        ):
+        with _group(backend, where, timeout_s, init_method=store, rank=rank, world_size=world_size):
             value = function(*args)
             comm.barrier("end of the test")
         answer = True, value
@@ -97,6 +109,17 @@ def _rank_main(
         answer = False, traceback.format_exc()
     # Not by send, which would share tensors with a process that is gone by then.
     pipe.send_bytes(pickle.dumps(answer))
+
+
+@contextlib.contextmanager
+def _group(backend: str | None, device: torch.device, timeout_s: float, **where: Any) -> Iterator[None]:
+    if backend is None:
+        with comm.process_group(device, init_timeout_s=timeout_s, step_timeout_s=timeout_s, **where):
+            yield
+    else:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+        yield
+        dist.destroy_process_group()
 
 
 def processes_of(folder: str) -> list[str]:

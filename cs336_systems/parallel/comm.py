@@ -211,9 +211,10 @@ def start_mean(tensors: Iterable[Tensor], what: str, wire_dtype: torch.dtype | N
         by_dtype.setdefault(t.dtype, []).append(t)
     works = []
     for group in by_dtype.values():
-        one = len(group) == 1  # gloo can all-reduce a single tensor on a GPU too
-        options = c10d.AllreduceOptions() if one else c10d.AllreduceCoalescedOptions()
-        works.append(_together("allreduce" if one else "allreduce_coalesced", [group], options, what, op))
+        if len(group) > 1 and _coalesces(group[0]):
+            works.append(_together("allreduce_coalesced", [group], c10d.AllreduceCoalescedOptions(), what, op))
+        else:
+            works += [_together("allreduce", [[t]], c10d.AllreduceOptions(), what, op) for t in group]
 
     def apply() -> None:
         for t, s in zip(tensors, sent, strict=True):
@@ -308,12 +309,17 @@ def _as_sent(tensor: Tensor) -> Tensor:
     """The same memory, viewed as bytes if not every backend knows the dtype."""
     if tensor.dtype in _SENT_AS_THEY_ARE:
         return tensor
-    return tensor.flatten().view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one element, the stride may be any
 
 
 def _by_nccl(tensor: Tensor) -> bool:
     """Whether NCCL carries this tensor; gloo can carry GPU tensors too."""
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config()
+
+
+def _coalesces(tensor: Tensor) -> bool:
+    """Whether one all-reduce may carry several such tensors. gloo takes GPU tensors one at a time."""
+    return _by_nccl(tensor) or not tensor.is_cuda
 
 
 _GATHER = "all_gather_single"

@@ -65,7 +65,8 @@ def _rank() -> int:
 
 def first_line(error: BaseException) -> str:
     """An error's message without further lines and without a backend's source line and advice; its type if empty."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = str(error).rpartition("Last error:")[2]  # NCCL's own word comes after two lines that say little
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\] ?", "", line).partition(". This is typically")[0]
 
 
@@ -79,7 +80,10 @@ class Watched(Protocol):
 
 
 class named:
-    """Turns what the backend raises into a CollectiveError that says where it was."""
+    """Turns the backend's errors into a CollectiveError that says where it was, and whether another rank is to blame.
+
+    Running out of memory stays what it is.
+    """
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -87,9 +91,16 @@ class named:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            why = first_line(error)
-            raise CollectiveError(f"{place(self.what)} failed, another rank is gone or late: {why}") from error
+        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError | torch.OutOfMemoryError):
+            blame = ", another rank is gone or late" if _is_another_ranks_fault(error) else ""
+            raise CollectiveError(f"{place(self.what)} failed{blame}: {first_line(error)}") from error
+
+
+def _is_another_ranks_fault(error: RuntimeError) -> bool:
+    """Whether a backend lost another rank, rather than refusing a call, such as one for a device or dtype it lacks."""
+    if isinstance(error, dist.DistBackendError):
+        return not any(words in str(error) for words in ("ncclInvalid", "ncclUnhandledCudaError"))
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 class Watchdog:

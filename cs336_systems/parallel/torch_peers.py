@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -65,8 +66,14 @@ class TorchFSDP(Strategy):
         super().__init__(module, grad_dtype)
         if dist.is_initialized():
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=grad_dtype)
-            # None, PyTorch's default, is true for all but the module itself.
-            options: Any = dict(mp_policy=policy, reshard_after_forward=None if reshard_after_forward else False)
+            device = next((p.device for p in module.parameters()), torch.device("cpu"))
+            options: Any = dict(
+                mp_policy=policy,
+                # None, PyTorch's default, is true for all but the module itself.
+                reshard_after_forward=None if reshard_after_forward else False,
+                # Without a mesh, the module would move to a GPU wherever there is one.
+                mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+            )
             for layers in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:
                 for layer in layers:
                     fully_shard(layer, **options)

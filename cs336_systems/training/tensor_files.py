@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from ..parallel import comm
-from ..parallel.failure import CollectiveError, first_line
+from ..parallel.failure import named
 from .together import RankError, naming_the_rank, reason
 
 _FILE_BYTES = 1 << 31  # the writer copies a whole file in memory, so files are kept to about this size
@@ -123,13 +123,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any
     writer = _Writer(folder, from_gpu=any(part.is_cuda for part in parts))
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     alone = comm.world_size() == 1
-    with _plain_errors(alone):
-        try:
-            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-        except RuntimeError as error:  # not one of writing, which comes as a CheckpointException
-            raise CollectiveError(
-                f"rank {comm.rank()}: saving failed, another rank is gone: {first_line(error)}"
-            ) from error
+    with _plain_errors(alone), named("saving"):  # errors of writing come as a CheckpointException, no RuntimeError
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     return writer.files
 
 

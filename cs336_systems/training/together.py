@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..parallel import comm
-from ..parallel.failure import CollectiveError, first_line
+from ..parallel.failure import named
 
 T = TypeVar("T")
 
@@ -83,14 +83,9 @@ def on_every_rank(function: Callable[[], T], what: str, group: Any = None) -> li
     except Exception as error:
         failure = error
     outcomes: list[Any] = [None] * comm.world_size()
-    try:
-        dist.all_gather_object(
-            outcomes, (result, None if failure is None else _sendable(failure)), group=group or main_group()
-        )
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"rank {comm.rank()}: {what} failed, another rank is gone: {first_line(error)}"
-        ) from error
+    group = group or main_group()
+    with named(what):
+        dist.all_gather_object(outcomes, (result, None if failure is None else _sendable(failure)), group=group)
     for other, (_, theirs) in enumerate(outcomes):
         if theirs is not None:
             raise failure if failure is not None and other == comm.rank() else theirs  # its own has a traceback

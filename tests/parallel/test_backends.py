@@ -1,0 +1,160 @@
+"""Every transfer, strategy and checkpoint in process groups of any backend, with tensors on the CPU and on GPUs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.parallel import comm
+from cs336_systems.parallel.failure import CollectiveError, named, set_step
+from cs336_systems.training import pipeline
+from tests.distributed import run_ranks
+from tests.training.helpers import checkpoint_path, loss_rows, make_config
+
+MIXED = "cpu:gloo,cuda:nccl"
+PLACES = [
+    ("gloo", "cpu"),
+    pytest.param("gloo", "cuda", marks=pytest.mark.gpu),
+    pytest.param(MIXED, "cpu", marks=pytest.mark.gpu),
+    pytest.param(MIXED, "cuda", marks=pytest.mark.multigpu),
+    pytest.param("nccl", "cuda", marks=pytest.mark.multigpu),
+]
+
+
+def values(rank: int, device: str) -> list[Tensor]:
+    """Three tensors of two dtypes, other values on each rank."""
+    return [
+        torch.arange(6.0, device=device).reshape(2, 3) + rank,
+        torch.full((4,), 2.0 * rank, device=device),
+        torch.full((3, 2), 1.0 + rank, device=device, dtype=torch.float64),
+    ]
+
+
+def every_transfer(device: str) -> dict[str, list[Any]]:
+    rank, world_size = comm.rank(), comm.world_size()
+    averaged, sent_in_half = values(rank, device), values(rank, device)[:2]
+    comm.start_mean(averaged, "mean").wait()
+    comm.start_mean(sent_in_half, "mean in half", torch.float16).wait()
+    rows = values(rank, device)[:2]
+    gathered = [t.new_empty(world_size * len(t), *t.shape[1:]) for t in rows]
+    comm.start_gather(gathered, rows, "gather").wait()
+    parts = [t[: len(t) // world_size].clone() for t in rows]
+    comm.start_scatter_mean(parts, rows, "scatter").wait()
+    sent = [
+        values(rank, device)[0].T,
+        torch.tensor([rank == 1, True], device=device),
+        torch.tensor([rank, 7], device=device, dtype=torch.uint16)[::2],
+    ]
+    comm.start_broadcasts([(tensor, 1) for tensor in sent], "broadcast").wait()
+    comm.check_same({"length": 3}, "facts")
+    result = dict(averaged=averaged, sent_in_half=sent_in_half, gathered=gathered, parts=parts, sent=sent)
+    return {name: [t.tolist() for t in tensors] for name, tensors in result.items()}
+
+
+@pytest.mark.parametrize("backend, device", PLACES)
+def test_transfers(backend: str, device: str) -> None:
+    ranks = [values(rank, "cpu") for rank in range(2)]
+    mean = [(a + b) / 2 for a, b in zip(*ranks, strict=True)]
+    for rank, found in enumerate(run_ranks(every_transfer, 2, device, device=device, backend=backend)):
+        expected = dict(
+            averaged=mean,
+            sent_in_half=mean[:2],
+            gathered=[torch.cat(pair) for pair in list(zip(*ranks, strict=True))[:2]],
+            parts=[t.chunk(2)[rank] for t in mean[:2]],
+            sent=[ranks[1][0].T, torch.tensor([True, True]), torch.tensor([1], dtype=torch.uint16)],
+        )
+        for name, tensors in expected.items():
+            for actual, right in zip(found[name], tensors, strict=True):
+                assert actual == right.tolist(), name
+
+
+# The group that a run makes for itself on GPUs is MIXED: tests/training has it.
+TRAINING = [PLACES[0], PLACES[1], PLACES[2], PLACES[4]]
+VARIANTS: list[dict[str, Any]] = [
+    *(dict(strategy=name) for name in ("naive", "flat", "overlap", "individual", "bucketed", "fsdp")),
+    dict(strategy="fsdp", reshard_after_forward=False),
+    dict(strategy="bucketed", shard_optimizer=True),
+    dict(strategy="torch_ddp"),
+    dict(strategy="torch_fsdp"),
+]
+
+
+def run_and_resume(root: str, device: str, parallel: dict[str, Any]) -> None:
+    """Six steps with validations, checkpoints and a sample, then the last three again from the checkpoint between."""
+    groups: dict[str, Any] = dict(
+        parallel=parallel | dict(bucket_size_mb=0.01),
+        model=dict(num_layers=2),
+        train=dict(device=device, max_steps=6, validation_interval=2),
+        checkpoint=dict(checkpointing_interval=3),
+    )
+    first = make_config(Path(root), **groups)
+    pipeline._train(first, torch.device(device))
+    again = make_config(Path(root), run="again", resume=str(checkpoint_path(first, 3)), **groups)
+    pipeline._train(again, torch.device(device))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
+@pytest.mark.parametrize("backend, device", TRAINING)
+def test_training(backend: str, device: str, variant: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(run_and_resume, 2, str(tmp_path), device, variant, device=device, backend=backend)
+    run_and_resume(str(tmp_path / "alone"), device, {})
+    rows, right = (loss_rows(make_config(root)) for root in (tmp_path, tmp_path / "alone"))
+    assert len(rows) == 6
+    for row, wanted in zip(rows, right, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-3)
+    resumed = loss_rows(make_config(tmp_path, run="again"))
+    for row, wanted in zip(resumed[-3:], rows[3:], strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+
+
+# Whose fault it is
+
+
+def send_numbers_that_gloo_lacks() -> str:
+    sent = torch.ones(4, dtype=torch.uint16)
+    with pytest.raises(CollectiveError) as error:
+        comm.start_gather([sent], [sent[:2]], "gather").wait()
+    return str(error.value)
+
+
+def test_a_refusal_is_told_as_one() -> None:
+    said = run_ranks(send_numbers_that_gloo_lacks, 2)
+    assert said == [f"rank {rank}: gather failed: Invalid scalar type" for rank in range(2)]
+
+
+NCCL = "NCCL error in: /pytorch/NCCLUtils.cpp:94, {}, NCCL version 2.28.9\n{}: ...\nLast error:\n{}\n"
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            dist.DistBackendError(NCCL.format("invalid usage", "ncclInvalidUsage", "Duplicate GPU detected")),
+            "broadcast failed: Duplicate GPU detected",
+        ),
+        (
+            dist.DistBackendError(NCCL.format("remote process exited", "ncclRemoteError", "socketProgress: closed")),
+            "broadcast failed, another rank is gone or late: socketProgress: closed",
+        ),
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:9"
+            ),
+            "broadcast failed, another rank is gone or late: Connection closed by peer [::1]:9",
+        ),
+        (dist.DistNetworkError("socket closed"), "broadcast failed, another rank is gone or late: socket closed"),
+    ],
+)
+def test_only_a_lost_rank_is_blamed(error: RuntimeError, said: str) -> None:
+    set_step(None)
+    with pytest.raises(CollectiveError, match=f"^rank 0: {re.escape(said)}$"), named("broadcast"):
+        raise error
+
+
+def test_out_of_memory_stays_what_it_is() -> None:
+    with pytest.raises(torch.OutOfMemoryError), named("broadcast"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
