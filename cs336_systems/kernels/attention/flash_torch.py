@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 # Scores per tile, over all of B. On a CPU: what a core's cache keeps between the passes over them. On a GPU: so many
 # that a tile takes longer than its launches on the host, 64 MiB of them; a backward pass holds three such tiles.
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**24}
-# A tile with fewer scores than this is done before a compiled function has checked its guards.
-_WORTH_COMPILING = 2**16
+# Tiles are compiled from this many scores on: smaller ones are done before a compiled function has checked its guards.
+# Not on a CPU, where compiling takes up to a minute and few tiles get faster.
+_WORTH_COMPILING = {"cuda": 2**16}
 # Kinds of tiles, each compiled once: on the diagonal, square, of one head, with sizes that happen to be equal, ...
 _KINDS = 64
 
@@ -101,8 +102,8 @@ def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
     Arguments and results are those of `function.Backward`. Holds N_q x N_k scores.
-    It is compiled on first use, which takes seconds, once per kind of sizes (`_KINDS`) and not for each size. Small
-    problems run eagerly, and so do machines without a compiler, after one warning.
+    On a GPU it is compiled on first use, which takes seconds, once per kind of sizes (`_KINDS`) and not for each size.
+    Small problems run eagerly, and so do machines without a compiler, after one warning.
     Source: CS336 assignment 2, equations 13 to 19.
     """
     size = max(saved.q.shape[-2], saved.k.shape[-2], 1)
@@ -172,7 +173,8 @@ _no_compiler_for: set[str] = set()
 def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`_gradients`, compiled where that is possible and worth it."""
     device_type = k.device.type
-    if k.shape[0] * k.shape[1] * dO.shape[1] < _WORTH_COMPILING or device_type in _no_compiler_for:
+    scores = k.shape[0] * k.shape[1] * dO.shape[1]
+    if scores < _WORTH_COMPILING.get(device_type, math.inf) or device_type in _no_compiler_for:
         return _gradients(k, v, dO, *others)
     try:
         with torch._dynamo.config.patch(recompile_limit=_KINDS):  # PyTorch's default is 8
@@ -201,8 +203,8 @@ def flash_torch(
 ) -> Float[Tensor, "... queries d"]:
     """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
 
-    The backward pass of a tile is compiled by torch.compile on first use, which takes seconds; without a compiler it
-    runs eagerly.
+    On a GPU torch.compile compiles the backward pass of a tile on first use, which takes seconds; on a CPU and without a
+    compiler it runs eagerly.
     Raises ValueError naming the argument if q, k and v do not match or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
