@@ -1,5 +1,9 @@
 """The assignment's tests of sharded data parallelism, in our words: through the adapters, by the handout's names."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +105,13 @@ def test_fsdp_gradient_sync(compute_dtype: torch.dtype | None) -> None:
         else:
             whole = torch.cat((first[name][0], second[name][0]))
         torch.testing.assert_close(whole, p.grad, **tolerance)
+
+
+def test_the_documents_show_that_halves_of_a_batch_differ_without_fsdp() -> None:
+    """Their test of float32 asks for equal bits: a command tells where that is too much to ask."""
+    document = (Path(__file__).parents[1] / "docs" / "assignment.md").read_text()
+    (code,) = re.findall(r'python -c "\n(import torch\n.*?)"\n```', document, re.DOTALL)
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    device, difference = printed.splitlines()[0].split()
+    assert device == "cpu"
+    assert 0 <= float(difference) < 1e-6
