@@ -203,8 +203,8 @@ def flash_torch(
 ) -> Float[Tensor, "... queries d"]:
     """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
 
-    On a GPU, torch.compile compiles the backward pass of a tile on first use, which takes seconds. On a CPU, and without
-    a compiler, it runs eagerly.
+    On a GPU, torch.compile compiles the backward pass of a tile on first use, which takes seconds. It runs eagerly on a
+    CPU and without a compiler.
     Raises ValueError naming the argument if q, k and v do not match or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
