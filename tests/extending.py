@@ -1,14 +1,11 @@
 """The code of docs/extending.md, and its strategy on ranks, which import no more than they need."""
 
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 from torch import Tensor
 
-from cs336_systems import parallel
-from cs336_systems.parallel import STRATEGIES, Options, comm
+from cs336_systems.parallel import Options, comm, get_strategy
 from tests.parallel.models import adamw, batch_of, build, train_step
 
 DOCUMENT = (Path(__file__).parents[1] / "docs/extending.md").read_text()
@@ -22,21 +19,10 @@ def code(name: str) -> str:
     return found[1]
 
 
-def module_of(name: str, package: ModuleType) -> ModuleType:
-    """The block as the module that a file of this name in a package would be."""
-    module = ModuleType(f"{package.__name__}.{name.removesuffix('.py')}")
-    module.__package__ = package.__name__
-    exec(compile(code(name), name, "exec"), module.__dict__)
-    return module
-
-
 def train_together(model: str, micro_batches: int) -> dict[str, Tensor]:
-    """On a rank, whose process ends with the test: steps 1 and 2 of a strategy; the weights after some training."""
-    written = module_of("together.py", parallel)
-    sys.modules[written.__name__] = written
-    exec(code("STRATEGIES"), parallel.__dict__)
+    """On a rank in the folder of together.py: the weights after some training."""
     module = build(model, seed=comm.rank())
-    strategy = STRATEGIES["together"](module, Options())
+    strategy = get_strategy("together:TogetherDDP")(module, Options())
     optimizer = adamw(module.parameters())
     for step in range(STEPS):
         train_step(strategy, optimizer, batch_of(step).chunk(comm.world_size())[comm.rank()], micro_batches)

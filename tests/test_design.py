@@ -17,6 +17,7 @@ import pytest
 
 from cs336_systems.arguments import parse
 from cs336_systems.cli import _COMMANDS, parse_run_config, train_parser
+from cs336_systems.config import ParallelConfig
 from cs336_systems.report.documents import fill_blocks
 from cs336_systems.report_command import make_report
 
@@ -202,7 +203,9 @@ class Commands:
         if arguments and arguments[-1].startswith("--"):  # named without its value
             arguments = arguments[:-1]
         if not any(re.fullmatch("[A-Z_]+", word) for word in arguments):  # which stands for a value
-            parser.parse_args(arguments)
+            parsed = parser.parse_args(arguments)
+            if "parallel" in parsed:  # whose other fields may need what the document leaves out
+                ParallelConfig(strategy=parsed.parallel.strategy)
         raise _Parsed
 
     def wrong_with(self, words: Sequence[str]) -> str | None:

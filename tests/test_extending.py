@@ -1,47 +1,78 @@
-"""docs/extending.md does what it says: its kernel and its strategy are registered, tested, measured, trained with."""
+"""docs/extending.md does what it says: its kernel and its strategy are tested, measured and trained with by name."""
 
-import importlib
+import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pytest
 import torch
 
+from cs336_systems import config, parallel
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.cases.ddp import DDPBench
 from cs336_systems.bench.sweep import configurations
+from cs336_systems.cli import main
 from cs336_systems.config import ParallelConfig
 from cs336_systems.kernels import attention
-from cs336_systems.parallel import STRATEGIES
+from cs336_systems.kernels.attention import get_attention
+from cs336_systems.parallel import STRATEGIES, Maker, Options, get_strategy
 from cs336_systems.report.views import rows_table
+from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from tests.distributed import run_ranks
-from tests.extending import STEPS, code, module_of, train_together
+from tests.extending import DOCUMENT, STEPS, code, train_together
 from tests.kernels.attention_cases import QUICK_CASES, check_case
 from tests.parallel.models import train_alone
 
 ROOT = Path(__file__).parents[1]
+FILES = ("by_rows.py", "recomputed.py", "together.py")
+BY_ROWS, TOGETHER = "by_rows:by_rows", "together:TogetherDDP"
+TRAIN = ["train", "--data.source", "random", "--model.vocab_size", "50", "--model.context_length", "16",
+         "--model.d_model", "16", "--model.d_ff", "32", "--model.num_layers", "1", "--model.num_heads", "2",
+         "--train.device", "cpu", "--train.batch_size", "4", "--train.max_steps", "4"]  # fmt: skip
+WRONG = """
+def two_arguments(q, k): ...
+def with_logsumexp(q, k, v, is_causal): return q, q[..., 0]
+a_number = 3
+"""
 
 
 @pytest.fixture
-def by_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Steps 1 and 2 of a kernel."""
-    module = module_of("by_rows.py", attention)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name, place in eval(code("_PLACES")).items():
-        monkeypatch.setitem(attention._PLACES, name, place)
-    yield "by_rows"
-    monkeypatch.undo()
-    assert "by_rows" not in attention.ATTENTION
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, with the files of the document; it is not on Python's path.
+
+    bin/cs336 in it is like the installed command, a script in another folder than the current one.
+    """
+    for name in FILES:
+        (tmp_path / name).write_text(code(name))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/cs336").write_text(
+        "from cs336_systems.cli import main\n\nif __name__ == '__main__':\n    main()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    yield tmp_path
+    for name in ("by_rows", "together", "wrong"):
+        sys.modules.pop(name, None)
 
 
-def test_the_kernel_keeps_the_criterion_of_all_kernels(by_rows: str, one_thread: None) -> None:
+def run(command: list[str], cwd: Path, path: Path = ROOT) -> str:
+    """What a Python script, or module, prints in a directory, with another one on Python's path."""
+    environ = {**os.environ, "PYTHONPATH": str(path)}
+    ran = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, env=environ)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_kernel_keeps_the_criterion_of_all_kernels(folder: Path, one_thread: None) -> None:
     written: dict[str, Any] = {}
     exec(code("test"), written)
     tests = written["TestByRows"]()
-    assert tests.attention is importlib.import_module(f"{attention.__name__}.by_rows").by_rows
+    assert Path(sys.modules[tests.attention.__module__].__file__) == folder / "by_rows.py"
     for dtype in tests.dtypes:
         for case in QUICK_CASES:
             check_case(tests.attention, case, dtype, tests.device)
@@ -51,46 +82,122 @@ def test_the_kernel_keeps_the_criterion_of_all_kernels(by_rows: str, one_thread:
     tests.test_is_not_changed_by_autocast()
 
 
-def test_a_kernel_with_a_backward_pass_of_its_own_passes_the_tests_of_all(tmp_path: Path, one_thread: None) -> None:
-    """In a process of its own, for what it registers stays."""
-    test = tmp_path / "test_recomputed.py"
-    test.write_text(
-        "import sys\n"
-        "from cs336_systems.kernels import attention\n"
-        "from tests.extending import module_of\n"
-        'written = module_of("recomputed.py", attention)\n'
-        "sys.modules[written.__name__] = written\n"
-        'attention._PLACES["recomputed"] = "recomputed:recomputed"\n' + code("test of recomputed")
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout
+def test_a_kernel_with_a_backward_pass_of_its_own_passes_the_tests_of_all(folder: Path, one_thread: None) -> None:
+    """In a process of its own, for the operators that it registers stay."""
+    test = folder / "test_recomputed.py"
+    test.write_text(code("test of recomputed"))
+    run(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], ROOT, path=folder)
 
 
 @pytest.mark.parametrize("name", ["kernels", "flash", "attention-sweep"])
-def test_benchmarks_have_the_kernel_at_once(name: str, by_rows: str) -> None:
+def test_benchmarks_take_the_kernel(name: str, folder: Path) -> None:
     case = get_case(name)
-    configs = configurations(case, {"kernel": ("naive", by_rows)}, quick=True)
+    configs = configurations(case, {"kernel": ("naive", BY_ROWS)}, quick=True)
     together = [config for config in configs if {**vars(config), "kernel": ""} == {**vars(configs[0]), "kernel": ""}]
     rows = list(case.measure(together))
-    assert [(row.variant, row.status) for row in rows] == [("naive", "ok"), (by_rows, "ok")]
-    assert by_rows in rows_table(rows)
+    assert [(row.variant, row.status) for row in rows] == [("naive", "ok"), (BY_ROWS, "ok")]
+    assert BY_ROWS in rows_table(rows)
 
 
 @pytest.mark.parametrize("model, micro_batches", [("awkward", 1), ("transformer", 2)])
-def test_the_strategy_equals_one_process(model: str, micro_batches: int) -> None:
+def test_the_strategy_equals_one_process(model: str, micro_batches: int, folder: Path) -> None:
     states, expected = run_ranks(train_together, 2, model, micro_batches), train_alone(model, STEPS)
     for name, tensor in expected.items():
         assert torch.equal(states[0][name], states[1][name]), name
         torch.testing.assert_close(states[0][name], tensor, rtol=1e-4, atol=1e-5)
-    assert "together" not in STRATEGIES
 
 
-def test_training_and_its_benchmark_take_the_strategy_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="strategy is 'together'"):
-        ParallelConfig(strategy="together")
-    names = get_args(ParallelConfig.__annotations__["strategy"])
-    assert {"auto", *STRATEGIES} == set(names)
-    monkeypatch.setitem(ParallelConfig.__annotations__, "strategy", Literal[(*names, "together")])
-    assert ParallelConfig(strategy="together").strategy_for(2) == "together"
-    assert DDPBench(variant="together", size="quick", device="cpu").run_config().parallel.strategy == "together"
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir / METRICS_FILE) if "loss" in row]
+
+
+def test_two_processes_train_with_both_and_go_on(folder: Path) -> None:
+    """By the command, whose path does not have the current directory, and by a script from elsewhere."""
+    run_dir = folder / "run"
+    both = ["--model.attention", BY_ROWS, "--parallel.strategy", TOGETHER, "--parallel.devices", "2"]
+    checkpoints = ["--checkpoint.checkpointing_interval", "2"]
+    run(["bin/cs336", *TRAIN, *both, *checkpoints, "--run_dir", str(run_dir)], folder)
+    kept = json.loads((run_dir / "config.json").read_text())
+    assert (kept["model"]["attention"], kept["parallel"]["strategy"]) == (BY_ROWS, TOGETHER)
+    whole = losses(run_dir)
+
+    script = folder / "go_on.py"
+    script.write_text(
+        "import sys\n"
+        "from cs336_systems.cli import load_config\n"
+        "from cs336_systems.training import train\n"
+        "if __name__ == '__main__':\n"
+        "    run_dir = sys.argv[1]\n"
+        "    checkpoint = f'{run_dir}/checkpoints/step_00000002'\n"
+        "    train(load_config(f'{run_dir}/config.json', resume=checkpoint))\n"
+    )
+    run([str(script), str(run_dir)], ROOT)
+    assert losses(run_dir) == whole
+
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([*TRAIN, "--model.attention", "naive", "--run_dir", str(folder / "alone")])
+    assert whole == pytest.approx(losses(folder / "alone"), rel=1e-4)
+
+
+def test_the_benchmark_of_strategies_takes_it(folder: Path) -> None:
+    told = run(["bin/cs336", "bench", "ddp", "--quick", "--variant", "alone", f"{TOGETHER}+zero1+bf16"], folder)
+    assert f"variant {TOGETHER}+zero1+bf16: ok" in told
+    for variant in (f"{TOGETHER}:5", f"{TOGETHER}+zero2"):  # it takes neither
+        with pytest.raises(ValueError, match=f"^variant is '{TOGETHER}"):
+            DDPBench(variant=variant, size="quick", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "option, name, message",
+    [
+        ("model.attention", "nowhere:attention", r"nowhere cannot be imported from .* \(ModuleNotFoundError: "),
+        ("model.attention", "by_rows:rows", "it must be module:name, and .*by_rows.* has no rows"),
+        ("model.attention", "wrong:a_number", "it must be a function, attention"),
+        ("model.attention", "wrong:two_arguments", "which cannot be used here: two_arguments"),
+        ("model.attention", "wrong:with_logsumexp", "it must be a function that returns a tensor of q's shape"),
+        ("model.attention", "by-rows:by_rows", "it must be auto or one of .*, or module:function"),
+        ("parallel.strategy", "nowhere:Strategy", r"nowhere cannot be imported from .* \(ModuleNotFoundError: "),
+        ("parallel.strategy", "together:Together", "it must be module:name, and .*together.* has no Together"),
+        ("parallel.strategy", "by_rows:by_rows", "it must be a subclass of .*Strategy"),
+        ("parallel.strategy", "by_rows:Tensor", "it must be a subclass of .*Strategy"),
+        ("parallel.strategy", "together.py", "it must be one of auto, none, .*, or module:Class"),
+    ],
+)
+def test_a_name_that_is_of_neither_is_refused_in_a_line(
+    option: str, name: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "wrong.py").write_text(WRONG)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([*TRAIN, f"--{option}", name])
+    told = capsys.readouterr().err.strip()
+    assert "\n" not in told
+    assert re.match(f"cs336: {option} is '{name}'.*{message}", told), told
+
+
+def test_an_option_that_the_strategy_does_not_take_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([*TRAIN, "--parallel.strategy", TOGETHER, "--parallel.reshard_after_forward", "false"])
+    told = capsys.readouterr().err
+    assert f"parallel.reshard_after_forward is false: it must be true with parallel.strategy '{TOGETHER}'" in told
+
+
+def test_a_strategy_gets_the_options_that_it_names() -> None:
+    assert get_strategy("fsdp").options == ("grad_dtype", "compute_dtype", "reshard_after_forward")
+    assert get_strategy("bucketed").options == ("bucket_size_mb", "grad_dtype")
+    assert get_strategy("individual").options == get_strategy("naive").options == ("grad_dtype",)
+    assert get_strategy("tests.parallel.own_strategies:Gathering").options == ()
+
+
+def test_in_the_package_both_have_short_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuple(STRATEGIES) == config.STRATEGIES
+    for package, name, place in ((attention, "by_rows", BY_ROWS), (parallel, "together", TOGETHER)):
+        assert f'`"{name}": "{place}"`' in DOCUMENT
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    monkeypatch.setitem(attention._PLACES, "by_rows", BY_ROWS)
+    monkeypatch.setitem(STRATEGIES, "together", Maker(f"{parallel.__name__}.{TOGETHER}"))
+    monkeypatch.setattr(config, "STRATEGIES", tuple(STRATEGIES))
+    assert get_attention("by_rows").__module__ == f"{attention.__name__}.by_rows"
+    strategy = get_strategy(ParallelConfig(strategy="together").strategy_for(2))(torch.nn.Linear(2, 2), Options())
+    assert type(strategy).__module__ == f"{parallel.__name__}.together"
+    for name in (get_attention("by_rows").__module__, type(strategy).__module__):
+        del sys.modules[name]

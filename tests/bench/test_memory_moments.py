@@ -1,7 +1,7 @@
 """The cases `optimizer-sharding` and `fsdp-accounting`: memory to the byte, counted by hand."""
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ from cs336_systems.bench.cases.optimizer_sharding import MemoryBench
 from cs336_systems.bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, StorageMeter, fullest
 from cs336_systems.bench.sweep import configurations
 from cs336_systems.cli import main
-from cs336_systems.config import ParallelConfig
-from cs336_systems.parallel import STRATEGIES
 from cs336_systems.report.views import rows_table
 from tests.distributed import run_ranks
 
@@ -111,22 +109,15 @@ def test_fsdp_keeps_half_of_the_matrices_and_gathers_each_unit_in_each_pass() ->
     assert "saved beside overlap (KiB)" in table
 
 
-def account_own_strategy() -> list[Row]:
-    """On a rank, whose process ends with the test: of a strategy that was added, as docs/extending.md has it."""
-    names = get_args(ParallelConfig.__annotations__["strategy"])
-    ParallelConfig.__annotations__["strategy"] = Literal[(*names, "own")]
-    STRATEGIES["own"] = STRATEGIES["overlap"]
-    return account(("own", "flashddp"))
-
-
 def test_a_strategy_that_the_planner_does_not_know_is_a_row_without_prediction() -> None:
-    rows = run_ranks(account_own_strategy, 2)[0]
-    assert [(row.variant, row.error) for row in rows] == [("own", None), ("flashddp", None)]
+    name = "tests.parallel.own_strategies:Gathering"
+    rows = run_ranks(account, 2, (name, "flashddp"))[0]
+    assert [(row.variant, row.error) for row in rows] == [(name, None), ("flashddp", None)]
     own, known = (row.metrics for row in rows)
     assert own.keys() == known.keys() - {"predicted"}
     assert known["predicted"]["gradients"] == pytest.approx(known["moments"][AFTER]["parts"]["gradients"], rel=0.01)
     table = rows_table(rows)
-    assert "| own | predicted |" not in table
+    assert f"| {name} | predicted |" not in table
     assert "| flashddp | predicted |" in table
 
 
