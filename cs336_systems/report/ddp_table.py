@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..bench.case import Row
 from ..planner.rows import is_of_cpu
-from .tables import markdown_table, row_fields
+from .tables import Fields, markdown_table, row_fields
 from .view import OUTCOMES, grouped, machine
 
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision")
 
 
 def ddp_table(rows: Sequence[Row]) -> str:
-    """Tables per machine and setting: each variant's median step, uncompiled and compiled, what it adds, its memory;
-    and, if rows have them, the times of communication in a profiled step."""
+    """Tables per machine and setting: each variant's step, its spread, what it adds, its memory, uncompiled and
+    compiled; and, if rows have them, the times of communication in a profiled step."""
     return "\n\n".join(map(_setting_table, grouped(rows, _SETTING)))
 
 
@@ -27,17 +27,18 @@ def _setting_table(rows: Sequence[Row]) -> str:
         beside[row.variant] = alone.get(kind)
     variants = list(dict.fromkeys(variant.removesuffix(" compiled") for variant in last))
 
-    def cells(variant: str, how: str) -> tuple[str, str, str]:
+    def cells(variant: str, how: str) -> tuple[str, ...]:
         row = last.get(variant + how)
         by_itself = beside.get(variant + how) or alone.get(("+graph" in variant, bool(how)))
         if row is None or row.status != "ok":
-            return ("-" if row is None else OUTCOMES[row.status], "-", "-")
+            return ("-" if row is None else OUTCOMES[row.status], "-", "-", "-")
         fields, added = row_fields(row), "-"
         if by_itself is not None and by_itself.status == "ok":
             added = f"{row.metrics['step_ms']['p50'] / by_itself.metrics['step_ms']['p50'] - 1:+.1%}"
-        peak = "metrics.peak_memory_bytes"  # variants that were held together have none
+        step, peak = "metrics.step_ms", "metrics.peak_memory_bytes"  # variants that were held together have none
         return (
-            fields.number("metrics.step_ms.p50", ".1f"),
+            fields.number(f"{step}.p50", ".1f"),
+            _spread(fields, step),
             added,
             fields.number(peak, ".1f", 2**30) if fields.has(peak) else "-",
         )
@@ -47,12 +48,17 @@ def _setting_table(rows: Sequence[Row]) -> str:
     head = (
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} per process, "
-        f"{facts.get('config.precision')}; median step in ms, how much longer it is than `alone`, "
-        f"peak memory {whose} in GiB:"
+        f"{facts.get('config.precision')}; median step in ms, 20th to 80th percentile, how much longer the median is "
+        f"than that of `alone`, peak memory {whose} in GiB:"
     )
     return "\n\n".join(
-        [head, _side_by_side(variants, ("step", "added", "peak"), cells), *_communication(last, variants)]
+        [head, _side_by_side(variants, ("step", "p20 to p80", "added", "peak"), cells), *_communication(last, variants)]
     )
+
+
+def _spread(fields: Fields, name: str) -> str:
+    ends = [f"{name}.{end}" for end in ("p20", "p80")]
+    return " to ".join(fields.number(end, ".1f") for end in ends) if all(map(fields.has, ends)) else "-"
 
 
 _HOWS = {"uncompiled": "", "compiled": " compiled"}

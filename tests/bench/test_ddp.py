@@ -394,7 +394,7 @@ def test_the_slowest_rank_counts() -> None:
 def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     def row(variant: str, p50: float, gib: int) -> Row:
         config = row_config(quick(ALONE)[0]) | {"device": "cuda"}
-        metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": gib << 30}
+        metrics = {"step_ms": {"p20": 0.9 * p50, "p50": p50, "p80": 1.2 * p50}, "peak_memory_bytes": gib << 30}
         return Row(case="ddp", variant=variant, config=config, metrics=metrics, env={"gpu": "NVIDIA H200"})
 
     oom = Row(case="ddp", variant="fsdp", config=row("x", 1, 1).config, status="oom", error="too much", env={})
@@ -404,12 +404,12 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     assert "peak memory per GPU in GiB:" in table
     on_cpu = replace(rows[0], config=rows[0].config | {"device": "cpu"})
     assert "peak memory per process, with what it has loaded, in GiB:" in rows_table([on_cpu])
-    assert "| naive | 150.0 | +50.0% | 4.0 | 60.0 | +20.0% | 2.0 |" in table
-    assert "| fsdp | out of memory | - | - |" in table
+    assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% | 4.0 | 60.0 | 54.0 to 72.0 | +20.0% | 2.0 |" in table
+    assert "| fsdp | out of memory | - | - | - |" in table
     # A launch has an `alone` of its own, and what is before any is compared with the last.
     launches = [row("flat", 300, 4), row("alone", 100, 3), row("naive", 150, 4), row("alone", 200, 3), row("a", 300, 4)]
     table = rows_table(launches)
-    assert [line.split(" | ")[2] for line in table.splitlines()[4:]] == ["+50.0%", "+0.0%", "+50.0%", "+50.0%"]
+    assert [line.split(" | ")[3] for line in table.splitlines()[4:]] == ["+50.0%", "+0.0%", "+50.0%", "+50.0%"]
 
 
 def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_run_out_of_memory() -> None:
@@ -422,7 +422,7 @@ def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_
             row("flat", 0, status="error"), row("naive", 40, devices=4)]  # fmt: skip
     tables = rows_table(rows).split("\n\n")[1::2]
     assert len(tables) == 4
-    assert "| naive | 150.0 | +50.0% |" in tables[0]
+    assert "| naive | 150.0 | - | +50.0% |" in tables[0]
     assert "| flat | failed |" in tables[0]
     assert "| alone | 10.0 |" in tables[1]
     assert all("| naive | " in table and "%" not in table for table in tables[2:])

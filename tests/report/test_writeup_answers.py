@@ -64,7 +64,7 @@ def test_what_a_later_file_measures_again_is_shown_of_that_alone(tmp_path: Path)
     problem = next(each for each in PROBLEMS if each.name == "naive_ddp_benchmarking")
     text = "\n\n".join(build.problem_parts(problem, {"ddp": [first, other, last]}, tmp_path))
     assert [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| naive |")] == ["3.0", "4.0"]
-    assert "| naive+graph | - | - | - | 5.0 |" in text
+    assert "| naive+graph | - | - | - | - | 5.0 |" in text
     assert text.index("| naive |") < text.index("| naive+graph |")
     assert "Measured before: [b/ddp.jsonl](a/b/ddp.jsonl) (2)." in text
     assert text.index("Measured before") > text.index("c/ddp.jsonl")
