@@ -66,6 +66,18 @@ def sidecar_path(path: str | os.PathLike[str]) -> Path:
     return Path(f"{str(path).removesuffix('.npy')}.json")
 
 
+def has_sidecar(path: str | os.PathLike[str]) -> bool:
+    """Whether a token file has a sidecar. Another JSON file may have its name: train.json, a data set's own file.
+
+    A sidecar is known by its field tokenizer_sha256, near the beginning; the other file may be large.
+    """
+    sidecar = sidecar_path(path)
+    if not sidecar.is_file():
+        return False
+    with sidecar.open("rb") as file:
+        return b'"tokenizer_sha256"' in file.read(1 << 12)
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned type of a token file that holds every ID below vocab_size."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
@@ -172,7 +184,7 @@ def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 
             f"token file {path} holds {tokens.dtype} of shape {tokens.shape}: it must be a one-dimensional array of "
             "uint16 or uint32"
         )
-    if sidecar_path(path).exists() and (expected := read_info(path).count) != len(tokens):
+    if has_sidecar(path) and (expected := read_info(path).count) != len(tokens):
         raise ValueError(f"token file {path} holds {len(tokens)} tokens but its sidecar says {expected}")
     if len(tokens) < min_count:
         raise ValueError(f"token file {path} holds {len(tokens)} tokens: at least {min_count} are needed")
@@ -236,6 +248,31 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def divergence_of_kind(
+    train: npt.NDArray[np.integer], valid: npt.NDArray[np.integer], vocab_size: int, max_tokens: int = 1 << 20
+) -> tuple[float, float]:
+    """How far the token frequencies of a validation text are from the training text's, and parts of that from the rest.
+
+    Both are Jensen-Shannon divergences in nats (Lin 1991), from 0 to log 2. The second is the median over eight parts
+    of the training text, spread over it and each as long as what is used of the validation text. Divergences of short
+    texts are larger, so the first number means something only beside the second.
+    """
+    length = min(len(valid), len(train) // 8, max_tokens)
+    if length == 0:
+        return 0.0, 0.0
+    starts = np.linspace(0, len(train) - length, 8, dtype=np.int64)
+    parts = np.stack([np.bincount(train[start : start + length], minlength=vocab_size) for start in starts])
+    rests = parts.sum(0) - parts
+    between = [_jensen_shannon(part, rest) for part, rest in zip(parts, rests, strict=True)]
+    return _jensen_shannon(np.bincount(valid[:length], minlength=vocab_size), parts.sum(0)), float(np.median(between))
+
+
+def _jensen_shannon(counts: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> float:
+    p, q = counts / counts.sum(), others / others.sum()
+    middle = (p + q) / 2
+    return float(sum((r[r > 0] * np.log(r[r > 0] / middle[r > 0])).sum() for r in (p, q)) / 2)
 
 
 def unigram_bigram_entropy(tokens: npt.NDArray[np.integer], max_tokens: int = 10_000_000) -> tuple[float, float]:

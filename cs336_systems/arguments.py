@@ -92,27 +92,25 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
 
 
 def _plain_integers(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """The words with integers that are written as 3.0 or 1e3 in digits alone, also within a JSON object."""
+    """The words, with 3.0 and 1e3 written as 3 and 1000 where a field takes an integer, also inside a JSON object."""
     fields = {option: "" if action.dest == "config" else action.dest
               for action in parser._actions for option in action.option_strings}  # fmt: skip
-    integers = {action.dest for action in parser._actions if _takes_integer(action)}
+    hints = {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
+    integers = {name for name, hint in hints.items() if hint is int or int in get_args(hint)}
     plain, before = [], ""
     for word in words:
-        option, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if option in fields and value:
-            value = _plain_integer(fields[option], value, integers)
-        plain.append(f"{option}{equals}{value}" if word.startswith("--") else value)
-        before = option if word.startswith("--") and not equals else ""
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            plain.append(option + equals + _plain_integer(fields.get(option, ""), value, integers))
+            before = "" if equals else option
+        else:
+            plain.append(_plain_integer(fields[before], word, integers) if before in fields else word)
+            before = ""
     return plain
 
 
-def _takes_integer(action: Any) -> bool:
-    hint = getattr(action, "_typehint", action.type)
-    return hint is int or int in get_args(hint)
-
-
 def _plain_integer(field: str, text: str, integers: set[str]) -> str:
-    """The value of a field, in which what is 3.0 where an integer belongs has become 3."""
+    """A field's value, or the values in a JSON object of fields, with whole numbers as integers where they belong."""
 
     def plain(name: str, value: Any) -> Any:
         if isinstance(value, dict):

@@ -334,9 +334,6 @@ class RunConfig:
             require(path is None or path.strip() != "", name, path, accepted)
         if self.resume == "auto":
             require(self.run_dir is not None, "run_dir", self.run_dir, "given where resume is 'auto'")
-        if self.data.source == "text" and not self.skip_data:
-            accepted = "a path, because data.source is 'text' and skip_data is false"
-            require(bool(self.data.train_text), "data.train_text", self.data.train_text, accepted)
         room = self.model.shape.context_length - 1
         require(
             (self.sample.max_new_tokens or 0) <= room,

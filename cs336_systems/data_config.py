@@ -39,7 +39,7 @@ class DataConfig:
     data_dir: str | None = None
     """Folder for text, tokenizer and token files (default: data/SOURCE)."""
     train_text: str | None = None
-    """Text file to train on (source text)."""
+    """Text file to train on (source text); not needed with both token files of your own."""
     valid_text: str | None = None
     """Text file to validate on (source text; default: the last valid_fraction of train_text)."""
     valid_fraction: float = 0.1
@@ -85,8 +85,12 @@ class DataConfig:
         taken: dict[str, str] = {}
         for name, path in files.items():
             first = name if path is None else taken.setdefault(os.path.realpath(path), name)
-            if first != name:
-                raise ValueError(f"{name} is {path!r}: it must be another file than {first}")
+            if first == name or (first, name) == ("data.train_tokens", "data.valid_tokens"):
+                continue  # one token file for both can be used, but not made: see prepare.py
+            accepted = f"another file than {first}"
+            if (first, name) == ("data.train_text", "data.valid_text"):
+                accepted += ", or left out to validate on the last data.valid_fraction of that file"
+            raise ValueError(f"{name} is {path!r}: it must be {accepted}")
 
     @property
     def tokenizer_path(self) -> str:

@@ -5,6 +5,7 @@ import fcntl
 import functools
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ TINYSTORIES_SHA256 = {
     "TinyStoriesV2-GPT4-train.txt": "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443",
     "TinyStoriesV2-GPT4-valid.txt": "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d",
 }
+
+_DOCUMENT_END = re.compile(re.escape(END_OF_TEXT.encode()) + rb"(?:\r\n|\r|\n)?")
+_LINE_END = re.compile(rb"\n")
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,18 @@ def one_at_a_time(folder: Path, lock: str = ".lock") -> Iterator[None]:
 def find_split(path: Path, valid_fraction: float) -> int:
     """The byte where the last valid_fraction of a text begins.
 
-    It is after an `<|endoftext|>` line, or else after a line, or else at a character: the first of these, in that
-    order, that is found within the megabyte from there on.
+    It is after an `<|endoftext|>` and the end of its line, or else after a line, or else at a character: the first of
+    these, in that order, that is found within the megabyte from there on.
     """
     size = path.stat().st_size
     wanted = max(1, int(size * (1 - valid_fraction)))
     with path.open("rb") as file:
         file.seek(wanted)
         following = file.read(1 << 20)
-    for mark in (f"{END_OF_TEXT}\n".encode(), b"\n"):
-        found = following.find(mark)
-        if 0 <= found < len(following) - len(mark):
-            return wanted + found + len(mark)
+    for mark in (_DOCUMENT_END, _LINE_END):
+        found = mark.search(following)
+        if found is not None and found.end() < len(following):
+            return wanted + found.end()
     # Bytes 10xxxxxx continue a character.
     return wanted + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 

@@ -1,6 +1,7 @@
 """Token files, batches, the resumable sampler, and the unigram and bigram baselines."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -17,8 +18,10 @@ from cs336_basics.data import (
     TokenFileInfo,
     bigram_model_loss,
     count_starts,
+    divergence_of_kind,
     gather_sequences,
     get_batch,
+    has_sidecar,
     load_tokens,
     read_info,
     sequence_starts,
@@ -255,17 +258,24 @@ def test_a_missing_sidecar_is_named(tmp_path):
 
 
 def refused_sidecar(path):
-    """What both readers say of the sidecar of a token file."""
-    told = []
-    for read in (read_info, lambda path: load_tokens(path, 10)):
-        with pytest.raises(ValueError, match=f"^token sidecar {re.escape(str(sidecar_path(path)))}") as caught:
-            read(path)
-        told.append(str(caught.value).removeprefix(f"token sidecar {sidecar_path(path)}"))
-    assert told[0] == told[1]
-    return told[0]
+    """What is said of a file under the name of a token file's sidecar; `load_tokens` says it if it is a sidecar."""
+    with pytest.raises(ValueError, match=f"^token sidecar {re.escape(str(sidecar_path(path)))}") as caught:
+        read_info(path)
+    told = str(caught.value)
+    assert has_sidecar(path) == (b"tokenizer_sha256" in sidecar_path(path).read_bytes())
+    if has_sidecar(path):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            load_tokens(path, 10)
+    else:
+        assert load_tokens(path, 10).tolist() == [1, 2, 3]
+    return told.removeprefix(f"token sidecar {sidecar_path(path)}")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000], ids=["empty", "cut", "binary", "nested"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b"[" * 100_000, b'{"tokenizer_sha256": "", "count"'],
+    ids=["empty", "cut", "binary", "nested", "a sidecar's beginning"],
+)
 def test_a_sidecar_that_is_not_json_is_named(tmp_path, content):
     write_tokens(tmp_path / "t.npy", [[1, 2, 3]], 10, source="")
     (tmp_path / "t.json").write_bytes(content)
@@ -276,6 +286,8 @@ def test_a_sidecar_that_is_not_json_is_named(tmp_path, content):
     "change, said",
     [
         (lambda info: [], " is no JSON object: it must be an object with {names}"),
+        (lambda info: {"tokenizer_sha256": ""}, " has no count: it must be an object with {names}"),
+        (lambda info: {"count": 7, "sha256": "", "rows": []}, " has no vocab_size: it must be an object with {names}"),
         (lambda info: {}, " has no count: it must be an object with {names}"),
         (lambda info: {**info, "other": 1}, " has 'other': it must be an object with {names} only"),
         (lambda info: {**info, "vocab_size": "10"}, ": vocab_size is '10': it must be an integer of at least 0"),
@@ -530,3 +542,32 @@ def test_the_bigram_model_uses_the_first_max_tokens_of_both_texts():
     expected = bigram_model_loss(train[:100], valid[:100], 3)
     assert bigram_model_loss(train, valid, 3, max_tokens=100) == expected
     assert bigram_model_loss(train, valid, 3) != expected
+
+
+# Another kind of text
+
+
+def test_the_divergence_of_kinds_is_jensen_and_shannons():
+    train = np.array([0, 0, 0, 1] * 8 * 3, dtype=np.uint16)
+    valid = np.array([0, 1, 2, 2], dtype=np.uint16)
+    found, usual = divergence_of_kind(train, valid, 3)
+    p, q = {0: 0.75, 1: 0.25, 2: 0.0}, {0: 0.25, 1: 0.25, 2: 0.5}
+    middle = {i: (p[i] + q[i]) / 2 for i in p}
+    entropy = {name: -sum(x * math.log(x) for x in r.values() if x) for name, r in (("p", p), ("q", q), ("m", middle))}
+    assert found == pytest.approx(entropy["m"] - (entropy["p"] + entropy["q"]) / 2, rel=1e-12)
+    assert usual == pytest.approx(0, abs=1e-12)
+    assert divergence_of_kind(train, np.full(4, 2, dtype=np.uint16), 3)[0] == pytest.approx(math.log(2), rel=1e-12)
+
+
+def test_parts_of_one_text_differ_among_themselves_as_from_its_validation_part():
+    rng = np.random.default_rng(0)
+    draw = functools.partial(rng.choice, 1000, p=np.arange(1, 1001) / 500_500)
+    train, valid = draw(80_000), draw(10_000)
+    found, usual = divergence_of_kind(train, valid, 1000)
+    assert 0 < found < 1.2 * usual
+    assert divergence_of_kind(train, rng.integers(0, 1000, 10_000), 1000)[0] > 2 * usual
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (7, 100), (100, 0)])
+def test_texts_too_short_to_be_compared_do_not_differ(counts):
+    assert divergence_of_kind(*(np.zeros(count, dtype=np.uint16) for count in counts), 3) == (0.0, 0.0)

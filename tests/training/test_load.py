@@ -163,6 +163,34 @@ def test_import_brings_the_same_weights_back(trained: Path, tmp_path: Path) -> N
     assert run_command("generate", tmp_path / "back", "--max_new_tokens", 3) == 0
 
 
+def test_an_import_without_a_tokenizer_says_what_the_run_lacks(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("export", trained, "--out", tmp_path / "hf") == 0
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert run_command("import-hf", tmp_path / "hf", "--out", tmp_path / "back") == 0
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'hf'} has no tokenizer.json" in said.out + said.err
+    assert load_model(tmp_path / "back").tokenizer is None
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_takes_whole_prompts_after_an_import(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("export", trained, "--out", tmp_path / "hf") == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs("a cat", truncation=True, max_length=2)
+    theirs.save_pretrained(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["truncation"]["max_length"] == 2
+    assert run_command("import-hf", tmp_path / "hf", "--out", tmp_path / "back") == 0
+    samples = []
+    for run in (trained, tmp_path / "back"):
+        capsys.readouterr()
+        assert run_command("generate", run, "--prompt", "One day a cat", "--temperature", 0) == 0
+        samples.append(capsys.readouterr().out)
+    assert samples[0] == samples[1]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

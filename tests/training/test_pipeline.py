@@ -1201,3 +1201,18 @@ def test_a_mistake_leaves_no_empty_run_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         train(config)
     assert not Path(str(config.run_dir)).exists()
+
+
+# Passes over the training tokens
+
+
+@pytest.mark.parametrize(("max_steps", "is_told"), [(8, False), (9, True)])
+def test_many_passes_over_the_training_tokens_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_steps: int, is_told: bool
+) -> None:
+    sizes = dict(model=dict(context_length=8), train=dict(batch_size=16, max_steps=max_steps))
+    train(make_config(tmp_path, data=dict(random_tokens=64), **sizes))
+    told = [message for message in warnings_of(caplog) if "passes over these tokens" in message]
+    assert len(told) == is_told
+    if is_told:
+        assert f"that is {9 * 16 * 8 / 64:.0f} passes" in told[0]
