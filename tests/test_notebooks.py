@@ -1,8 +1,11 @@
-"""Notebooks run to their end in a small form on a CPU, and are committed without what they show."""
+"""Notebooks run to their end on a CPU, in every form that it can show, and are committed without what they show."""
 
+import ast
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,29 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 _LONGEST_S = 240
+_PRETEND = {"import torch\n": "from tests.as_on_gpus import pretend\npretend()\nimport torch\n"}
+_TINY = {
+    'SOURCE = "tinystories"': 'SOURCE = "stories"',
+    "FIELDS = []": 'FIELDS = ["--size", "nano", "--data.story_chars", "10000", "--model.context_length", "32"]',
+}
+_TIME = "MINUTES, EPOCHS = 20, None"
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "demo on a CPU": ("demo_benchmark", {}),
+    "demo as on two GPUs": ("demo_benchmark", _PRETEND),
+    "speedrun of minutes": ("speedrun_tinystories", {**_TINY, _TIME: "MINUTES, EPOCHS = 100, None"}),
+    "speedrun of a pass": ("speedrun_tinystories", {**_TINY, _TIME: "MINUTES, EPOCHS = None, 1"}),
+}
+"""A notebook each, and what a reader would change in it, or a test, which has no GPUs."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def files_of(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def code_of(notebook: Mapping[str, Any]) -> Iterator[str]:
+    return ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
 
 
 @pytest.fixture
@@ -26,8 +46,8 @@ def clone(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=left_out))
 
 
-def executed(path: Path) -> Any:
-    """A notebook, run in a kernel of this interpreter. Raises CellExecutionError for a cell that fails."""
+def executed(path: Path, changes: Mapping[str, str]) -> Any:
+    """A notebook, changed and run in a kernel of this interpreter. Raises CellExecutionError for a cell that fails."""
     nbformat, nbclient = (pytest.importorskip(name, reason="pip install '.[dev]'") for name in ("nbformat", "nbclient"))
     pytest.importorskip("ipykernel", reason="pip install '.[dev]'")
     from jupyter_client.kernelspec import KernelSpecManager
@@ -35,23 +55,27 @@ def executed(path: Path) -> Any:
 
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
+    for old, new in changes.items():
+        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source)
+        cell.source = cell.source.replace(old, new)
     here = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # no other that is installed
     where = {"metadata": {"path": str(path.parent)}}
     return nbclient.NotebookClient(notebook, km=here, timeout=_LONGEST_S, resources=where).execute(cleanup_kc=True)
 
 
-@each_notebook
+@pytest.mark.parametrize("form", FORMS)
 def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(
-    path: Path, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    for name, value in {"CS336_NOTEBOOK_QUICK": "1", "OUT": str(out), "CUDA_VISIBLE_DEVICES": ""}.items():
+    for name, value in {"OUT": str(out), "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(clone), prepend=os.pathsep)
     before = files_of(clone)
-    notebook = executed(clone / path.relative_to(ROOT))
+    name, changes = FORMS[form]
+    notebook = executed(clone / f"notebooks/{name}.ipynb", changes)
 
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
@@ -63,6 +87,20 @@ def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(
     rows = [row for file in out.rglob("*.jsonl") for row in file.read_text().splitlines()]
     assert not [row for row in rows if '"status": "error"' in row]
     assert files_of(clone) == before
+
+
+@each_notebook
+def test_every_path_that_a_notebook_names_exists(path: Path) -> None:
+    """Files of the project, which begin with one of its folders, in code as in text."""
+    notebook = json.loads(path.read_text())
+    text = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+    words = [word for each in text for word in re.findall(r"[\w./-]+", each)]
+    literals = [node.value for code in code_of(notebook) for node in ast.walk(ast.parse(code))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
+    folders = [folder.name for folder in ROOT.iterdir() if folder.is_dir() and folder.name not in ("runs", "data")]
+    named = [name for name in (*words, *literals) if name.partition("/")[0] in folders and "/" in name]
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @each_notebook
@@ -78,5 +116,5 @@ def test_a_notebook_is_committed_without_outputs_and_with_stable_ids(path: Path)
         assert told, f"cell {cell['id']} has no explanation"
 
 
-def test_there_are_notebooks() -> None:
-    assert {path.stem for path in NOTEBOOKS} == {"demo_benchmark", "speedrun_tinystories"}
+def test_every_notebook_is_run() -> None:
+    assert {path.stem for path in NOTEBOOKS} == {name for name, _ in FORMS.values()}
