@@ -50,7 +50,8 @@ class ModelConfig:
     rope_theta: float = ModelShape.rope_theta
     """Base of the rotary frequencies."""
     attention: str = "auto"
-    """Attention kernel by its registered name; auto is sdpa, PyTorch's choice among its own kernels."""
+    """Attention kernel by its registered name, or a function of your own as module:function; auto is sdpa, PyTorch's
+    choice among its own kernels."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
