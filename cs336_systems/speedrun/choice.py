@@ -189,7 +189,7 @@ def _sizes(task: Task) -> tuple[list[str], str]:
         return names, "the size is given"
     if task.tokens is None:
         return names, "there is no larger size"
-    for name, shape in reversed(task.shapes.items()):
+    for name, shape in reversed(list(task.shapes.items())):
         if TOKENS_A_PARAMETER * num_parameters(shape) <= task.tokens and task.most_sequences(shape):
             return [name], f"it is the largest size with {TOKENS_A_PARAMETER} tokens a parameter"
     return names[:1], f"there is no size with {TOKENS_A_PARAMETER} tokens a parameter"

@@ -236,11 +236,6 @@ def test_a_file_that_cannot_be_trained_on_is_refused_beforehand(
         quick(files | {option: (str(path),)})
 
 
-def test_a_file_is_not_trained_and_validated_on(files: Any) -> None:
-    with pytest.raises(ValueError, match=r"^val_path is '\S*': it must be another file than train_path$"):
-        quick(files | {"val_path": files["train_path"]})
-
-
 def test_the_vocabulary_of_a_quick_run_is_the_one_that_is_given() -> None:
     (config,) = quick({"vocab_size": (400,), "strategy": ("none",)})
     assert config.model_config().shape.vocab_size == 400

@@ -104,7 +104,7 @@ def test_training_in_bfloat16_is_close_to_training_in_float32(tmp_path: Any) -> 
     assert found[1] == pytest.approx(wide[1], rel=0.01)
 
 
-def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_is_read_as_any_other(tmp_path: Any) -> None:
+def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_keeps_its_type(tmp_path: Any) -> None:
     def config(run: str, steps: int, resume: str = "none") -> RunConfig:
         narrow: dict[str, Any] = dict(precision="bf16", weight_dtype="bf16", max_steps=steps)
         return make_config(tmp_path, run=run, resume=resume, train=narrow, optimizer=dict(warmup_steps=1, lr=1e-2,
@@ -115,7 +115,7 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_is_read_as_any_other(
     train(config("halves", 4, resume="auto"))
     whole, halves = (load_model(tmp_path / run).state_dict for run in ("whole", "halves"))
     for name, weight in whole.items():
-        assert weight.dtype == torch.float32
+        assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, halves[name]), name
 
 
