@@ -95,7 +95,7 @@ def test_it_shows_no_loss_that_nobody_can_believe_and_says_why_it_chooses(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The law that compares sizes gives models this small 19 nats and more, where knowing nothing is 6.6."""
-    prepare(tmp_path, "--minutes", "0.2")
+    prepare(tmp_path, "--minutes", "5")
     lines = capsys.readouterr().out.splitlines()
     assert "loss" not in " ".join(lines[: lines.index("commands:")])
     (sizes,) = (line for line in lines if line.startswith("  nano "))
