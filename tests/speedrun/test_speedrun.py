@@ -98,8 +98,9 @@ def test_it_shows_no_loss_that_nobody_can_believe_and_says_why_it_chooses(
     prepare(tmp_path, "--minutes", "5")
     lines = capsys.readouterr().out.splitlines()
     assert "loss" not in " ".join(lines[: lines.index("commands:")])
-    (sizes,) = (line for line in lines if line.startswith("  nano "))
-    assert re.search(r"would train on [\d.]+ M tokens, [\d.]+ a parameter$", sizes)
+    timed = [line for line in lines if line.startswith("  nano ")]  # once for each batch
+    assert timed
+    assert all(re.search(r"would train on [\d.]+ M tokens, [\d.]+ a parameter$", line) for line in timed)
     (chosen,) = (line for line in lines if line.startswith("to train: "))
     best = machine.trials[-1]
     assert chosen.startswith(f"to train: {best.size}, auto, {best.sequences} x 32 tokens a step, because ")
