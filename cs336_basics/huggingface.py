@@ -98,6 +98,9 @@ def export_hf(
 
     end = None if tokenizer is None else tokenizer.end_of_text_id
     write_json(folder / "config.json", _llama_config(shape, end, weights["lm_head.weight"].dtype))
+    # safetensors lets only its owner read a file
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
+
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
         write_json(

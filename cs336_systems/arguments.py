@@ -164,6 +164,7 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
     known = {field: field for field in field_names(parser)}
     known |= {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings
               if action.dest in known}  # fmt: skip
+    known |= {action.dest: action.dest for action in parser._actions if action.dest == "config"}
     known |= {theirs: ours for theirs, ours in _OURS.items() if ours in known and theirs not in known}
     last = name.rpartition(".")[2]
     same_last = [field for field in known if field.rpartition(".")[2] in (last, _OURS.get(last))]

@@ -36,6 +36,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     from .bench.case import check_row_file, exit_code, read_rows
     from .bench.runner import rows_on_this_gpu
     from .bench.sweep import check_sized_for_gpu, configurations, differing, is_of
+    from .report.outputs import write_into
     from .report.views import rows_table, write_views
 
     options = parse(_parser(case, "--quick" in arguments), arguments)
@@ -67,7 +68,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     if options.quick:
         say("A quick run shows that it works; its times mean little.")
     if known:
-        files = ", ".join(map(str, write_views(known, folder, swept)))
+        files = ", ".join(map(str, write_into(folder, lambda to: write_views(known, to, swept))))
         say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
     return exit_code(rows)
 

@@ -93,7 +93,7 @@ def imported(name: str, place: str) -> Any:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; for a script Python puts the script's folder there
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # whatever the module raises
+    except (Exception, SystemExit) as error:  # whatever the module raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{name} is {place!r}: {module} cannot be imported from {os.getcwd()} ({reason})") from error
     require(hasattr(found, attribute), name, place, f"module:name, and {found!r} has no {attribute}")

@@ -74,9 +74,15 @@ def make_report(arguments: Sequence[str]) -> str:
 
         require(options.results != "", "results", options.results, "the path of a folder, or left out")
         results = Path("results" if options.results is None else options.results)
-        failed = measure_missing(results) if options.measure else []
         links_from = out if options.links_from is None else Path(options.links_from)
-        written = write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
+
+        def write() -> list[Path | str]:
+            return write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
+
+        written, failed = write(), []
+        if options.measure:  # hours: that the report can be written is known before
+            failed = measure_missing(results)
+            written = write()
         return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))
     from .report.documents import update_documents
     from .report.headline import headline, write_pictures

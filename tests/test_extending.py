@@ -37,7 +37,11 @@ TRAIN = ["train", "--data.source", "random", "--model.vocab_size", "50", "--mode
 WRONG = """
 def two_arguments(q, k): ...
 def with_logsumexp(q, k, v, is_causal): return q, q[..., 0]
+def fails(q, k, v, is_causal): raise RuntimeError("no such unit")
 a_number = 3
+from cs336_systems.parallel.strategy import Strategy
+class WithoutModule(Strategy):
+    def __init__(self): ...
 """
 
 
@@ -155,11 +159,14 @@ def test_the_benchmark_of_strategies_takes_it(folder: Path) -> None:
         ("model.attention", "wrong:a_number", "it must be a function, attention"),
         ("model.attention", "wrong:two_arguments", "which cannot be used here: two_arguments"),
         ("model.attention", "wrong:with_logsumexp", "it must be a function that returns a tensor of q's shape"),
+        ("model.attention", "wrong:fails", "which cannot be used here: no such unit"),
+        ("model.attention", "leaves:attention", r"leaves cannot be imported from .* \(SystemExit: 5\)"),
         ("model.attention", "by-rows:by_rows", "it must be auto or one of .*, or module:function"),
         ("parallel.strategy", "nowhere:Strategy", r"nowhere cannot be imported from .* \(ModuleNotFoundError: "),
         ("parallel.strategy", "together:Together", "it must be module:name, and .*together.* has no Together"),
         ("parallel.strategy", "by_rows:by_rows", "it must be a subclass of .*Strategy"),
         ("parallel.strategy", "by_rows:Tensor", "it must be a subclass of .*Strategy"),
+        ("parallel.strategy", "wrong:WithoutModule", "it must be a strategy whose constructor takes the module"),
         ("parallel.strategy", "together.py", "it must be one of auto, none, .*, or module:Class"),
     ],
 )
@@ -167,6 +174,7 @@ def test_a_name_that_is_of_neither_is_refused_in_a_line(
     option: str, name: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "wrong.py").write_text(WRONG)
+    (folder / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     with pytest.raises(SystemExit, match=r"^2$"):
         main([*TRAIN, f"--{option}", name])
     told = capsys.readouterr().err.strip()

@@ -36,6 +36,8 @@ class Maker:
         found = imported("parallel.strategy", self.place)
         is_one = isinstance(found, type) and issubclass(found, Strategy)
         require(is_one, "parallel.strategy", self.place, f"a subclass of {Strategy.__module__}.Strategy")
+        takes_module = next(iter(inspect.signature(found).parameters), None) is not None
+        require(takes_module, "parallel.strategy", self.place, "a strategy whose constructor takes the module first")
         return found
 
     @property

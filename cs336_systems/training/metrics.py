@@ -90,7 +90,7 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(
                 project=config.log.wandb_project,
-                id=id_file.read_text() if id_file.is_file() else None,
+                id=id_file.read_text().strip() if id_file.is_file() else None,
                 name=run_dir.name,
                 dir=str(run_dir),
                 mode=config.log.wandb,  # type: ignore[arg-type]

@@ -371,14 +371,17 @@ def _restore(trainer: Trainer, path: Path, manifest: Manifest) -> None:
 
 
 def _tell_of_new_rate(trainer: Trainer, manifest: Manifest) -> None:
-    """Say if the learning rate of the next step is another than the checkpoint's own configuration gives it."""
+    """Say from which step on the learning rate is another than the checkpoint's own configuration gives it."""
     try:
         before = RunConfig.from_dict(manifest.config)
     except (TypeError, ValueError):  # of another version
         return
-    config, step = trainer.config, manifest.step + 1
-    was, now = get_cosine_lr(step, *before.schedule.values()), trainer.learning_rate(step)
-    if f"{was:.3g}" == f"{now:.3g}":
+    config = trainer.config
+    for step in range(manifest.step + 1, config.train.max_steps + 1):
+        was, now = get_cosine_lr(step, *before.schedule.values()), trainer.learning_rate(step)
+        if f"{was:.3g}" != f"{now:.3g}":
+            break
+    else:
         return
     changed = {name: old for name, old in before.schedule.items() if old != config.schedule[name]}
     shown = {"optimizer.cosine_steps": "train.max_steps"} if config.optimizer.cosine_steps is None else {}

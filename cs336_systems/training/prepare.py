@@ -223,7 +223,7 @@ def _stage(
         if known == {"inputs": inputs, "sha256": _hashes(output, *companions)}:
             logger.info("%s: %s is up to date, skipped", name, output)
             return
-        why = "which is of something else, or damaged"
+        why = "because the text or its settings changed, or the file is damaged"
     check()
     # A person who mistyped the name of a file that they have reads it here.
     logger.info("%s: making %s, %s", name, output, why)
@@ -383,8 +383,9 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
 
 def _whole_text(path: Path) -> TextSpan:
     first = next(read_utf8(path))  # which fails at once for a file that is missing, empty or not UTF-8
-    if first.count("\0") > len(first) // 4:  # UTF-16 has one beside every ASCII character
-        offset = len(first[: first.index("\0")].encode())
+    beginning = first[:1024]
+    if beginning.count("\0") > len(beginning) // 4:  # UTF-16 has one beside every ASCII character
+        offset = len(beginning[: beginning.index("\0")].encode())
         raise ValueError(f"text file {path} must be UTF-8 text: NUL bytes, from byte {offset} on, look like UTF-16")
     return TextSpan(path, sha256_of_file(path))
 

@@ -80,6 +80,11 @@ def test_an_export_that_cannot_be_written_names_the_file_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_all_files_of_an_export_can_be_read_by_the_same_users(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    export_hf(build().state_dict(), SHAPE, tokenizer, tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
 def test_export_and_import_are_inverse_to_the_bit(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = build()
     export_hf(model.state_dict(), SHAPE, tokenizer, tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.bench.case import append_row
+from cs336_systems.cli import main
 from cs336_systems.report.outputs import RECORD, write_into
 from cs336_systems.report_command import make_report
 from tests.report.test_headline import FLASH, TRAINING, file_of
@@ -96,6 +97,18 @@ def test_the_command_replaces_no_table_of_ones_own(tmp_path: Path, name: str) ->
     with pytest.raises(ValueError, match=rf"its {name.replace('.', '[.]')} was not written by a report"):
         make_report(command)
     assert (out / name).read_text() == "mine"
+
+
+def test_a_benchmark_replaces_no_table_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, table = ["bench", "precision-accumulation", "--quick", "--out", str(tmp_path)], "precision-accumulation.md"
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(command)
+    (tmp_path / table).write_text("mine")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(command)
+    assert f"its {table} was not written by a report" in capsys.readouterr().err
+    assert (tmp_path / table).read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["writeup.md", "writeup.html", "writeup.pdf"])

@@ -71,7 +71,7 @@ def stages(folder: Path, caplog: pytest.LogCaptureFixture) -> Callable[[RunConfi
         with caplog.at_level(logging.INFO, "cs336_systems"):
             prepare_data(config)
         assert list(folder.rglob("*.tmp")) == []
-        made = [re.fullmatch(r"\w+: making (\S+), which .*", message) for message in caplog.messages]
+        made = [re.fullmatch(r"\w+: making (\S+), (which|because) .*", message) for message in caplog.messages]
         skipped = [re.fullmatch(r"\w+: (.*) is up to date, skipped", message) for message in caplog.messages]
         return {Path(m[1]).name for m in made if m}, {Path(m[1]).name for m in skipped if m}
 
@@ -107,7 +107,7 @@ def test_why_a_file_is_made_is_said(folder: Path, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "cs336_systems")
     for tokenizer, vocab_size, why in (
         ("d/mistyped.json", 300, "which does not exist"),
-        ("d/mistyped.json", 290, "which is of something else, or damaged"),
+        ("d/mistyped.json", 290, "because the text or its settings changed, or the file is damaged"),
     ):
         caplog.clear()
         prepare_data(text_config(vocab_size=vocab_size, tokenizer=tokenizer))
@@ -1415,10 +1415,10 @@ def test_a_file_of_another_kind_under_the_name_of_a_sidecar_is_ignored_and_said(
 # NUL characters
 
 
-@pytest.mark.parametrize("place", [0, 5_000, 2_500_000])
-def test_a_nul_character_is_text_wherever_it_is(folder: Path, place: int) -> None:
+@pytest.mark.parametrize("place, count", [(0, 1), (5_000, 1), (2_500_000, 1), (5_000, 50_000), (2_500_000, 50_000)])
+def test_nul_characters_are_text_wherever_they_are(folder: Path, place: int, count: int) -> None:
     text = TEXT * (1 + place // len(TEXT))
-    text = text[:place] + "\0" + text[place:]
+    text = text[:place] + "\0" * count + text[place:]
     Path("input.txt").write_text(text)
     data = prepare_data(text_config())
     assert data.tokenizer is not None

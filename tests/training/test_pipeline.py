@@ -425,6 +425,18 @@ def test_a_resume_tells_of_another_learning_rate_and_how_to_keep_it(
         assert re.search(said, warnings[0]), warnings[0]
 
 
+def test_a_resume_in_the_warm_up_tells_from_which_step_on_the_rate_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = dict(warmup_steps=5)
+    stop_after(2, lambda: train(make_config(tmp_path, optimizer=optimizer)))
+    train(make_config(tmp_path, resume="auto", optimizer=optimizer, train=dict(max_steps=12)))
+    told = [warning for warning in warnings_of(caplog) if "learning rate" in warning]
+    assert len(told) == 1
+    assert "step 6 has a learning rate of" in told[0], told[0]  # the first after the warm-up
+    assert "train.max_steps is 12, not 10" in told[0]
+
+
 def test_a_torn_checkpoint_of_the_last_step_is_replaced(tmp_path: Path, finished: RunConfig) -> None:
     config = dataclasses.replace(copy_of(finished, tmp_path), checkpoint=make_config(tmp_path).checkpoint)
     assert config.checkpoint.checkpointing_interval == 0

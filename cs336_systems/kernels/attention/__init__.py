@@ -88,7 +88,7 @@ def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch
     q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
     try:
         o = attention(q, q, q, True)
-    except (ValueError, ImportError, TypeError) as error:  # the last: a function of other arguments
+    except Exception as error:  # one from outside may raise anything
         raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
     is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)
     require(is_like_q, "model.attention", name, "a function that returns a tensor of q's shape and dtype")
