@@ -209,7 +209,7 @@ def _row(loaded: Any) -> Row:
 def mistyped(metrics: dict[str, Any]) -> str | None:
     """What is wrong with the first metric of another type than its name says; None if there is none.
 
-    Any may be null, for what is not known. Deeper than numbers by name or in a list is not looked into.
+    A metric that is not known may be null, but not a number inside one. Values that are nested deeper are not checked.
     """
     for name, value in metrics.items():
         kind = _METRICS.get(name, float)
@@ -219,7 +219,7 @@ def mistyped(metrics: dict[str, Any]) -> str | None:
             return f"metrics.{name} {reprlib.repr(value)}: it must be {_JSON_NAMES[outer]}{holding}"
         if inner and value is not None:
             for key, part in value.items() if outer is dict else enumerate(value):
-                if not _is_a(part, *inner):
+                if part is None or not _is_a(part, *inner):
                     return f"metrics.{name}.{key} {reprlib.repr(part)}: it must be {_JSON_NAMES[inner[0]]}"
     return None
 
