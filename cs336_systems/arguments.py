@@ -164,13 +164,13 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
     known = {field: field for field in field_names(parser)}
     known |= {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings
               if action.dest in known}  # fmt: skip
-    known |= {action.dest: action.dest for action in parser._actions if action.dest == "config"}
     known |= {theirs: ours for theirs, ours in _OURS.items() if ours in known and theirs not in known}
     last = name.rpartition(".")[2]
     same_last = [field for field in known if field.rpartition(".")[2] in (last, _OURS.get(last))]
     nearly = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.9)
-    near = nearly or same_last or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"unknown field {name}" + (f": did you mean {known[near[0]]}?" if near else "")
+    options = [*known, *(action.dest for action in parser._actions if action.dest == "config")]
+    near = nearly or same_last or difflib.get_close_matches(name.lower(), options, n=1, cutoff=0.5)
+    return f"unknown field {name}" + (f": did you mean {known.get(near[0], near[0])}?" if near else "")
 
 
 def wrong_choice(name: str, given: str, choices: Sequence[str]) -> str:
@@ -185,6 +185,11 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
     message = " ".join(message.split())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", message):
         return unknown_field(found[1], parser)
+    if found := re.search(r"unrecognized arguments: (\S+\.json)", message):
+        return f"{found[1]} is given without its option: a configuration file is given by --config {found[1]}"
+    if found := re.search(r"arguments are required: (\w+)", message):
+        choices = next(list(action.choices or ()) for action in parser._actions if action.dest == found[1])
+        return f"{found[1]} is missing: it must be one of {', '.join(choices)}" if choices else message
     if found := re.match(r"argument (?P<option>--)?(?P<name>\w+): invalid choice: '(?P<given>.*)' \(", message):
         choices = next(list(action.choices or ()) for action in parser._actions if action.dest == found["name"])
         name = found["name"] if found["option"] else f"the word after {parser.prog}"

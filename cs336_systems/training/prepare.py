@@ -113,7 +113,8 @@ def _load(config: RunConfig, tokenizer_path: Path, train_path: Path, valid_path:
         if len(tokens) <= shape.context_length:
             raise ValueError(
                 f"data.{name}_tokens {path}{_made_from(config, name, path)} holds {len(tokens)} tokens: at least "
-                f"{shape.context_length + 1} are needed, one more than model.context_length"
+                f"{shape.context_length + 1} are needed, one more than model.context_length: give a longer text or a "
+                "smaller model.context_length"
             )
     _compare_kinds(train_path, valid_path, train, valid, shape.vocab_size)
     return PreparedData(train, valid, tokenizer, sha256_of_file(train_path))

@@ -14,6 +14,7 @@ from cs336_systems.bench.sweep import configurations, groups, is_of
 from cs336_systems.bench.timing import Stopwatch
 from cs336_systems.cli import main
 from cs336_systems.kernels.attention.contract import visible_pairs
+from cs336_systems.report.outputs import RECORD
 from cs336_systems.report.views import rows_table
 
 NAMES = ("attention", "flash", "kernels", "leaderboard-2025", "attention-sweep")
@@ -184,6 +185,7 @@ def test_the_command_writes_the_sweeps_files(tmp_path: Path) -> None:
         main(["bench", "attention-sweep", "--quick", *arguments])
     assert stop.value.code == 0
     assert {path.name for path in tmp_path.iterdir()} == {
+        RECORD,
         "attention-sweep.jsonl",
         "attention_sweep_results.csv",
         "attention_sweep_forward.png",

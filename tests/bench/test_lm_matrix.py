@@ -17,6 +17,7 @@ from cs336_systems.bench.cases.lm_matrix import CASE, LMMatrixBench
 from cs336_systems.bench.sweep import configurations, groups, row_config
 from cs336_systems.cli import main
 from cs336_systems.config import RunConfig
+from cs336_systems.report.outputs import RECORD
 from cs336_systems.training.pipeline import _train, train
 from cs336_systems.training.run import RunResult
 from tests.distributed import run_ranks
@@ -192,7 +193,8 @@ def test_the_command_writes_the_files(
     with pytest.raises(SystemExit) as stop:
         main(["bench", "lm-matrix", "--quick", *arguments, "--out", str(out)])
     assert stop.value.code == 0
-    assert {path.name for path in out.iterdir()} == {"lm-matrix.jsonl", *(f"lm_matrix_{name}" for name in FILES)}
+    files = {"lm-matrix.jsonl", RECORD, *(f"lm_matrix_{name}" for name in FILES)}
+    assert {path.name for path in out.iterdir()} == files
     assert [row.status for row in read_rows(out / "lm-matrix.jsonl")] == ["ok", "ok", "error"] * 2
     for name in FILES[1:4]:
         assert (out / f"lm_matrix_{name}").read_bytes().startswith(b"\x89PNG")
