@@ -133,12 +133,8 @@ def _compare_kinds(train_path: Path, valid_path: Path, train: Tokens, valid: Tok
         logger.warning(
             "data: %s is another kind of text than %s: their token frequencies differ by %.2f nats, those of parts of "
             "the training text by %.2f. Shuffle the documents before the text is split, or validate on text of the "
-            "same kind",
-            valid_path,
-            train_path,
-            found,
-            usual,
-        )
+            "same kind", valid_path, train_path, found, usual
+        )  # fmt: skip
 
 
 def _find_tokenizer(config: RunConfig, path: Path, train_path: Path) -> Tokenizer | None:
