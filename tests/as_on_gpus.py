@@ -7,11 +7,11 @@ from unittest import mock
 
 import torch
 
-from cs336_systems import profile_command
 from cs336_systems.bench import runner
-from cs336_systems.bench.case import Row, append_row, read_rows
-from cs336_systems.bench.sweep import Case
+from cs336_systems.bench.case import Case
+from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.workload import Workload
+from cs336_systems.cli import profile as profile_command
 
 RESULTS = Path(__file__).parents[1] / "results/h200"
 ROWS = {"kernels": "kernels.jsonl", "model": "model.jsonl", "ddp": "strategies/ddp.jsonl"}

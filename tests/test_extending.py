@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems import config, parallel
+from cs336_systems import parallel
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.cases.ddp import DDPBench
-from cs336_systems.bench.sweep import configurations
-from cs336_systems.cli import main
-from cs336_systems.config import ParallelConfig
+from cs336_systems.cli.main import main
+from cs336_systems.config import run as config
+from cs336_systems.config.run import ParallelConfig
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.parallel import STRATEGIES, Maker, Options, get_strategy
@@ -55,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(code(name))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/cs336").write_text(
-        "from cs336_systems.cli import main\n\nif __name__ == '__main__':\n    main()\n"
+        "from cs336_systems.cli.main import main\n\nif __name__ == '__main__':\n    main()\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])

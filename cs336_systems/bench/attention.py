@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from ..fields import check_types, is_place, require, require_at_least, without_groups
-from ..hardware import DTYPE_NAMES, DTYPES, select_device, use_device
+from ..config.checks import check_types, is_place, require, require_at_least, without_groups
 from ..kernels.attention import ATTENTION, get_attention
 from ..kernels.attention.contract import attention_flops
+from ..machine.hardware import DTYPE_NAMES, DTYPES, select_device, use_device
 from ..training.metrics import summarise
-from .case import Row
+from .case import row_config, swept
+from .instruments.timing import time_ms, timer, wait_for
 from .outcome import current_gpu_state, failed, free_memory, is_sound, measured, with_gpu_states
-from .sweep import row_config, swept
-from .timing import time_ms, timer, wait_for
+from .row import Row
 
 KERNELS = tuple(name for name in ATTENTION if name not in ("scaled_dot_prod_attention", "flash_attention_triton"))
 QUICK_KERNELS = ("naive", "vectorized_torch", "flash_torch", "sdpa")

@@ -1,243 +1,209 @@
-"""The row: one JSON object per measurement, the only place that tables, plots and docs take numbers from."""
+"""Cases as data: what a configuration is, which ones are measured, and which of them take turns.
 
-import contextlib
-import json
+A case's configuration is a frozen dataclass, each field one value. On the command line a field takes several values;
+their product is measured.
+"""
+
+import dataclasses
+import itertools
 import logging
-import math
-import os
-import reprlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-from ..console import COMMAND
-from ..files import write_whole
-from ..hardware import environment
+from ..machine.console import say
+from ..machine.hardware import gpu_count
+from .row import Row
 
 logger = logging.getLogger(__name__)
-_BEGIN = b'{"case"'
-_STATUSES = ("ok", "oom", "error")
-_TYPES = {"case": str, "variant": str, "config": dict, "status": str, "metrics": dict, "env": dict}
-_JSON_NAMES = {str: "a string", dict: "an object", list: "a list", float: "a number"}
-_METRICS: dict[str, Any] = {
-    **dict.fromkeys(("step_ms", "time_ms", "forward_ms", "backward_ms", "optimizer_ms", "forward_backward_ms",
-                     "forward_sum_backward_ms", "phase_wall_ms", "phase_peak_bytes", "at_peak_bytes", "allocator",
-                     "attention_operations", "counted", "counted_parts", "parts", "predicted", "samples"),
-                    dict[str, float]),
-    **dict.fromkeys(("steps_ms", "times_ms", "ranks_ms", "first_grad_norms"), list[float]),
-    **dict.fromkeys(("timer", "dtype", "peak_phase", "categories_from", "counts"), str),
-    **dict.fromkeys(("attention", "dtypes", "moments", "ranks", "spans", "timeline"), dict),
-    **dict.fromkeys(("gathers", "largest", "tensors", "warnings"), list),
-    **dict.fromkeys(("counted_bytes", "streams"), object),  # of one type in one case, of another in another
-}  # fmt: skip
-"""The types of metrics that are not just a number. A time that was measured often is an object of its quantiles."""
+
+
+def swept(
+    *values: Any,
+    sweep: Sequence[Any] = (),
+    quick: Any = (),
+    parse: Callable[[str], Any] | None = None,
+    also: str | None = None,
+    beside: str | None = None,
+) -> Any:
+    """A field of a configuration with several values: all are measured by default, and the first is its default.
+
+    sweep: the values that are measured if `--sweep` names the field. quick: the value, or a tuple of values, in a quick
+    run, which takes seconds on a CPU. parse: makes a value from text on the command line. also: another name for the
+    field there. beside: for a path, which says nothing about what is measured, its name in the folder of the rows,
+    where the command expects it unless told otherwise.
+    """
+    quick = quick if isinstance(quick, tuple) else (quick,)
+    metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse, "also": also,
+                "beside": beside}  # fmt: skip
+    return dataclasses.field(default=values[0], metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """A measurement: what was run (`case`, `variant`, `config`), how it ended, what was measured, on what machine."""
+class Case:
+    """Something to measure, in many configurations."""
 
-    case: str
-    variant: str
-    config: dict[str, Any]
-    status: Literal["ok", "oom", "error"] = "ok"
-    metrics: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, Any] = field(default_factory=lambda: stamp())
-    error: str | None = None
+    name: str
+    about: str
+    """One line for a person."""
+    module: str
+    """The module that has the case as CASE; a process that measures imports it."""
+    config: type[Any]
+    """The dataclass of one configuration; raises ValueError naming a field that is wrong."""
+    measure: Callable[[Sequence[Any]], Iterable[Row]]
+    """Yields rows of configurations, at least one each, as they are done. A failure is a row too."""
+    variant: Callable[[Any], str]
+    """The name of a configuration among those it is compared with."""
+    together: tuple[str, ...] = ()
+    """Fields whose values are measured by one call, to take turns; all other fields are the same within a call."""
+    isolated: bool = False
+    """Whether each call has a process of its own, for when memory or compiled code of earlier calls would show."""
+    empty_caches: bool = False
+    """With isolated: whether the caches of compiled code are empty at the start of each call."""
+    check: Callable[[Any], None] = lambda config: None
+    """Raises ValueError for combinations of fields that mean nothing; they are left out of the product."""
 
-    def __post_init__(self) -> None:
-        for name, cls in _TYPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, cls):
-                raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
-        lines = {"variant": self.variant} | {f"env.{name}": self.env.get(name) for name in ("command", "gpu", "commit")}
-        for name, line in lines.items():
-            is_line = line is None or (isinstance(line, str) and line.isprintable())
-            if not is_line or (name == "env.command" and line is not None and not line.strip()):
-                raise ValueError(f"{name} of a row is {line!r}: it must be a line of printable text")
-        if not isinstance(self.error, str | None):
-            raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")
-        if self.status not in _STATUSES:
-            raise ValueError(
-                f"status of a row of case {self.case!r}, variant {self.variant!r} is {self.status!r}: "
-                f"it must be one of {', '.join(_STATUSES)}"
-            )
-
-
-def stamp() -> dict[str, Any]:
-    """Machine, versions, commit and date, and the command if there was one."""
-    command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
-    return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
+    @property
+    def quick_is_on_cpu(self) -> bool:
+        """Whether a quick run uses a CPU, because the usual sizes are for a GPU."""
+        return any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in dataclasses.fields(self.config))
 
 
-def exit_code(rows: Sequence[Row]) -> int:
-    """Of a command that has measured these: 1 where all are errors, else 0. Memory that is full is an outcome too."""
-    return int(bool(rows) and all(row.status == "error" for row in rows))
+def check_sized_for_gpu(what: str, device: str) -> None:
+    """Let a CPU measure what is sized for a GPU and not quick only if it is asked to, and say what that means.
 
-
-def check_row_file(path: str | os.PathLike[str]) -> Path:
-    """Return the path if rows can be appended to the file. Raises ValueError naming `out` if they cannot."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", buffering=0) as file:
-            file.seek(0, os.SEEK_END)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ValueError(f"out is {str(path)!r}: it must be a file that can be written ({reason})") from error
-    return Path(path)
-
-
-def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
-    """Append a row to a JSON Lines file as a line of its own; a row that cannot be written whole leaves nothing.
-
-    instead_of: the row whose place it takes, if that is in the file. Processes that write to the same file take turns.
+    Raises ValueError if `auto` would be a CPU.
     """
-    line = left = _line(row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _held(path) as file:
-        file.seek(0)
-        before = file.read()
-        last = before.rpartition(b"\n")[2]
-        if _is_cut(last):
-            before = before[: -len(last)]
-        elif last:
-            left = b"\n" + left
-        if instead_of is not None and (old := _line(instead_of)) in before:
-            write_whole(path, before.replace(old, line, 1))
-            return
-        length = file.truncate(len(before))
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except BaseException as error:
-            file.truncate(length)
-            if isinstance(error, OSError):  # it does not name the file by itself
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            raise
+    if device == "auto" and not gpu_count():
+        raise ValueError(
+            "device is 'auto', and there is no GPU: give --quick, which takes seconds, or --device cpu; "
+            f"{what} is sized for one"
+        )
+    if device == "cpu":
+        say(f"{what} is sized for a GPU unless told otherwise: a CPU may take hours or be short of memory; "
+            "--quick takes seconds")  # fmt: skip
 
 
-def _line(row: Row) -> bytes:
-    return (json.dumps(asdict(row)) + "\n").encode()
+def value_type(case: Case, name: str) -> Any:
+    """The type of a field's values: X for `X | None`, and for a Literal the type of its alternatives."""
+    hint = get_type_hints(case.config)[name]
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    first = kinds[0] if kinds else hint
+    return first if isinstance(first, type) else type(first)
 
 
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[Any]:
-    """Open a file to read and append, with its lock among the processes of this machine.
+def configurations(
+    case: Case,
+    given: Mapping[str, Sequence[Any]] | None = None,
+    sweep: Sequence[str] = (),
+    quick: bool = False,
+    beside: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """The configurations to measure: the product of each field's values.
 
-    The file is opened again if another process has replaced it while this one waited. Unbuffered: closing must not
-    write again what failed.
+    A field's values are the given ones; else, if it is in `sweep`, all of its sweep; else, in a quick run, the quick
+    ones; else its own. Configurations that the case's `check` rejects are left out. beside: values for paths that are
+    not given, used by the configurations that can; why others cannot is logged. Raises ValueError for an unknown field,
+    and if nothing is left, overall or for a value that was given.
     """
-    while True:
-        with path.open("ab+", buffering=0) as file, _locked(file):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                yield file
-                return
+    given, beside = given or {}, beside or {}
+    lacking: dict[str, None] = {}
+    fields = {field.name: field for field in dataclasses.fields(case.config)}
+    for name in (*given, *sweep):
+        if name not in fields:
+            raise ValueError(f"sweep has {name!r}: it must be one of {', '.join(fields)}")
 
+    def values(field: dataclasses.Field) -> Sequence[Any]:
+        if field.name in given:
+            return given[field.name]
+        if field.name in sweep:
+            return field.metadata.get("sweep", (field.default,))
+        if quick and field.metadata.get("quick"):
+            return field.metadata["quick"]
+        return field.metadata.get("values", (field.default,))
 
-@contextlib.contextmanager
-def _locked(file: Any) -> Iterator[None]:
-    """Hold a file's lock among the processes of this machine; do nothing where there are no such locks."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-    yield
-
-
-def _is_cut(line: bytes) -> bool:
-    """Whether a last line is an incomplete row, as a killed process leaves it."""
-    if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
-        return False
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return True
-    return False
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON Lines file. A last row that was cut short is left out, with a warning.
-
-    Raises ValueError naming file and line for any other line that is not a row, for a metric of another type than its
-    name says, and for one that is not finite in a row of status ok.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"row file {path} does not exist")
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "no regular file"
-        raise ValueError(f"row file {path} is {kind}: it must be a file with a row a line")
-    content = path.read_bytes()
-    lines = content.splitlines()
-    rows = []
-    for i, line in enumerate(lines):
+    found: dict[Any, None] = {}
+    against: list[tuple[dict[str, Any], ValueError]] = []
+    measured: set[tuple[str, Any]] = set()
+    for each in itertools.product(*map(values, fields.values())):
+        asked = dict(zip(fields, each, strict=True))
         try:
-            loaded = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if i == len(lines) - 1 and not content.endswith(b"\n") and _is_cut(line):
-                logger.warning("%s, line %d was cut short, left out", path, i + 1)
-                continue
-            raise ValueError(f"{path}, line {i + 1} is not JSON: {error}") from error
+            config = case.config(**{**asked, **beside})
+        except (ValueError, OSError) as error:
+            config = case.config(**asked)  # raises again if the reason is not what is beside
+            lacking[str(error)] = None
         try:
-            rows.append(_row(loaded))
+            case.check(config)
         except ValueError as error:
-            raise ValueError(f"{path}, line {i + 1}: {error}") from error
-    return rows
+            against.append((asked, error))
+        else:
+            found[config] = None
+            measured |= asked.items()
+    for asked, why in against:
+        if not found or not measured.issuperset((name, asked[name]) for name in given):
+            raise why
+    for what in lacking:
+        logger.info("goes without what is beside the rows: %s", what)
+    return list(found)
 
 
-def _row(loaded: Any) -> Row:
-    names = [f.name for f in fields(Row)]
-    if not isinstance(loaded, dict):
-        raise ValueError(f"it must be an object with {', '.join(names)}")
-    for name in names:
-        if name not in loaded:
-            raise ValueError(f"a row has no {name}: it must have {', '.join(names)}")
-    for name in loaded:
-        if name not in names:
-            raise ValueError(f"a row has {name!r}: it must have {', '.join(names)} only")
-    row = Row(**loaded)
-    if complaint := mistyped(row.metrics):
-        raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has {complaint}")
-    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # in a failed row it may be the reason
-        raise ValueError(complaint)
-    return row
+def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
+    """Configurations grouped by the call that measures them, in their order."""
+    found: dict[Any, list[Any]] = {}
+    for config in configs:
+        key = tuple(
+            getattr(config, field.name) for field in dataclasses.fields(config) if field.name not in case.together
+        )
+        found.setdefault(key if case.together else config, []).append(config)
+    return list(found.values())
 
 
-def mistyped(metrics: dict[str, Any]) -> str | None:
-    """What is wrong with the first metric of another type than its name says; None if there is none.
+def is_of(row: Row, config: Any) -> bool:
+    """Whether a row is of this configuration, wherever its files are. The row may have more fields.
 
-    A metric that is not known may be null, but not a number inside one. Values that are nested deeper are not checked.
+    A field that did not exist yet when the row was measured counts as its default.
     """
-    for name, value in metrics.items():
-        kind = _METRICS.get(name, float)
-        outer, inner = get_origin(kind) or kind, get_args(kind)[-1:]
-        if not _is_a(value, outer):
-            holding = " of numbers" if inner else ""
-            return f"metrics.{name} {reprlib.repr(value)}: it must be {_JSON_NAMES[outer]}{holding}"
-        if inner and value is not None:
-            for key, part in value.items() if outer is dict else enumerate(value):
-                if part is None or not _is_a(part, *inner):
-                    return f"metrics.{name}.{key} {reprlib.repr(part)}: it must be {_JSON_NAMES[inner[0]]}"
-    return None
+    asked = row_config(config)
+    return all(
+        row.config.get(field.name, field.default) == asked[field.name]
+        for field in dataclasses.fields(config)
+        if not field.metadata.get("beside")
+    )
 
 
-def _is_a(value: Any, kind: type) -> bool:
-    """Whether a value of JSON is of a kind, or null; an integer is a float too, and true is no number."""
-    if kind is float:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    return value is None or isinstance(value, kind)
+def is_of_fewer_rounds(row: Row, config: Any) -> bool:
+    """Whether a row is of this configuration except that it was made after fewer rounds."""
+    asked, had = getattr(config, "rounds", 1), row.config.get("rounds")
+    if not isinstance(had, int) or had >= asked:
+        return False
+    return is_of(dataclasses.replace(row, config={**row.config, "rounds": asked}), config)
 
 
-def not_finite(metrics: dict[str, Any]) -> str | None:
-    """What is wrong with the first metric that is infinite or NaN; None if all are finite."""
-    left: list[tuple[str, Any]] = [("metrics", metrics)]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"{name} is {value!r}: it must be a finite number"
-        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        left += reversed([(f"{name}.{key}", part) for key, part in inside])
-    return None
+def rounds_of(row: Row, config: Any) -> int:
+    """How many of a configuration's rounds a row has; 0 for a row of another one."""
+    if is_of(row, config):
+        return getattr(config, "rounds", 1)
+    return row.config["rounds"] if is_of_fewer_rounds(row, config) else 0
+
+
+def row_config(config: Any) -> dict[str, Any]:
+    """A configuration, or its fields, as a row that was read has them: a dict, with lists for tuples."""
+    fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def differing(configs: Sequence[Any]) -> list[str]:
+    """The fields in which the configurations differ."""
+    everyone = [row_config(config) for config in configs]
+    return [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
+
+
+def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Callable[[Any], str]:
+    """A function that names a configuration, or that of a row, by the fields that differ, except those in `without`."""
+    told = [name for name in differing(configs) if name not in without]
+
+    def describe(config: Any) -> str:
+        return ", ".join(f"{name} {value}" for name, value in row_config(config).items() if name in told)
+
+    return describe

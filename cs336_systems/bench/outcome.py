@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..hardware import gpu_state, use_device, with_index
-from .case import Row, not_finite
-from .sweep import row_config
+from ..machine.hardware import gpu_state, use_device, with_index
+from .case import row_config
+from .row import Row, not_finite
 
 Status = Literal["oom", "error"]
 _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

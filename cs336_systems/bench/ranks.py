@@ -19,9 +19,9 @@ import torch
 
 from ..parallel import comm
 from ..training.launch import one_of_several, run_processes, use_device_of_rank
-from .case import Row, append_row, read_rows
+from .case import is_of, is_of_fewer_rounds, row_config
 from .outcome import current_gpu_state, failed, with_gpu_states
-from .sweep import is_of, is_of_fewer_rounds, row_config
+from .row import Row, append_row, read_rows
 from .worker import SCRATCH
 
 OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..hardware import gpu_name, select_device
-from .case import Row, append_row, read_rows
+from ..machine.hardware import gpu_name, select_device
+from .case import Case, describe_among, groups, is_of, is_of_fewer_rounds, rounds_of, row_config
 from .outcome import failed
-from .sweep import Case, describe_among, groups, is_of, is_of_fewer_rounds, rounds_of, row_config
+from .row import Row, append_row, read_rows
 from .worker import Worker, WorkerEndedError
 
 logger = logging.getLogger(__name__)

@@ -13,16 +13,16 @@ import torch
 from cs336_basics.data import token_dtype
 from cs336_basics.model import TransformerLM
 
-from ..config import RunConfig
-from ..garbage import objects_set_aside
+from ..config.run import RunConfig
 from ..kernels.attention import get_attention
+from ..machine.garbage import objects_set_aside
 from ..parallel import comm
 from ..parallel.ranks import alone
 from ..training.loop import Trainer
 from ..training.metrics import summarise
 from ..training.pipeline import lacking_memory
+from .instruments.timing import wait_for
 from .outcome import free_memory
-from .timing import wait_for
 
 
 class StepBench(Protocol):

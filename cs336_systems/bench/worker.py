@@ -14,10 +14,10 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..console import COMMAND, no_interrupts_inherited
-from .case import Row
+from ..machine.console import COMMAND, no_interrupts_inherited
+from .case import Case
 from .outcome import is_sound
-from .sweep import Case
+from .row import Row
 
 # Processes are forked from a server that has loaded PyTorch, which saves each of them seconds. The server has never
 # touched CUDA, which does not survive a fork.

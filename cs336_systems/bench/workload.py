@@ -17,18 +17,18 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.shape import ModelShape
 
-from ..accounting import num_parameters
-from ..config import OptimizerConfig, TrainConfig
-from ..fields import check_types, require, without_groups
-from ..hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
+from ..config.checks import check_types, require, without_groups
+from ..config.model import ModelConfig
+from ..config.run import OptimizerConfig, TrainConfig
 from ..kernels.attention import get_attention
-from ..model_config import ModelConfig
+from ..machine.hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
+from ..planner.accounting import num_parameters
 from ..planner.forward import forward_peak_bytes
 from ..planner.job import Job
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
 from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
-from .ranges import named_range
+from .instruments.ranges import named_range
 
 QUICK_SIZE = "quick"
 _QUICK = dict(vocab_size=300, d_model=32, d_ff=64, num_layers=2, num_heads=2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from ..fields import imported, require
+from ..config.checks import imported, require
 from .strategy import Strategy
 
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..console import launched_rank
-from ..files import write_whole
-from ..hardware import use_device_in_thread
+from ..machine.console import launched_rank
+from ..machine.files import write_whole
+from ..machine.hardware import use_device_in_thread
 from .meeting import agents_store
 
 OWN_LAUNCH = "CS336_LAUNCHED"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..console import count_in_environment
+from ..machine.console import count_in_environment
 
 
 def check_environment() -> None:

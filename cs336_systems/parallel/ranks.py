@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from ..console import count_in_environment, launched_rank
+from ..machine.console import count_in_environment, launched_rank
 
 _alone = False
 

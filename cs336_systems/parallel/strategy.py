@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cs336_basics.nn_utils import clip_gradient
 
-from ..hardware import to_host
+from ..machine.hardware import to_host
 from . import comm
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from ..accounting import activation_bytes, best_group, checkpointed_activation_bytes, residual_bytes, weight_copy_bytes
+from .accounting import activation_bytes, best_group, checkpointed_activation_bytes, residual_bytes, weight_copy_bytes
 from .job import Job
 from .working import Section, Term, total
 

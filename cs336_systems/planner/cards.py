@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..fields import require
-from ..peaks import peak_flops
+from ..config.checks import require
+from ..machine.peaks import peak_flops
 
 # Share of the datasheet that large bfloat16 products (790 of 989 TFLOP/s) and device copies (4.3 of 4.8 TB/s) reach on
 # an H200; assumed of the other cards.

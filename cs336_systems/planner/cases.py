@@ -4,7 +4,7 @@ from typing import Any
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import naive_attention_bytes
+from .accounting import naive_attention_bytes
 from .activations import block_parts, counted_activations
 from .comparison import HELD_BEFORE_BACKWARD, PEAK, PEAK_OF_ACTIVATIONS, SAVED_BY_BLOCK, Pair
 from .forward import forward_peak_bytes

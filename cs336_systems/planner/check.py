@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..accounting import matmul_parameters
-from ..model_config import ModelConfig
+from ..config.model import ModelConfig
+from .accounting import matmul_parameters
 from .cards import CARDS, Card
 from .cases import NO_STEPS, measured_memory
 from .communication import collective_seconds

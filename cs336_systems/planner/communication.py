@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..accounting import NUMBER_BYTES, num_parameters
+from .accounting import NUMBER_BYTES, num_parameters
 from .cards import Card
 from .job import Job
 from .working import MIB, Section, Term

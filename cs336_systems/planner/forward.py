@@ -4,7 +4,7 @@ Counted by following the lines of `cs336_basics.model` and `nn_utils.cross_entro
 variable or an argument of a running call refers to it. Measured peaks of float32 models equal this to the byte.
 """
 
-from ..accounting import naive_attention_bytes
+from .accounting import naive_attention_bytes
 from .job import Job
 from .memory import WORKSPACE, constant_terms, copy_terms
 from .working import Term

@@ -5,9 +5,9 @@ from typing import Literal
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
-from ..config import SHARDED
-from ..fields import check_types, checkpointed_blocks, require, require_at_least
+from ..config.checks import check_types, checkpointed_blocks, require, require_at_least
+from ..config.run import SHARDED
+from .accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")

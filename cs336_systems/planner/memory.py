@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import (
+from .accounting import (
     NUMBER_BYTES,
     PLAIN_ATTENTION,
     block_matrices,

@@ -10,7 +10,7 @@ bfloat16 (2 bytes) in computation and in transfer.
 import math
 from dataclasses import dataclass
 
-from ..fields import check_types, require
+from ..config.checks import check_types, require
 from .working import Section, Term, show
 
 

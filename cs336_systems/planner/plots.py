@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..files import write_figure
+from ..machine.files import write_figure
 from .communication import added_seconds, best_num_buckets
 from .working import MIB
 

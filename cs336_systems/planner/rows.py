@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import num_parameters
-from ..config import ParallelConfig
-from ..fields import require
-from ..model_config import SHAPE_FIELDS, ModelConfig
-from ..peaks import known_name
+from ..config.checks import require
+from ..config.model import SHAPE_FIELDS, ModelConfig
+from ..config.run import ParallelConfig
+from ..machine.peaks import known_name
+from .accounting import num_parameters
 from .cards import CARDS, Card
 from .job import ALIASES, Job
 from .working import MIB

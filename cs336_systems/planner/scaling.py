@@ -8,7 +8,7 @@ per number. Elementwise work is not counted, transfers are rings, and computatio
 from dataclasses import dataclass
 from typing import Literal
 
-from ..fields import check_types, require
+from ..config.checks import check_types, require
 from .communication import ring_seconds
 from .working import Section, Term, show
 

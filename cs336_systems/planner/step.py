@@ -6,7 +6,8 @@ overhead on the host is not included, so an eager step may take longer; one reco
 
 from cs336_basics.shape import ModelShape
 
-from ..accounting import (
+from ..config.checks import require
+from .accounting import (
     NUMBER_BYTES,
     attention_product_flops,
     block_matrices,
@@ -14,7 +15,6 @@ from ..accounting import (
     num_parameters,
     training_flops,
 )
-from ..fields import require
 from .activations import kept_blocks
 from .cards import Card
 from .communication import sent

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..bench.case import Row
-from ..hardware import DTYPES
+from ..bench.row import Row
+from ..machine.hardware import DTYPES
 from .tables import markdown_table, row_fields
 from .view import OUTCOMES, Column, Plot, View
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..bench.case import Row
-from ..files import write_figure, write_whole
+from ..bench.row import Row
+from ..machine.files import write_figure, write_whole
 from .attention import with_speedups
 from .plots import KERNEL_COLORS, KERNEL_MARKERS, draw, put_title
 from .tables import markdown_table, row_fields

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..bench.case import Row
+from ..bench.row import Row
 from .view import Column, Plot, View, grouped
 
 _SETTING = ("size", "devices", "context_length", "batch_size", "precision", "compile", "cuda_graph")

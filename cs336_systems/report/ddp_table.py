@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..bench.case import Row
+from ..bench.row import Row
 from ..planner.rows import is_of_cpu
 from .tables import Fields, markdown_table, row_fields
 from .view import OUTCOMES, grouped, machine

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..files import write_whole
+from ..machine.files import write_whole
 
 # The end is empty where the next block, or the end of the document, comes first.
 _BLOCK = re.compile(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..bench.case import Row, read_rows
+from ..bench.row import Row, read_rows
 from .attention import ATTENTION_VIEWS, PEERS
 from .pictures import save_picture
 from .plots import figure_of, put_title

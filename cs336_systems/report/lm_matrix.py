@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..bench.case import Row
-from ..files import write_whole
+from ..bench.row import Row
+from ..machine.files import write_whole
 from .plots import draw
 from .tables import markdown_table, row_fields
 from .view import Column, Plot, View, common_facts, csv_text, grouped, table

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..bench.case import Row
-from ..bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
+from ..bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
+from ..bench.profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
+from ..bench.profiling.plot import COLORS
+from ..bench.row import Row
 from ..planner.activations import counted_activations
 from ..planner.memory import part_bytes
 from ..planner.rows import is_of_cpu, training_job, workload_job
-from ..profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
-from ..profiling.plot import COLORS
 from .pictures import save_picture
 from .plots import put_title
 from .tables import markdown_table, row_fields

@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.case import Row
-from ..profiling.plot import timeline_figure
-from ..profiling.timeline import Timeline
-from ..profiling.wording import title_of
+from ..bench.profiling.plot import timeline_figure
+from ..bench.profiling.timeline import Timeline
+from ..bench.profiling.wording import title_of
+from ..bench.row import Row
 from .memory_tables import KEYS, SHOWN
 from .pictures import save_picture
 from .view import MACHINE, Column, View, differ, label

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_whole
+from ..machine.files import write_whole
 from .pictures import hash_in
 
 RECORD = ".cs336-report.json"

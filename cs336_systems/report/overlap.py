@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.case import Row
 from ..bench.cases.overlap_trace import DEFAULTS
-from ..bench.streams import totals
-from ..files import write_whole
-from ..profiling.nsys import record_command
-from ..profiling.page import fill_page
+from ..bench.instruments.streams import totals
+from ..bench.profiling.nsys import record_command
+from ..bench.profiling.page import fill_page
+from ..bench.row import Row
+from ..machine.files import write_whole
 from .streams import COLORS, plot_streams, read_streams
 from .view import Column, View, common_facts
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..files import write_figure
+from ..machine.files import write_figure
 
 _KEYWORD = "Drawn"
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.case import Row
+from ..bench.row import Row
 from .pictures import save_picture
 from .tables import row_fields
 from .view import MACHINE, Column, Plot, common_facts, differ, field_in_words, label, show

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.case import Row
-from ..profiling.classes import CLASSES
+from ..bench.profiling.classes import CLASSES
+from ..bench.row import Row
 from .pictures import save_picture
 from .profile_tables import setting
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..bench.case import Row
-from ..model_config import DEFAULT_VOCAB_SIZE, MODEL_SIZES
-from ..profiling.annotated import SCORES, SOFTMAX, VALUES
-from ..profiling.classes import CLASSES
+from ..bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from ..bench.profiling.classes import CLASSES
+from ..bench.row import Row
+from ..config.model import DEFAULT_VOCAB_SIZE, MODEL_SIZES
 from .tables import markdown_table, row_fields
 from .view import OUTCOMES, latest
 

@@ -1,6 +1,6 @@
 """The tensors that a row of the case `residuals` lists."""
 
-from ..bench.case import Row
+from ..bench.row import Row
 from .tables import markdown_table
 
 

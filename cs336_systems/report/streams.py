@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.intervals import merge
-from ..bench.streams import Streams, totals
+from ..bench.instruments.intervals import merge
+from ..bench.instruments.streams import Streams, totals
 from .pictures import save_picture
 from .tables import markdown_table
 

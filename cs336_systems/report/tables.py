@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..accounting import num_parameters
-from ..bench.case import Row
-from ..config import ModelConfig
+from ..bench.row import Row
+from ..config.run import ModelConfig
+from ..planner.accounting import num_parameters
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
 
 logger = logging.getLogger(__name__)

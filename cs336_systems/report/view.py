@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..bench.case import Row
+from ..bench.row import Row
 from ..planner.rows import is_of_cpu
 from .tables import Fields, markdown_table, plain, row_fields
 

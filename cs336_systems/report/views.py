@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..bench.case import Row, read_rows
-from ..files import write_whole
+from ..bench.row import Row, read_rows
+from ..machine.files import write_whole
 from . import attention_sweep, bucket_size, lm_matrix, memory_parts, memory_timelines, overlap
 from .attention import ATTENTION_VIEWS, attention_table
 from .ddp_table import ddp_table

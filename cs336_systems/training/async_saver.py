@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hardware import use_device_in_thread
+from ..machine.hardware import use_device_in_thread
 from ..parallel import comm
 from ..parallel.failure import CollectiveError
 from .checkpoint import checkpoint_name, prune_together, save_checkpoint

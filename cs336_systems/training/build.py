@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from cs336_basics.model import LayerCache, TransformerLM
 from cs336_basics.optimizer import AdamW
 
-from ..config import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ..fields import require, shown
-from ..hardware import DTYPES
+from ..config.checks import require, shown
+from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
+from ..machine.hardware import DTYPES
 from ..parallel import Maker, Options, comm, get_strategy
 from ..parallel.strategy import Strategy
 

@@ -24,9 +24,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..config import RunConfig
-from ..console import Ended, start_console
-from ..hardware import select_device, use_device
+from ..config.run import RunConfig
+from ..machine.console import Ended, start_console
+from ..machine.hardware import select_device, use_device
 from ..parallel import failure
 from ..parallel.ranks import environment_rank, local_rank, local_world_size
 from .checkpoint import CheckpointError

@@ -14,10 +14,10 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape
 from cs336_basics.tokenizer import Tokenizer
 
-from ..accounting import num_parameters
-from ..config import ModelConfig
-from ..hardware import environment
+from ..config.run import ModelConfig
 from ..kernels.attention import get_attention
+from ..machine.hardware import environment
+from ..planner.accounting import num_parameters
 from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
 from .metrics import METRICS_FILE

@@ -28,11 +28,11 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import get_cosine_lr
 
-from ..accounting import training_flops
-from ..config import RunConfig
-from ..hardware import autocast, device_peak_flops, to_host, use_device_in_thread, with_index
+from ..config.run import RunConfig
+from ..machine.hardware import autocast, device_peak_flops, to_host, use_device_in_thread, with_index
 from ..parallel import comm, failure
 from ..parallel.ranks import launched
+from ..planner.accounting import training_flops
 from .build import build_optimizer, compiled, prepare_model, wrap_model
 from .graph import RecordedStep
 

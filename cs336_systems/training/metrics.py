@@ -16,9 +16,9 @@ from rich.text import Text
 
 from cs336_basics.data import naming_file
 
-from ..config import RunConfig
-from ..console import READER_GONE, say
-from ..files import write_figure, write_whole
+from ..config.run import RunConfig
+from ..machine.console import READER_GONE, say
+from ..machine.files import write_figure, write_whole
 
 Row = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"

@@ -18,15 +18,15 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import get_cosine_lr
 from cs336_basics.tokenizer import Tokenizer
 
-from ..accounting import least_training_bytes
-from ..config import SHARDED, RunConfig, SampleConfig
-from ..console import check_by_itself
-from ..data_config import without_derived_paths
-from ..fields import is_place, require
-from ..hardware import DTYPES, check_precision, memory_bytes, use_device
+from ..config.checks import is_place, require
+from ..config.data import without_derived_paths
+from ..config.run import SHARDED, RunConfig, SampleConfig
 from ..kernels.attention import check_attention, get_attention
+from ..machine.console import check_by_itself
+from ..machine.hardware import DTYPES, check_precision, memory_bytes, use_device
 from ..parallel import comm
 from ..parallel.ranks import launched, local_world_size
+from ..planner.accounting import least_training_bytes
 from .build import strategy_of
 from .checkpoint import set_newer_aside
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked

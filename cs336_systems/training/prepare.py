@@ -28,9 +28,9 @@ from cs336_basics.data import (
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer, check_vocab_size, read_utf8, sample_evenly
 
-from ..config import DataConfig, RunConfig
-from ..fields import shown
-from ..files import written_whole
+from ..config.checks import shown
+from ..config.run import DataConfig, RunConfig
+from ..machine.files import written_whole
 from .loop import Tokens
 from .texts import TINYSTORIES_SHA256, TextSpan, fetch_tinystories, find_split, one_at_a_time
 

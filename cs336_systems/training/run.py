@@ -16,13 +16,13 @@ from cs336_basics.generate import generate
 from cs336_basics.model import TransformerLM
 from cs336_basics.tokenizer import Tokenizer
 
-from ..accounting import num_parameters
-from ..config import RunConfig, SampleConfig
-from ..files import write_whole
-from ..garbage import objects_set_aside
-from ..hardware import environment
+from ..config.run import RunConfig, SampleConfig
 from ..kernels.attention import get_attention
+from ..machine.files import write_whole
+from ..machine.garbage import objects_set_aside
+from ..machine.hardware import environment
 from ..parallel import comm
+from ..planner.accounting import num_parameters
 from .async_saver import AsyncSaver
 from .checkpoint import prune_together, save_checkpoint
 from .folder import CHECKPOINTS, LOSS_CURVE, SAMPLE

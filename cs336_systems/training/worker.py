@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..config import RunConfig
+from ..config.run import RunConfig
 from ..parallel.ranks import environment_rank
 from .launch import one_of_several
 from .pipeline import train

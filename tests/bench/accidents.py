@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.case import Case, swept
 from cs336_systems.bench.outcome import each
-from cs336_systems.bench.sweep import Case, swept
+from cs336_systems.bench.row import Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.row import Row
 
 from .accidents import CASE as ACCIDENTS
 from .accidents import Accident

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.bench import ranks, runner
-from cs336_systems.bench.case import Row, append_row
-from cs336_systems.bench.sweep import Case, groups
+from cs336_systems.bench.case import Case, groups
+from cs336_systems.bench.row import Row, append_row
 from tests.distributed import run_ranks
 
 

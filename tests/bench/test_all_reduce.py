@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases.all_reduce import CASE, CollectiveBench
-from cs336_systems.bench.collectives import (
+from cs336_systems.bench.instruments.collectives import (
     affordable,
     bandwidths,
     bus_factor,
@@ -17,8 +17,8 @@ from cs336_systems.bench.collectives import (
     of_ranks,
     refill,
 )
-from cs336_systems.bench.sweep import configurations
-from cs336_systems.cli import main
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli.main import main
 from cs336_systems.planner.rows import transfer_points
 from tests.distributed import run_ranks
 

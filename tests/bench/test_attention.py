@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from cs336_systems.bench import attention as bench
-from cs336_systems.bench import runner, timing
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench import runner
+from cs336_systems.bench.case import configurations, groups
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.cases.kernels import CASE, SHAPES, KernelsBench, parse_shape
-from cs336_systems.bench.sweep import configurations, groups
-from cs336_systems.bench.timing import time_ms
-from cs336_systems.cli import main
-from cs336_systems.console import COMMAND
+from cs336_systems.bench.instruments import timing
+from cs336_systems.bench.instruments.timing import time_ms
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli.main import main
 from cs336_systems.kernels.attention import ATTENTION
 from cs336_systems.kernels.attention.contract import visible_pairs
+from cs336_systems.machine.console import COMMAND
 from cs336_systems.report.views import rows_table
 
 QUICK: dict[str, Any] = dict(shape=(1, 2, 32, 16), dtype="fp32", device="cpu", rounds=2, rep_ms=0.5, warmup_ms=0.0)

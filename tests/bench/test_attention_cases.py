@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.accounting import naive_attention_bytes
-from cs336_systems.bench.case import read_rows
+from cs336_systems.bench.case import configurations, groups, is_of
 from cs336_systems.bench.cases import attention, attention_sweep, flash, get_case, leaderboard_2025
-from cs336_systems.bench.sweep import configurations, groups, is_of
-from cs336_systems.bench.timing import Stopwatch
-from cs336_systems.cli import main
+from cs336_systems.bench.instruments.timing import Stopwatch
+from cs336_systems.bench.row import read_rows
+from cs336_systems.cli.main import main
 from cs336_systems.kernels.attention.contract import visible_pairs
+from cs336_systems.planner.accounting import naive_attention_bytes
 from cs336_systems.report.outputs import RECORD
 from cs336_systems.report.views import rows_table
 

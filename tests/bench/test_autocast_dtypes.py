@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from cs336_basics.model import RMSNorm
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import autocast_dtypes
 from cs336_systems.bench.cases.autocast_dtypes import CASE, AutocastDtypesBench, ToyModel, measure
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.row import Row
 from cs336_systems.report.view import csv_text
 from cs336_systems.report.views import VIEWS, rows_table
 

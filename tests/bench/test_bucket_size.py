@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems import bench_command
-from cs336_systems.accounting import num_parameters
-from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.case import Case, configurations
 from cs336_systems.bench.cases import bucket_size, ddp
 from cs336_systems.bench.cases.bucket_size import CASE, BucketBench
-from cs336_systems.bench.sweep import Case, configurations
-from cs336_systems.bench_command import bench
+from cs336_systems.bench.row import Row, append_row
+from cs336_systems.cli import bench as bench_command
+from cs336_systems.cli.bench import bench
+from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.communication import all_reduce_cost
 from cs336_systems.planner.rows import measured_overheads

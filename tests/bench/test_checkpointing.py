@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases.checkpointing import CASE, CheckpointingBench, _counted
-from cs336_systems.bench.live_bytes import LiveBytes
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.instruments.live_bytes import LiveBytes
+from cs336_systems.bench.row import Row
 from cs336_systems.report.plots import figure_of
 from cs336_systems.report.view import Column, Plot
 from cs336_systems.report.views import rows_table, write_views

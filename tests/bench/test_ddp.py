@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from cs336_systems.bench import ranks, runner, turns
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.case import configurations, is_of, is_of_fewer_rounds, row_config
 from cs336_systems.bench.cases import ddp, get_case
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
-from cs336_systems.bench.sweep import configurations, is_of, is_of_fewer_rounds, row_config
+from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.turns import slowest
-from cs336_systems.cli import main
+from cs336_systems.cli.main import main
+from cs336_systems.cli.report import make_report
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
-from cs336_systems.report_command import make_report
 
 
 def quick(*variants: str, **fields: Any) -> list[DDPBench]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.gathers import gathers_of, summary
+from cs336_systems.bench.instruments.gathers import gathers_of, summary
 from tests.profiling.gpu_trace import BACKWARD, COPY, MAIN, SGEMM, Trace
 
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -10,11 +10,11 @@ from torch import nn
 
 from cs336_basics.data import token_dtype
 from cs336_basics.model import TransformerLM
-from cs336_systems.accounting import num_parameters
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.case import configurations, row_config
 from cs336_systems.bench.cases.leaderboard_2026 import CASE, Leaderboard2026Bench
-from cs336_systems.bench.sweep import configurations, row_config
-from cs336_systems.config import ParallelConfig
+from cs336_systems.bench.row import Row
+from cs336_systems.config.run import ParallelConfig
+from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.views import rows_table
 from cs336_systems.training.loop import BatchLoader

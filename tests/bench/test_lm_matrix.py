@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cs336_basics.data import write_tokens
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.case import configurations, groups, row_config
 from cs336_systems.bench.cases import lm_matrix as case
 from cs336_systems.bench.cases.lm_matrix import CASE, LMMatrixBench
-from cs336_systems.bench.sweep import configurations, groups, row_config
-from cs336_systems.cli import main
-from cs336_systems.config import RunConfig
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli.main import main
+from cs336_systems.config.run import RunConfig
 from cs336_systems.report.outputs import RECORD
 from cs336_systems.training.pipeline import _train, train
 from cs336_systems.training.run import RunResult

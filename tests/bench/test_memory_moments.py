@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import fsdp_accounting, optimizer_sharding
 from cs336_systems.bench.cases.optimizer_sharding import MemoryBench
-from cs336_systems.bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, StorageMeter, fullest
-from cs336_systems.bench.sweep import configurations
-from cs336_systems.cli import main
+from cs336_systems.bench.instruments.memory_moments import (
+    AFTER,
+    BEFORE,
+    FORWARD,
+    INITIALISED,
+    MOMENTS,
+    StorageMeter,
+    fullest,
+)
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli.main import main
 from cs336_systems.report.views import rows_table
 from tests.distributed import run_ranks
 

@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems import profile_command
-from cs336_systems.accounting import forward_flops, num_parameters, training_flops
-from cs336_systems.bench import sweep, timing, workload
-from cs336_systems.bench.case import Row
+from cs336_systems.bench import case as sweep
+from cs336_systems.bench import workload
+from cs336_systems.bench.case import check_sized_for_gpu, configurations
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
-from cs336_systems.bench.sweep import check_sized_for_gpu, configurations
-from cs336_systems.bench.timing import Stopwatch
+from cs336_systems.bench.instruments import timing
+from cs336_systems.bench.instruments.timing import Stopwatch
+from cs336_systems.bench.profiling import memory
+from cs336_systems.bench.row import Row
 from cs336_systems.bench.workload import Workbench, Workload
-from cs336_systems.cli import main
-from cs336_systems.profiling import memory
+from cs336_systems.cli import profile as profile_command
+from cs336_systems.cli.main import main
+from cs336_systems.planner.accounting import forward_flops, num_parameters, training_flops
 from cs336_systems.report.views import rows_table
 
 MODES = ("forward", "forward_backward", "train_step")

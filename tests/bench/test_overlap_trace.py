@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.case import configurations, row_config
 from cs336_systems.bench.cases.overlap_trace import CASE, OverlapTrace
-from cs336_systems.bench.sweep import configurations, row_config
-from cs336_systems.cli import main
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli.main import main
 from cs336_systems.report.overlap import draw_streams, nsys_command, streams_file, write_page
 from tests.profiling.test_page import browse, needs_browser
 

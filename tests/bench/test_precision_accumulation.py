@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cs336_systems.bench.case import append_row, read_rows
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases.precision_accumulation import ACCUMULATIONS, CASE, PrecisionAccumulationBench, measure
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.row import append_row, read_rows
 from cs336_systems.report.views import rows_table
 
 # Type of the values and of the sum; casting a float16 to float32 changes no value.

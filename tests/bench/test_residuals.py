@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.accounting import activation_bytes, weight_copy_bytes
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import residuals
 from cs336_systems.bench.cases.residuals import CASE, ResidualsBench, measure
-from cs336_systems.bench.saved_tensors import Saved, SavedTensors
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.instruments.saved_tensors import Saved, SavedTensors
+from cs336_systems.planner.accounting import activation_bytes, weight_copy_bytes
 from cs336_systems.report.views import rows_table
 
 pytestmark = pytest.mark.usefixtures("one_thread")

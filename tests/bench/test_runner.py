@@ -20,15 +20,15 @@ import pytest
 import torch
 
 from cs336_systems.bench import outcome, worker
-from cs336_systems.bench.case import Row, append_row, exit_code, read_rows
+from cs336_systems.bench.case import Case, configurations, describe_among, groups, is_of, row_config, value_type
 from cs336_systems.bench.cases import flash
 from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
+from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
-from cs336_systems.bench.sweep import Case, configurations, describe_among, groups, is_of, row_config, value_type
-from cs336_systems.bench_command import _disturbed, _parser
-from cs336_systems.cli import main
-from cs336_systems.console import by_command
+from cs336_systems.cli.bench import _disturbed, _parser
+from cs336_systems.cli.main import main
+from cs336_systems.machine.console import by_command
 
 from . import accidents_together
 from .accidents import CASE, Accident, measure
@@ -408,7 +408,7 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
 _IN_A_REQUEST = """
 import os, signal, sys, threading, time
 from multiprocessing import popen_forkserver
-from cs336_systems.cli import main
+from cs336_systems.cli.main import main
 
 threading.Thread(target=threading.Event().wait, daemon=True).start()  # as that of a bar, to which a signal may come
 

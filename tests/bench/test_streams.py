@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from cs336_systems.bench.intervals import length, merge, overlap
-from cs336_systems.bench.streams import Piece, by_name, cpu_pieces, gpu_pieces, streams_of, totals
-from cs336_systems.bench.trace import Profiler, gpu_events
+from cs336_systems.bench.instruments.intervals import length, merge, overlap
+from cs336_systems.bench.instruments.streams import Piece, by_name, cpu_pieces, gpu_pieces, streams_of, totals
+from cs336_systems.bench.instruments.trace import Profiler, gpu_events
 from tests.profiling.gpu_trace import COPY, MUL, SGEMM, Trace, training_steps
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

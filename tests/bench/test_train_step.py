@@ -2,8 +2,8 @@
 
 import pytest
 
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases.train_step import CASE
-from cs336_systems.bench.sweep import configurations
 from cs336_systems.report.views import rows_table
 from cs336_systems.training import pipeline
 

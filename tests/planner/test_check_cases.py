@@ -11,8 +11,8 @@ import torch
 from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.shape import ModelShape
-from cs336_systems.accounting import weight_copy_bytes
-from cs336_systems.bench.live_bytes import LiveBytes
+from cs336_systems.bench.instruments.live_bytes import LiveBytes
+from cs336_systems.planner.accounting import weight_copy_bytes
 from cs336_systems.planner.check import check_json, check_text, compare
 from cs336_systems.planner.comparison import (
     HELD_BEFORE_BACKWARD,

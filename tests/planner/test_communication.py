@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.accounting import num_parameters
-from cs336_systems.model_config import ModelConfig
+from cs336_systems.config.model import ModelConfig
+from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.cards import CARDS, MEASURED_ALL_REDUCE, fit_transfer, get_card
 from cs336_systems.planner.communication import (
     added_seconds,

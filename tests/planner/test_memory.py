@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cs336_basics.shape import ModelShape
-from cs336_systems.accounting import num_parameters
-from cs336_systems.model_config import ModelConfig
+from cs336_systems.config.model import ModelConfig
+from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
 from cs336_systems.planner.allocator import allocated_bytes
 from cs336_systems.planner.cards import CARDS

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row, append_row
-from cs336_systems.cli import main
+from cs336_systems.bench.row import Row, append_row
+from cs336_systems.cli.main import main
 from cs336_systems.planner.working import Section, Term, as_json, as_text, show, shown
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
@@ -247,7 +247,7 @@ def test_mistakes_are_one_line_and_exit_2(
 def test_nothing_but_reading_rows_needs_pytorch(what: str) -> None:
     arguments = [what] if what else ["--help"]
     code = (
-        f"import sys\nfrom cs336_systems.cli import main\ntry:\n    main(['plan', *{arguments!r}])\n"
+        f"import sys\nfrom cs336_systems.cli.main import main\ntry:\n    main(['plan', *{arguments!r}])\n"
         "except SystemExit as stopped:\n    assert stopped.code == 0, stopped.code\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True)

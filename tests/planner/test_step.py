@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.accounting import matmul_parameters, num_parameters, training_flops
-from cs336_systems.model_config import ModelConfig
+from cs336_systems.config.model import ModelConfig
+from cs336_systems.planner.accounting import matmul_parameters, num_parameters, training_flops
 from cs336_systems.planner.cards import CARDS, Card, get_card
 from cs336_systems.planner.job import Job
 from cs336_systems.planner.products import gradients_of, product_seconds, products, products_seconds, rounded_up

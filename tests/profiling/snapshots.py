@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.profiling.phases import Held, Phases
+from cs336_systems.bench.profiling.phases import Held, Phases
 
 HERE = "/src/cs336_basics/model.py"
 TORCH = "/env/lib/python3.11/site-packages/torch/nn/functional.py"
@@ -39,7 +39,7 @@ class Trace:
         return self.note("free_completed", addr, size, frames=[], stream=stream)
 
     def mark(self) -> "Trace":
-        stack = frames(5, "mark_boundary", "/src/cs336_systems/profiling/recording.py")
+        stack = frames(5, "mark_boundary", "/src/cs336_systems/bench/profiling/recording.py")
         self.note("alloc", 0xFFFF, 1, frames=stack)
         return self.free(0xFFFF, 1)
 

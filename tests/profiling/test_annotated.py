@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cs336_basics.model import scaled_dot_product_attention
+from cs336_systems.bench.profiling.annotated import ATTENTION_RANGES, annotate_attention, annotated_attention
 from cs336_systems.bench.workload import Workbench, Workload
-from cs336_systems.profiling.annotated import ATTENTION_RANGES, annotate_attention, annotated_attention
 
 
 def quick(**fields: Any) -> Workload:

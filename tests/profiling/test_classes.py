@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.bench.profiling.classes import CLASSES, kernel_class
 from cs336_systems.kernels import attention
-from cs336_systems.profiling.classes import CLASSES, kernel_class
 
 NAMES = {
     "matmul": [

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.profiling.history import MARKER, History, history_of
-from cs336_systems.profiling.phases import Held, Phases, read_phases
-from cs336_systems.profiling.recording import mark_boundary
-from cs336_systems.profiling.snapshot import Frame, read_snapshot
-from cs336_systems.profiling.timeline import Timeline, code_lines, facts, levels, timeline_of
-from cs336_systems.profiling.wording import size_text
+from cs336_systems.bench.profiling.history import MARKER, History, history_of
+from cs336_systems.bench.profiling.phases import Held, Phases, read_phases
+from cs336_systems.bench.profiling.recording import mark_boundary
+from cs336_systems.bench.profiling.snapshot import Frame, read_snapshot
+from cs336_systems.bench.profiling.timeline import Timeline, code_lines, facts, levels, timeline_of
+from cs336_systems.bench.profiling.wording import size_text
 
 from .snapshots import Trace, one_step, save
 
@@ -229,7 +229,7 @@ def test_the_line_is_the_projects_innermost_else_one_outside_pytorch() -> None:
     torch = Frame("/env/lib/python3.11/site-packages/torch/nn/functional.py", 5, "linear")
     cpp, user = Frame("??", 0, "at::empty_cuda"), Frame("/home/me/script.py", 3, "main")
     model, bench = Frame("/w/cs336_basics/model.py", 60, "forward"), Frame("/w/cs336_systems/bench/workload.py", 1, "f")
-    recording = Frame("/w/cs336_systems/profiling/recording.py", 9, "run")
+    recording = Frame("/w/cs336_systems/bench/profiling/recording.py", 9, "run")
     assert code_lines((cpp, torch, model, torch, bench, recording, user)) == [
         "cs336_basics/model.py:60 forward",
         "cs336_systems/bench/workload.py:1 f",

@@ -10,21 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.profiling import kernels as kernels_module
+from cs336_systems.bench.profiling import several
+from cs336_systems.bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.bench.profiling.classes import CLASSES
+from cs336_systems.bench.profiling.kernels import KernelProfile, measure, profile_with_torch
+from cs336_systems.bench.profiling.several import Profile
+from cs336_systems.bench.profiling.summary import (
+    KernelTotal,
+    add_up,
+    busy_ms,
+    kernel_metrics,
+    span_metrics,
+    write_kernels,
+)
+from cs336_systems.bench.profiling.trace import OUTSIDE, Kernel, gpu_kernels
+from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.bench.workload import Workload
-from cs336_systems.cli import main
-from cs336_systems.profiling import kernels as kernels_module
-from cs336_systems.profiling import several
-from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
-from cs336_systems.profiling.classes import CLASSES
-from cs336_systems.profiling.kernels import KernelProfile, measure, profile_with_torch
-from cs336_systems.profiling.several import Profile
-from cs336_systems.profiling.summary import KernelTotal, add_up, busy_ms, kernel_metrics, span_metrics, write_kernels
-from cs336_systems.profiling.trace import OUTSIDE, Kernel, gpu_kernels
+from cs336_systems.cli.main import main
+from cs336_systems.cli.report import make_report
 from cs336_systems.report.profile_plots import CLASS_COLORS, plot_shares
 from cs336_systems.report.profile_tables import short_name, top_kernels_tables
 from cs336_systems.report.views import rows_table
-from cs336_systems.report_command import make_report
 
 from .gpu_trace import MUL, SGEMM, inference_step, training_steps
 

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.accounting import num_parameters
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.profiling.memory import QUICK, counted, draw, profile
+from cs336_systems.bench.profiling.plot import COLORS
+from cs336_systems.bench.profiling.recording import MAX_ENTRIES, _allocator_history, record
+from cs336_systems.bench.profiling.storages import StorageRecorder
+from cs336_systems.bench.profiling.timeline import Timeline
+from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.bench.workload import Workbench, Workload
-from cs336_systems.cli import main
-from cs336_systems.profiling.memory import QUICK, counted, draw, profile
-from cs336_systems.profiling.plot import COLORS
-from cs336_systems.profiling.recording import MAX_ENTRIES, _allocator_history, record
-from cs336_systems.profiling.storages import StorageRecorder
-from cs336_systems.profiling.timeline import Timeline
+from cs336_systems.cli.main import main
+from cs336_systems.cli.report import make_report
+from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.report.memory_tables import memory_summary
 from cs336_systems.report.pictures import hash_in
 from cs336_systems.report.views import rows_table, write_views
-from cs336_systems.report_command import make_report
 
 from .snapshots import one_step, save
 
@@ -217,7 +217,7 @@ def test_a_model_that_does_not_fit_is_a_row(tmp_path: Path, monkeypatch: pytest.
     def too_large(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("cs336_systems.profiling.memory.record", too_large)
+    monkeypatch.setattr("cs336_systems.bench.profiling.memory.record", too_large)
     for name in ("timeline.html", "timeline.png", "snapshot.pickle", "phases.json"):  # of an earlier run
         (tmp_path / name).write_text("")
     row = profile(quick(), tmp_path)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.profiling import nsys
+from cs336_systems.bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.bench.profiling.kernels import KernelProfile
+from cs336_systems.bench.profiling.nsys import check_nsys, nsys_command, nsys_totals, profile_with_nsys, stats_command
+from cs336_systems.bench.profiling.summary import KernelTotal
+from cs336_systems.bench.profiling.trace import OUTSIDE
+from cs336_systems.bench.row import Row
 from cs336_systems.bench.workload import Workbench, Workload
-from cs336_systems.profiling import nsys
-from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
-from cs336_systems.profiling.kernels import KernelProfile
-from cs336_systems.profiling.nsys import check_nsys, nsys_command, nsys_totals, profile_with_nsys, stats_command
-from cs336_systems.profiling.summary import KernelTotal
-from cs336_systems.profiling.trace import OUTSIDE
 from cs336_systems.report.views import rows_table
 
 # Two steps. gemm: forward 2 x 2 (one of each in the scores), backward 2 x 3; fill is launched between the phases.
@@ -69,7 +69,7 @@ def test_the_command_profiles_this_program_from_after_its_warm_up(tmp_path: Path
     assert asked <= set(command)
     assert f"--output={tmp_path}/nsys_train_step" in command
     program, given, facts = command[-3:]
-    assert (program, facts) == ("cs336_systems.profiling.nsys", f"{tmp_path}/nsys_train_step.json")
+    assert (program, facts) == ("cs336_systems.bench.profiling.nsys", f"{tmp_path}/nsys_train_step.json")
     workload = {"size": "quick", "vocab_size": 300, "precision": "bf16", "mode": "train_step"}
     assert json.loads(given) == {"workload": workload, "warmup": 2, "steps": 4}
     recorded = tmp_path / "nsys_train_step.nsys-rep"

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.profiling.history import history_of
-from cs336_systems.profiling.page import embedded_json, page_data, write_page
-from cs336_systems.profiling.snapshot import read_snapshot
+from cs336_systems.bench.profiling.history import history_of
+from cs336_systems.bench.profiling.page import embedded_json, page_data, write_page
+from cs336_systems.bench.profiling.snapshot import read_snapshot
 
 from .snapshots import Trace, frames, one_step, save
 

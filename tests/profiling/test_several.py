@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.profiling.several import Profile, profile_each
+from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.workload import Workload
-from cs336_systems.cli import main
-from cs336_systems.profiling.several import Profile, profile_each
+from cs336_systems.cli.main import main
 from cs336_systems.report.memory_tables import memory_summary
 from cs336_systems.report.views import rows_table
 

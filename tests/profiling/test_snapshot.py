@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.profiling.snapshot import read_snapshot
+from cs336_systems.bench.profiling.snapshot import read_snapshot
 
 from .snapshots import Trace, frames, one_step, save
 
@@ -82,7 +82,7 @@ def test_nesting_without_end_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_there_a_million_times_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.profiling.snapshot._MOST_ENTRIES", 50_000)
+    monkeypatch.setattr("cs336_systems.bench.profiling.snapshot._MOST_ENTRIES", 50_000)
     segment = {"address": 0, "blocks": [dict(size=1, state="inactive")] * 10_000}
     content = Trace().alloc(1, 1).snapshot() | {"segments": [segment] * 10_000}
     with pytest.raises(ValueError, match="more than 50,000 entries"):

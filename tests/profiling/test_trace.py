@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.bench.trace import read_trace
+from cs336_systems.bench.instruments.trace import read_trace
+from cs336_systems.bench.profiling.annotated import SCORES, SOFTMAX, VALUES, annotate_attention
+from cs336_systems.bench.profiling.trace import OUTSIDE, Kernel, cpu_kernels, gpu_kernels
 from cs336_systems.bench.workload import PHASES, Workbench, Workload
-from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES, annotate_attention
-from cs336_systems.profiling.trace import OUTSIDE, Kernel, cpu_kernels, gpu_kernels
 
 from . import gpu_trace
 from .gpu_trace import ADAM, COPY, HOST, MAIN, MUL, SGEMM, SOFTMAX_BACKWARD, SOFTMAX_FORWARD

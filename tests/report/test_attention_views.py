@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.attention import KERNELS
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.row import Row
 from cs336_systems.report import attention_sweep
 from cs336_systems.report.attention import with_speedups
 from cs336_systems.report.plots import KERNEL_COLORS, KERNEL_MARKERS

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench import case
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench import row as case
+from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.report.documents import fill_blocks, update_document, update_documents
 from cs336_systems.report.tables import markdown_table, plot_runs, runs_table, summary_block
 from cs336_systems.report.views import rows_table

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.row import Row, append_row
+from cs336_systems.cli.report import make_report
 from cs336_systems.report.headline import ATTENTION_PICTURE, TRAINING_PICTURE, comparisons, headline, write_pictures
 from cs336_systems.report.pictures import hash_in
-from cs336_systems.report_command import make_report
 
 ROOT = Path(__file__).parents[2]
 ENV = {"gpu": "NVIDIA Made-up", "torch": "9.9", "commit": "c0ffee", "date": "2026-01-01"}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.bench.case import append_row
-from cs336_systems.cli import main
+from cs336_systems.bench.row import append_row
+from cs336_systems.cli.main import main
+from cs336_systems.cli.report import make_report
 from cs336_systems.report.outputs import RECORD, write_into
-from cs336_systems.report_command import make_report
 from tests.report.test_headline import FLASH, TRAINING, file_of
 from tests.report.test_views import ROWS
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import read_rows
+from cs336_systems.bench.row import read_rows
 from cs336_systems.report import lm_matrix
 from cs336_systems.report.memory_parts import draw_parts
 from cs336_systems.report.pictures import drawn_hash, hash_in, save_picture

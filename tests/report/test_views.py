@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row, append_row
+from cs336_systems.bench.row import Row, append_row
+from cs336_systems.cli.report import make_report
 from cs336_systems.report.plots import figure_of
 from cs336_systems.report.view import Column, Plot, csv_text, latest, show
 from cs336_systems.report.views import VIEWS, rows_table, show_files, write_views
-from cs336_systems.report_command import make_report
 
 KEYS = VIEWS["model"].keys
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}

@@ -22,12 +22,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from cs336_systems import bench_command, profile_command
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import NAMES, get_case
-from cs336_systems.bench.memory_moments import MOMENTS
-from cs336_systems.bench.sweep import configurations
-from cs336_systems.model_config import MODEL_SIZES
+from cs336_systems.bench.instruments.memory_moments import MOMENTS
+from cs336_systems.bench.row import Row, append_row, read_rows
+from cs336_systems.cli import bench as bench_command
+from cs336_systems.cli import profile as profile_command
+from cs336_systems.cli.report import make_report
+from cs336_systems.config.model import MODEL_SIZES
 from cs336_systems.planner.working import Section, Term
 from cs336_systems.report.memory_timelines import draw_timeline
 from cs336_systems.report.writeup import (
@@ -51,7 +53,6 @@ from cs336_systems.report.writeup.problem import RowFile
 from cs336_systems.report.writeup.problems import PROBLEMS
 from cs336_systems.report.writeup.render import html_page
 from cs336_systems.report.writeup.typeset import to_typst
-from cs336_systems.report_command import make_report
 
 ROOT = Path(__file__).parents[2]
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8, "commit": "abc1234"}
@@ -984,7 +985,7 @@ def test_what_2026_calls_its_sizes_is_said_where_they_are_named() -> None:
 
 
 def test_problems_name_files_and_calculations_that_are_there() -> None:
-    from cs336_systems.plan_command import _WHAT
+    from cs336_systems.cli.plan import _WHAT
 
     for problem in PROBLEMS:
         assert not [path for path in problem.code if not (ROOT / path).exists()], problem.name
@@ -1000,7 +1001,7 @@ def test_commands_parse_and_give_configurations(command: str, monkeypatch: pytes
     if what == "profile":
         assert COMMANDS[command] == f"profile-{name}"
         asked: list[Any] = []
-        monkeypatch.setattr("cs336_systems.bench.sweep.check_sized_for_gpu", lambda *_: None)
+        monkeypatch.setattr("cs336_systems.bench.case.check_sized_for_gpu", lambda *_: None)
         for function in ("_profile_kernels", "_profile_memory_of_each"):
             monkeypatch.setattr(profile_command, function, lambda each, *_: asked.extend(each) or 0)
         assert profile_command.profile([name, *options]) == 0

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.case import Row, append_row, read_rows
+from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import get_case
-from cs336_systems.bench.memory_moments import INITIALISED, MOMENTS
-from cs336_systems.bench.sweep import configurations
+from cs336_systems.bench.instruments.memory_moments import INITIALISED, MOMENTS
+from cs336_systems.bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.bench.row import Row, append_row, read_rows
+from cs336_systems.cli.report import make_report
 from cs336_systems.planner.memory import part_bytes
-from cs336_systems.profiling.annotated import SCORES, SOFTMAX, VALUES
 from cs336_systems.report.profile_tables import setting
 from cs336_systems.report.writeup import (
     attention,
@@ -34,7 +35,6 @@ from cs336_systems.report.writeup.build import find_rows
 from cs336_systems.report.writeup.claims import ClaimError, Evidence, of_each_size
 from cs336_systems.report.writeup.problem import RowFile, evidence_of
 from cs336_systems.report.writeup.problems import PROBLEMS
-from cs336_systems.report_command import make_report
 
 from .test_writeup import ENV, ROOT, evidence, of_ddp, of_files, recorded, row
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cs336_systems import bench_command
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.case import configurations, row_config
 from cs336_systems.bench.cases import get_case
-from cs336_systems.bench.sweep import configurations, row_config
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli import bench as bench_command
 from cs336_systems.report.writeup.commands import command_for, measured_by, not_measured, settings_in_short
 from cs336_systems.report.writeup.problem import Exhibit, RowFile
 from cs336_systems.report.writeup.render import markdown_parser

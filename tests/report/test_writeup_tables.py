@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.bench.case import Row, read_rows
+from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.report.memory_parts import memory_parts_in_short
 from cs336_systems.report.view import Column
 from cs336_systems.report.writeup import attention, build, flash

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.bench.case import Row
+from cs336_systems.bench.row import Row
 from cs336_systems.report.writeup import timing
 from cs336_systems.report.writeup.claims import ClaimError
 

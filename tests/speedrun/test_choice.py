@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from cs336_basics.shape import ModelShape
-from cs336_systems.accounting import num_parameters
-from cs336_systems.model_config import ModelConfig
-from cs336_systems.speedrun.choice import (
+from cs336_systems.cli.speedrun.choice import (
     SIZES,
     Candidate,
     Task,
@@ -24,6 +22,8 @@ from cs336_systems.speedrun.choice import (
     run_flops,
     search,
 )
+from cs336_systems.config.model import ModelConfig
+from cs336_systems.planner.accounting import num_parameters
 
 SHAPES = {name: ModelConfig(vocab_size=1000, context_length=256, **shape).shape for name, shape in SIZES.items()}
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from cs336_basics.data import load_tokens
-from cs336_systems.bench.case import Row, read_rows
-from cs336_systems.cli import main, parse_run_config
-from cs336_systems.config import RunConfig
-from cs336_systems.speedrun import run as speedrun_run
-from cs336_systems.speedrun.choice import SIZES, Timing, Trial, TrialFailed
-from cs336_systems.speedrun_command import speedrun
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.cli.main import main
+from cs336_systems.cli.speedrun import run as speedrun_run
+from cs336_systems.cli.speedrun.choice import SIZES, Timing, Trial, TrialFailed
+from cs336_systems.cli.speedrun.command import speedrun
+from cs336_systems.cli.train import parse_run_config
+from cs336_systems.config.run import RunConfig
 from tests.distributed import processes_of
 
 STORIES = ["--data.source", "stories", "--data.story_chars=10000", "--model.context_length", "32"]

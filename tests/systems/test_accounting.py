@@ -12,7 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_basics.model import TransformerLM, scaled_dot_product_attention
 from cs336_basics.optimizer import AdamW
 from cs336_basics.shape import ModelShape
-from cs336_systems.accounting import (
+from cs336_systems.bench.instruments.live_bytes import LiveBytes
+from cs336_systems.config.model import MODEL_SIZES, ModelConfig
+from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
+from cs336_systems.planner.accounting import (
     activation_bytes,
     attention_product_flops,
     best_group,
@@ -29,9 +32,6 @@ from cs336_systems.accounting import (
     training_flops,
     weight_copy_bytes,
 )
-from cs336_systems.bench.live_bytes import LiveBytes
-from cs336_systems.kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
-from cs336_systems.model_config import MODEL_SIZES, ModelConfig
 from cs336_systems.training.build import cast_weights
 
 

@@ -20,11 +20,12 @@ import torch
 
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer
-from cs336_systems.accounting import least_training_bytes
-from cs336_systems.arguments import in_our_words
-from cs336_systems.bench.case import Row, append_row
-from cs336_systems.cli import load_config, main, parse_run_config, train_parser
-from cs336_systems.config import (
+from cs336_systems.bench.row import Row, append_row
+from cs336_systems.cli import load_config
+from cs336_systems.cli.arguments import in_our_words
+from cs336_systems.cli.main import main
+from cs336_systems.cli.train import parse_run_config, train_parser
+from cs336_systems.config.run import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -35,7 +36,8 @@ from cs336_systems.config import (
     SampleConfig,
     TrainConfig,
 )
-from cs336_systems.console import Ended
+from cs336_systems.machine.console import Ended
+from cs336_systems.planner.accounting import least_training_bytes
 
 GROUPS: dict[str, type] = {
     "model": ModelConfig,
@@ -91,7 +93,7 @@ def cs336(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     log.handlers[:], log.level = before
 
 
-def process(*arguments: str, code: str = "from cs336_systems.cli import main; main()") -> tuple[int, str, str]:
+def process(*arguments: str, code: str = "from cs336_systems.cli.main import main; main()") -> tuple[int, str, str]:
     """The command in a process of its own."""
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
@@ -605,7 +607,7 @@ def test_the_help_names_every_command(cs336: Run) -> None:
 def test_the_help_of_every_command_ends_with_0_and_imports_no_torch() -> None:
     code = """
 import sys
-from cs336_systems.cli import main
+from cs336_systems.cli.main import main
 for command in sys.argv[1:]:
     try:
         main([command, "--help"])
@@ -701,7 +703,7 @@ def test_an_option_of_several_values_is_given_once(cs336: Run, folder: Path) -> 
 
 def test_without_a_stdout_a_command_ends_as_with_one(folder: Path) -> None:
     """As a shell has it after `>&-`."""
-    code = "import os, sys; sys.stdout = None; from cs336_systems.cli import main; main()"
+    code = "import os, sys; sys.stdout = None; from cs336_systems.cli.main import main; main()"
     assert process("bench", "precision-accumulation", "--quick", code=code) == (0, "", "")
     assert (folder / "runs/quick/bench/precision-accumulation.jsonl").exists()
 
@@ -1152,7 +1154,7 @@ def test_what_a_signal_raises_is_told_by_the_exit_code(
     def ended(*_: Any) -> None:
         raise raised
 
-    monkeypatch.setattr("cs336_systems.training.train", ended)
+    monkeypatch.setattr("cs336_systems.training.pipeline.train", ended)
     with pytest.raises(SystemExit) as exited:
         main(["train", *TINY, *SHORT])
     assert (exited.value.code, capsys.readouterr().err) == (code, f"{line}\n")

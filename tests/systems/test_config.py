@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from cs336_basics.tokenizer import MIN_VOCAB_SIZE
-from cs336_systems.cli import parse_run_config
-from cs336_systems.config import (
+from cs336_systems.cli.train import parse_run_config
+from cs336_systems.config.checks import without_groups
+from cs336_systems.config.model import MODEL_SIZES
+from cs336_systems.config.run import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -22,8 +24,6 @@ from cs336_systems.config import (
     SampleConfig,
     TrainConfig,
 )
-from cs336_systems.fields import without_groups
-from cs336_systems.model_config import MODEL_SIZES
 
 NAN, INF = math.nan, math.inf
 TINY = dict(vocab_size=300, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)

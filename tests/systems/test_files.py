@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.files import write_figure, write_whole
+from cs336_systems.machine.files import write_figure, write_whole
 
 
 def full(_: int) -> None:

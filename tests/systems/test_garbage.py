@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from cs336_systems.garbage import objects_set_aside
+from cs336_systems.machine.garbage import objects_set_aside
 
 
 class Knot:

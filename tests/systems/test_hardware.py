@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems import hardware
-from cs336_systems.hardware import (
+from cs336_systems.machine import hardware
+from cs336_systems.machine.hardware import (
     check_precision,
     device_peak_flops,
     environment,
@@ -143,7 +143,7 @@ def test_fp32_is_measured_against_tf32_where_tf32_is_allowed(
 def test_the_newer_setting_of_precision_is_read_too(how: str) -> None:
     """In a process of its own: the two settings must not be mixed."""
     program = (
-        "import torch; from cs336_systems.hardware import allows_tf32\n"
+        "import torch; from cs336_systems.machine.hardware import allows_tf32\n"
         f"print(allows_tf32()); {how}.fp32_precision = 'tf32'; print(allows_tf32())\n"
         f"{how}.fp32_precision = 'ieee'; print(allows_tf32())"
     )

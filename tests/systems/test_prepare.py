@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from cs336_basics.data import read_info
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, sample_evenly
-from cs336_systems.config import DataConfig, ModelConfig, RunConfig
+from cs336_systems.config.run import DataConfig, ModelConfig, RunConfig
 from cs336_systems.training import prepare
 from cs336_systems.training import texts as sources
 from cs336_systems.training.prepare import find_texts, prepare_data
@@ -1225,7 +1225,7 @@ def write_gigabyte(path: Path, exponent: float | None) -> None:
 PREPARE_AND_MEASURE = """
 import itertools, json, resource, sys, time
 from cs336_basics.tokenizer import read_utf8, split_pieces
-from cs336_systems.config import DataConfig, ModelConfig, RunConfig
+from cs336_systems.config.run import DataConfig, ModelConfig, RunConfig
 from cs336_systems.training.prepare import prepare_data
 
 start = time.perf_counter()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import cs336_systems
 from cs336_basics.model import TransformerLM
-from cs336_systems.config import (
+from cs336_systems.config.run import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -364,7 +364,7 @@ def small_disk(mount_point: Path, size_bytes: int) -> Iterator[Path]:
 
 # Processes
 
-_MAIN = "from cs336_systems.cli import main; main()"
+_MAIN = "from cs336_systems.cli.main import main; main()"
 
 
 def _environment() -> dict[str, str]:

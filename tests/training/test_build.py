@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from cs336_basics.model import RotaryEmbedding, TransformerLM
-from cs336_systems.config import RunConfig, TrainConfig
+from cs336_systems.config.run import RunConfig, TrainConfig
 from cs336_systems.kernels.attention import get_attention
 from cs336_systems.parallel.ddp import DDP
 from cs336_systems.parallel.fsdp import FSDP

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.cli import main
+from cs336_systems.cli.main import main
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.heartbeat import Heartbeats
 from cs336_systems.training import checkpoint, train

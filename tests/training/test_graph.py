@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from cs336_systems.config.run import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from cs336_systems.training import train
 from cs336_systems.training.metrics import read_metrics
 from tests.training.helpers import make_config, tiny_trainer

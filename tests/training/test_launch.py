@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from cs336_systems.cli import main
-from cs336_systems.config import RunConfig
-from cs336_systems.console import Ended
+from cs336_systems.cli.main import main
+from cs336_systems.config.run import RunConfig
+from cs336_systems.machine.console import Ended
 from cs336_systems.parallel.failure import OWN_LAUNCH, TELL_ALL, CollectiveError
 from cs336_systems.training import launch, pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
@@ -76,13 +76,13 @@ if fault == "all find no checkpoint":
     sys.argv += ["--resume", "nowhere/step_00000001"]
 """
 LAUNCHED = FAULTY + "from cs336_systems.training.worker import main; main()"
-BY_TORCHRUN = FAULTY + "from cs336_systems.cli import main; main()"
+BY_TORCHRUN = FAULTY + "from cs336_systems.cli.main import main; main()"
 # The command, with the faulty program in the place of the launched one.
 COMMAND = """
 import sys
 from cs336_systems.training import launch
 launch._PROGRAM = ["-c", open({program!r}).read(), {fault!r}]
-from cs336_systems.cli import main; main()
+from cs336_systems.cli.main import main; main()
 """
 
 

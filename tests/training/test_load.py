@@ -17,8 +17,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from cs336_systems.cli import main, parse_run_config
-from cs336_systems.console import say
+from cs336_systems.cli.main import main
+from cs336_systems.cli.train import parse_run_config
+from cs336_systems.machine.console import say
 from cs336_systems.training import RunResult, train
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cs336_basics.data import sequence_starts
-from cs336_systems.config import OptimizerConfig, TrainConfig
+from cs336_systems.config.run import OptimizerConfig, TrainConfig
 from cs336_systems.training.build import build_optimizer
 from cs336_systems.training.loop import BatchLoader, NonFiniteError, StopRequest, Trainer
 

@@ -339,7 +339,7 @@ def test_wandb_goes_on_with_the_same_run_after_a_resume_rewound_to_its_step(tmp_
 
 def test_wandb_that_cannot_log_in_is_a_line_that_names_the_field(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    code = f"import os; os.environ['HOME'] = {str(tmp_path)!r}; from cs336_systems.cli import main; main()"
+    code = f"import os; os.environ['HOME'] = {str(tmp_path)!r}; from cs336_systems.cli.main import main; main()"
     done = run_train(make_config(tmp_path, log=dict(wandb="online")), code, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("cs336: log.wandb is 'online'")
@@ -349,7 +349,7 @@ def test_wandb_that_cannot_log_in_is_a_line_that_names_the_field(tmp_path: Path)
 
 _MODULES = """
 import sys
-from cs336_systems.cli import main
+from cs336_systems.cli.main import main
 try:
     main()
 finally:

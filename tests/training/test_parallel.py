@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config.run import RunConfig
 from cs336_systems.parallel import comm
 from cs336_systems.training import run as run_module
 from tests.distributed import run_ranks

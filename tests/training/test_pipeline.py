@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from cs336_basics.tokenizer import Tokenizer
-from cs336_systems.cli import load_config, parse_run_config
-from cs336_systems.config import RunConfig
+from cs336_systems.cli import load_config
+from cs336_systems.cli.train import parse_run_config
+from cs336_systems.config.run import RunConfig
 from cs336_systems.training import RunResult, train
 from cs336_systems.training.checkpoint import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
 from cs336_systems.training.folder import LOCK
@@ -993,7 +994,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_a_folder_that_goes_
 
 HANGING = """
 import sys, time
-from cs336_systems.cli import main
+from cs336_systems.cli.main import main
 from cs336_systems.training.loop import Trainer
 def hang(self, stop):
     print("in the step", flush=True)

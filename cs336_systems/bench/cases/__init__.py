@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the names must not need PyTorch
-    from ..sweep import Case
+    from ..case import Case
 
 NAMES = (
     "model",

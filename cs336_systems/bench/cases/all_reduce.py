@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
-from ...fields import check_types, require, require_at_least
-from ...hardware import gpu_count
-from ..case import Row
-from ..collectives import measure_collective
+from ...config.checks import check_types, require, require_at_least
+from ...machine.hardware import gpu_count
+from ..case import Case, row_config, swept
+from ..instruments.collectives import measure_collective
 from ..outcome import free_memory, measured
 from ..ranks import launched
-from ..sweep import Case, row_config, swept
+from ..row import Row
 
 _ALWAYS = 6  # gloo processes that any machine measures, as the handout asks
 

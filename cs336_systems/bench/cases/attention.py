@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 import torch
 
-from ...accounting import naive_attention_bytes
-from ...fields import check_types, require
-from ...hardware import DTYPES, use_device
+from ...config.checks import check_types, require
 from ...kernels.attention import get_attention
 from ...kernels.attention.contract import attention_flops
+from ...machine.hardware import DTYPES, use_device
+from ...planner.accounting import naive_attention_bytes
 from ...training.metrics import summarise
 from ..attention import WORKS, check_kernel, check_sizes, resolve_device
-from ..case import Row
+from ..case import Case, swept
+from ..instruments.timing import Stopwatch
 from ..outcome import each
-from ..sweep import Case, swept
-from ..timing import Stopwatch
+from ..row import Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ..attention import QUICK_KERNELS, KernelBench, check_sizes, parse_sizes, take_turns
-from ..sweep import Case, swept
+from ..case import Case, swept
 
 _SQUARES = tuple((length, length) for length in (128, 256, 512, 1024, 2048))
 _RECTANGLES = ((128, 2048), (512, 2048), (2048, 128), (2048, 512))

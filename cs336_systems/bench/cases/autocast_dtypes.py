@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from cs336_basics.model import RMSNorm
 
-from ...fields import check_types, without_groups
-from ...hardware import autocast, check_precision, select_device, use_device
+from ...config.checks import check_types, without_groups
+from ...machine.hardware import autocast, check_precision, select_device, use_device
+from ..case import Case, swept
 from ..outcome import each
-from ..sweep import Case, swept
 
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": RMSNorm}
 _BATCH, _IN, _OUT = 8, 20, 5

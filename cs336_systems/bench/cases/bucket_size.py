@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from ...accounting import num_parameters
-from ...fields import require
-from ...hardware import gpu_name, select_device
+from ...config.checks import require
+from ...machine.hardware import gpu_name, select_device
 from ...parallel.ddp import DDP
+from ...planner.accounting import num_parameters
 from ...planner.cards import fit_transfer
 from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_overhead
 from ...planner.rows import card_by_name, transfer_points
 from ...planner.working import MIB
 from ...training.loop import Trainer
-from ..case import Row, read_rows
+from ..case import Case, row_config, swept
 from ..outcome import measured
 from ..ranks import launched
-from ..sweep import Case, row_config, swept
+from ..row import Row, read_rows
 from ..turns import measure_in_turns
 from .ddp import ALONE, DDPBench, name_of, what_ran
 

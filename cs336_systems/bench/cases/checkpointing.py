@@ -17,14 +17,14 @@ import torch
 
 from cs336_basics.shape import ModelShape
 
-from ...accounting import best_group
-from ...fields import require_at_least
-from ...hardware import requested_gpu_bytes, select_device
+from ...config.checks import require_at_least
+from ...machine.hardware import requested_gpu_bytes, select_device
+from ...planner.accounting import best_group
 from ...planner.activations import counted_activations
-from ..case import Row
-from ..live_bytes import LiveBytes
+from ..case import Case, swept
+from ..instruments.live_bytes import LiveBytes
 from ..outcome import each
-from ..sweep import Case, swept
+from ..row import Row
 from ..workload import Workbench, Workload
 from .model import time_steps
 

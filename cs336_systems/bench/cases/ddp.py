@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 import torch
 
-from ...config import SHARDED, STRATEGIES, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, is_place, require, require_at_least, without_groups
-from ...hardware import select_device
+from ...config.checks import check_types, is_place, require, require_at_least, without_groups
+from ...config.run import SHARDED, STRATEGIES, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...machine.hardware import select_device
 from ...parallel import get_strategy
 from ...training.launch import check_devices
 from ...training.loop import Trainer
-from ..case import Row
+from ..case import Case, row_config, swept
+from ..instruments.streams import record_step, totals
 from ..outcome import measured
 from ..ranks import launched
-from ..streams import record_step, totals
-from ..sweep import Case, row_config, swept
+from ..row import Row
 from ..turns import measure_in_turns
 from ..workload import Workload
 

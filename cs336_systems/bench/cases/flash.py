@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...fields import require
+from ...config.checks import require
 from ..attention import KERNELS, QUICK_KERNELS, KernelBench, check_sizes, take_turns
-from ..sweep import Case, swept
+from ..case import Case, swept
 
 _SIXTEEN_BITS_ONLY = ("sdpa_flash", "sdpa_cudnn", "fa4")
 

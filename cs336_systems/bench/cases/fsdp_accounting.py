@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ...training.loop import Trainer
-from ..case import Row
-from ..gathers import gathers_of, summary
-from ..memory_moments import rows_of_memory
+from ..case import Case, swept
+from ..instruments.gathers import gathers_of, summary
+from ..instruments.memory_moments import rows_of_memory
+from ..instruments.streams import profile_step
 from ..ranks import launched
-from ..streams import profile_step
-from ..sweep import Case, swept
+from ..row import Row
 from .ddp import name_of
 from .optimizer_sharding import MemoryBench
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import KernelBench, check_sizes, parse_sizes, take_turns
-from ..sweep import Case, swept
+from ..case import Case, swept
 
 # What docs/log.md compares with others' published figures.
 SHAPES = (

@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from ...fields import check_types, require
-from ...hardware import DTYPES, use_device
+from ...config.checks import check_types, require
 from ...kernels.attention import get_attention
 from ...kernels.attention.contract import attention_flops
+from ...machine.hardware import DTYPES, use_device
 from ...training.metrics import summarise
 from ..attention import WORKS, check_kernel, check_sizes, resolve_device
+from ..case import Case, swept
+from ..instruments.timing import time_ms, wait_for
 from ..outcome import each
-from ..sweep import Case, swept
-from ..timing import time_ms, wait_for
 
 HANDOUT_TIMER = (
     "triton.testing.do_bench(flash_forward_backward, rep={rep_ms:g}, warmup={warmup_ms:g}): "

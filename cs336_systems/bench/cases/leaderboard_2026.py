@@ -13,17 +13,17 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ...accounting import training_flops
-from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require_at_least, without_groups
-from ...hardware import DTYPE_NAMES, device_peak_flops, select_device
+from ...config.checks import check_types, require_at_least, without_groups
+from ...config.run import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...machine.hardware import DTYPE_NAMES, device_peak_flops, select_device
 from ...parallel import comm
+from ...planner.accounting import training_flops
 from ...training.launch import check_devices
 from ...training.loop import Trainer
-from ..case import Row
+from ..case import Case, row_config, swept
 from ..outcome import measured
 from ..ranks import launched
-from ..sweep import Case, row_config, swept
+from ..row import Row
 from ..turns import measure_in_turns
 from ..workload import Workload, is_compiled, wrapped
 

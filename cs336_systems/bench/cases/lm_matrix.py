@@ -22,19 +22,19 @@ from typing import Any, Literal
 from cs336_basics.data import load_tokens
 from cs336_basics.tokenizer import check_vocab_size
 
-from ...config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-from ...fields import check_types, require, require_at_least, without_groups
-from ...hardware import select_device
+from ...config.checks import check_types, require, require_at_least, without_groups
+from ...config.model import SIZE_FIELDS, ModelConfig
+from ...config.run import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ...kernels.attention import get_attention
-from ...model_config import SIZE_FIELDS, ModelConfig
+from ...machine.hardware import select_device
 from ...parallel import get_strategy
 from ...training.folder import CONFIG
 from ...training.launch import check_devices, launch
 from ...training.metrics import METRICS_FILE, read_metrics
 from ...training.prepare import prepare_data
-from ..case import Row
+from ..case import Case, row_config, swept
 from ..outcome import attempt
-from ..sweep import Case, row_config, swept
+from ..row import Row
 from ..worker import SCRATCH
 from ..workload import QUICK_SIZE, model_of
 

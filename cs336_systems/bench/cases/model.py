@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import torch
 
-from ...accounting import forward_flops, training_flops
-from ...fields import require_at_least
-from ...garbage import objects_set_aside
-from ...hardware import device_peak_flops
+from ...config.checks import require_at_least
+from ...machine.garbage import objects_set_aside
+from ...machine.hardware import device_peak_flops
+from ...planner.accounting import forward_flops, training_flops
 from ...training.metrics import summarise
+from ..case import Case, swept
+from ..instruments.timing import Stopwatch
 from ..outcome import each
-from ..sweep import Case, swept
-from ..timing import Stopwatch
 from ..workload import Workbench, Workload
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...fields import require, require_at_least
-from ..case import Row
-from ..memory_moments import rows_of_memory
+from ...config.checks import require, require_at_least
+from ..case import Case, swept
+from ..instruments.memory_moments import rows_of_memory
 from ..ranks import launched
-from ..sweep import Case, swept
+from ..row import Row
 from .ddp import DDPBench, name_of
 
 

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from ...fields import require
+from ...config.checks import require
 from ...training.loop import Trainer
-from ..case import Row
+from ..case import Case, row_config, swept
+from ..instruments.streams import record_step, totals
 from ..outcome import measured
 from ..ranks import launched
-from ..streams import record_step, totals
-from ..sweep import Case, row_config, swept
+from ..row import Row
 from ..turns import measure_in_turns
 from .ddp import DDPBench, name_of, what_ran
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from ...fields import check_types, require, require_at_least
+from ...config.checks import check_types, require, require_at_least
+from ..case import Case, swept
 from ..outcome import each
-from ..sweep import Case, swept
 
 # Type of the values, type they are cast to before they are added (None: they are not), type of the sum.
 ACCUMULATIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = {

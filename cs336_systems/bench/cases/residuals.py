@@ -14,13 +14,13 @@ from torch import Tensor
 
 from cs336_basics.model import RotaryEmbedding, TransformerBlock
 
-from ...accounting import activation_bytes, weight_copy_bytes
-from ...hardware import autocast, check_precision, requested_gpu_bytes, use_device
 from ...kernels.attention import get_attention
+from ...machine.hardware import autocast, check_precision, requested_gpu_bytes, use_device
+from ...planner.accounting import activation_bytes, weight_copy_bytes
 from ...training.build import compiled
+from ..case import Case, swept
+from ..instruments.saved_tensors import Saved, SavedTensors
 from ..outcome import each
-from ..saved_tensors import Saved, SavedTensors
-from ..sweep import Case, swept
 from ..workload import Workload
 
 _LISTED = 32  # kinds of tensors that a row lists, the largest ones

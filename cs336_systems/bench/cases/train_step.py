@@ -14,15 +14,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...accounting import training_flops
-from ...config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from ...fields import check_types, require_at_least
-from ...garbage import objects_set_aside
-from ...hardware import device_peak_flops, use_device
+from ...config.checks import check_types, require_at_least
+from ...config.run import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from ...machine.garbage import objects_set_aside
+from ...machine.hardware import device_peak_flops, use_device
+from ...planner.accounting import training_flops
 from ...training.metrics import summarise
+from ..case import Case, swept
+from ..instruments.timing import wait_for
 from ..outcome import each
-from ..sweep import Case, swept
-from ..timing import wait_for
 from ..turns import build_trainer, check_host_memory
 from ..workload import Workload
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..case import Case, swept
 from ..outcome import each
-from ..sweep import Case, swept
 from .model import ModelBench, measure
 
 

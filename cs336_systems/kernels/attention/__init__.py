@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336_basics.model import Attention
 
-from ...fields import imported, is_place, require
+from ...config.checks import imported, is_place, require
 
 # name: "module:function". A module is imported only when its kernel is requested, because some need what not every
 # machine has.

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...hardware import allows_tf32
+from ...machine.hardware import allows_tf32
 from .contract import as_4d, check_qkv
 from .function import Saved, empty_outputs, flash_function, new_gradients, new_outputs
 

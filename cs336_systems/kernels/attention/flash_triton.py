@@ -23,7 +23,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from ...hardware import allows_tf32
+from ...machine.hardware import allows_tf32
 from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...accounting import naive_attention_bytes
-from ...bench.case import Row
+from ...bench.row import Row
+from ...planner.accounting import naive_attention_bytes
 from ...planner.cards import get_card
 from ...planner.memory import WORKSPACE
 from ...planner.working import GIB, Section, Term
@@ -247,7 +247,7 @@ PROBLEMS = (
         ),
         sentences=(says(attention_times, "attention"), says(attention_memory, "attention")),
         working=attention_working,
-        code=("cs336_systems/accounting.py", "cs336_systems/bench/cases/attention.py"),
+        code=("cs336_systems/planner/accounting.py", "cs336_systems/bench/cases/attention.py"),
     ),
     Problem(
         name="torch_compile",

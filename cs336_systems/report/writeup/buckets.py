@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Sequence
 
-from ...accounting import num_parameters
-from ...bench.case import Row
-from ...model_config import ModelConfig
+from ...bench.row import Row
+from ...config.model import ModelConfig
+from ...planner.accounting import num_parameters
 from ...planner.cards import get_card
 from ...planner.communication import MIB, all_reduce_cost, best_bucket_bytes, overhead_sections
 from ...planner.working import Section

@@ -9,9 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from urllib.parse import quote
 
-from ...bench.case import read_rows
-from ...files import write_whole
-from ...model_config import MODEL_SIZES
+from ...bench.row import read_rows
+from ...config.model import MODEL_SIZES
+from ...machine.files import write_whole
 from ...planner.working import Section, show
 from ..tables import markdown_table
 from ..view import machine

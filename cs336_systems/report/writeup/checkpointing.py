@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ...bench.case import Row
-from ...model_config import ModelConfig
+from ...bench.row import Row
+from ...config.model import ModelConfig
 from ...planner.activations import checkpointing_sections
 from ...planner.job import Job
 from ...planner.working import Section

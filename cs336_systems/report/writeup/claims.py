@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ...planner.rows import is_of_cpu
 from ..view import grouped, latest, machine, runs, value_of
 from ..views import VIEWS

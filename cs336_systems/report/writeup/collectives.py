@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...bench.case import Row
+from ...bench.row import Row
 from .claims import Evidence, gb_s, listing, ms, one_setting, p50, span, times
 from .problem import Exhibit, Problem, says
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ...bench.case import Row
 from ...bench.cases import NAMES, get_case
-from ...model_config import MODEL_SIZES, ModelConfig
+from ...bench.row import Row
+from ...config.model import MODEL_SIZES, ModelConfig
 from ..view import value_of
 from .problem import Exhibit, RowFile
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ...planner.rows import card_of, is_of_cpu
 from ..attention import PEERS, fastest, with_speedups
 from ..view import Column, latest

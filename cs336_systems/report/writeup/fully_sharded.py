@@ -1,9 +1,9 @@
 """Fully sharded data parallelism: its step, and what it saves and sends."""
 
-from ...accounting import num_parameters
-from ...bench.case import Row
-from ...bench.memory_moments import AFTER, FORWARD
-from ...model_config import ModelConfig
+from ...bench.instruments.memory_moments import AFTER, FORWARD
+from ...bench.row import Row
+from ...config.model import ModelConfig
+from ...planner.accounting import num_parameters
 from ...planner.job import Job
 from ...planner.memory import memory_sections, part_bytes
 from ...planner.working import Section, Term

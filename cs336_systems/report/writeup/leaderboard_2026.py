@@ -1,6 +1,6 @@
 """The problem leaderboard_2026: a training step of an 8B model on two GPUs."""
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ..view import OUTCOMES
 from ..views import VIEWS
 from .claims import Evidence, gib, is_alike, listing, p50, peak, percent, times

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...console import ended_in_order, no_interrupts_inherited, say
-from ...hardware import gpu_count, gpu_name
+from ...machine.console import ended_in_order, no_interrupts_inherited, say
+from ...machine.hardware import gpu_count, gpu_name
 from .build import find_rows
 from .commands import not_measured
 from .problem import Exhibit, Problem

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...bench.case import Row
+from ...bench.profiling.timeline import Timeline
+from ...bench.row import Row
 from ...planner.activations import activation_sections, residual_stream
 from ...planner.memory import head_term, logits_terms
 from ...planner.rows import is_of_cpu, workload_job
 from ...planner.working import Section
-from ...profiling.timeline import Timeline
 from ..memory_tables import KEYS, memory_table
 from ..memory_timelines import draw_timeline
 from ..view import latest
@@ -370,6 +370,6 @@ PROBLEMS = (
         ),
         working=residual_working,
         plan=f"plan activation --size {XL_2026} --context {CONTEXT} --precision fp32 --attention naive",
-        code=("cs336_systems/profiling/memory.py", "cs336_systems/bench/cases/residuals.py"),
+        code=("cs336_systems/bench/profiling/memory.py", "cs336_systems/bench/cases/residuals.py"),
     ),
 )

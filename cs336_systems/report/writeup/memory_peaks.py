@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ...bench.case import Row
-from ...model_config import ModelConfig
+from ...bench.row import Row
+from ...config.model import ModelConfig
 from ...planner.activations import saved_bytes
 from ...planner.job import Job
 from ...planner.memory import copy_terms, peak_bytes

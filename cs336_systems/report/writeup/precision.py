@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ..attention import with_speedups
 from ..tables import markdown_table
 from ..view import latest

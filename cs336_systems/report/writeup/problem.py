@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ...planner.working import Section
 from ..plots import redraw
 from ..view import latest, table

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...bench.case import Row
+from ...bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from ...bench.row import Row
 from ...planner.rows import card_of, is_of_cpu
-from ...profiling.annotated import SCORES, SOFTMAX, VALUES
 from ..profile_plots import plot_shares
 from ..profile_tables import attention_part_ms, kernels_table, setting, shares_in_short, short_name
 from ..view import MACHINE
@@ -338,6 +338,6 @@ PROBLEMS = (
             says(each, "profile-kernels")
             for each in (profiled_time, longest_kernel, other_kernels, products_share, softmax_and_products)
         ),
-        code=("cs336_systems/profiling/kernels.py", "cs336_systems/profiling/nsys.py"),
+        code=("cs336_systems/bench/profiling/kernels.py", "cs336_systems/bench/profiling/nsys.py"),
     ),
 )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...profiling.page import fill_template, framed
+from ...bench.profiling.page import fill_template, framed
 
 OPTION = re.compile(r"(?<= )--\w[\w-]*")
 """An option in a command, which is to stay in one line."""

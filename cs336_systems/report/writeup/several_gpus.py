@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...bench.case import Row
-from ...bench.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED
+from ...bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED
+from ...bench.row import Row
 from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
 from ..memory_parts import draw_parts, predicted_today
 from ..overlap import streams_file

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ..tables import markdown_table, row_fields
 from ..view import OUTCOMES, Column, common_facts, show, value_of
 

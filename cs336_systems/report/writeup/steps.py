@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from ...bench.case import Row
+from ...bench.row import Row
 from .claims import Evidence, is_alike, of_2026, one_setting, p50, peak, percent
 
 SETTING = ("devices", "size", "context_length", "batch_size", "precision")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...bench.case import Row
+from ...bench.row import Row
 from ..view import machine
 from .claims import Evidence, gib, listing, ms, of_each_size, p50, peak, percent, span
 from .steps import (

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...bench.case import Row
-from ...model_config import MODEL_SIZES
+from ...bench.row import Row
+from ...config.model import MODEL_SIZES
 from ...planner.rows import is_of_cpu
 from ..view import Spread, latest, table
 from ..views import VIEWS

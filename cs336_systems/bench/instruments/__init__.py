@@ -1,0 +1,1 @@
+"""Instruments that the benchmarks measure with: clocks, traces, memory counters."""

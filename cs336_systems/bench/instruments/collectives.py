@@ -1,0 +1,142 @@
+"""Repeats one collective on all ranks: the time of a call, and the bandwidth that it means.
+
+Calls follow one another without a pause, as a strategy's do. Each is timed from the end of the previous one to its own
+end, on a GPU by events, so that host time shows only where the host is slower than the transfer.
+"""
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...parallel import comm
+from ...parallel.failure import named
+from ...training.metrics import summarise
+from .timing import wait_for
+
+Collective = Callable[[], Any]
+_FEWEST_CALLS = 3
+# Before PyTorch 2.13 they have other names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: the bytes that a link carries for each byte of the buffer.
+
+    2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast (NCCL-tests,
+    doc/PERFORMANCE.md). So bus bandwidth can be compared with a link's, whatever the number of ranks.
+    """
+    share = (world_size - 1) / world_size
+    return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "broadcast": 1.0}[collective]
+
+
+def bandwidths(collective: str, world_size: int, nbytes: int, time_ms: float) -> dict[str, float]:
+    """Algorithm and bus bandwidth in bytes/s of a call on a buffer of nbytes.
+
+    As in NCCL-tests, the buffer is the larger one: each rank's input to a reduce-scatter, its output of an all-gather.
+    """
+    algorithm = nbytes / (time_ms / 1e3)
+    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * bus_factor(collective, world_size)}
+
+
+def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor, Tensor]:
+    """A call of the collective on float32 numbers, its larger buffer, and the input of each rank.
+
+    The buffer has nbytes, or a few more if they do not divide evenly. The call has been made once and its result
+    checked; RuntimeError if it was wrong.
+    """
+    n, rank, numbers = comm.world_size(), comm.rank(), -(-nbytes // 4)
+    divides = collective in ("reduce-scatter", "all-gather")
+    piece = torch.empty(-(-numbers // n) if divides else 0, device=device)
+    whole = torch.empty(len(piece) * n if divides else numbers, device=device)
+    call, given, got, right = {
+        "all-reduce": (lambda: dist.all_reduce(whole), whole, whole, n * (n + 1) / 2),
+        "reduce-scatter": (lambda: _reduce_scatter(piece, whole), whole, piece, n * (n + 1) / 2),
+        "all-gather": (lambda: _all_gather(whole, piece), piece, whole, None),
+        "broadcast": (lambda: dist.broadcast(whole, 0), whole, whole, 1.0),
+    }[collective]
+    given.fill_(rank + 1)
+    call()
+    ends = got[[0, -1]].tolist()
+    if ends != ([1.0, float(n)] if right is None else [right, right]):
+        raise RuntimeError(f"{collective} over {n} ranks has given {ends}")
+    return call, whole, given
+
+
+def refill(given: Tensor) -> None:
+    """Fill with tiny random numbers, because an all-reduce adds up its own results again, which grow with each call."""
+    given.uniform_(1, 2).mul_(2.0**-126)
+
+
+def most_calls(collective: str, world_size: int) -> int:
+    """How many calls may follow a `refill` before numbers are too large for float32."""
+    return int(250 / math.log2(world_size)) if collective == "all-reduce" else sys.maxsize
+
+
+def time_calls(call: Collective, given: Tensor, count: int) -> list[float]:
+    """The times in ms of consecutive calls, after an untimed one in which the ranks may have waited for each other."""
+    device = given.device
+    refill(given)
+    comm.barrier("start of the calls")
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for event in events:
+            call()
+            event.record()
+        wait_for(device)
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
+    ends = []
+    for _ in range(count + 1):
+        call()
+        ends.append(time.perf_counter())
+    return [(end - begin) * 1e3 for begin, end in itertools.pairwise(ends)]
+
+
+def affordable(call_ms: float, warmup: int, calls: int, budget_s: float) -> tuple[int, int]:
+    """Numbers of warm-up and measured calls: in a quarter of the seconds, at least 1; in the rest, at least 3."""
+    most = budget_s * 1e3 / max(call_ms, 1e-3)
+    return max(1, min(warmup, int(most / 4))), max(_FEWEST_CALLS, min(calls, int(most * 3 / 4)))
+
+
+def measure_collective(
+    collective: str, nbytes: int, device: torch.device, warmup: int, calls: int, budget_s: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ran, and its metrics, the same on all ranks: times of the slowest rank, medians of all ranks.
+
+    Warm-up and calls together take at most about budget_s: slow collectives get fewer calls, but at least 3.
+    """
+    with named(f"{collective} of {nbytes} bytes"):
+        call, buffer, given = prepare(collective, nbytes, device)
+        estimate = max(comm.gather_objects(time_calls(call, given, 1)[0], "the time of one call"))
+        most = most_calls(collective, comm.world_size()) - 1
+        warmup, calls = affordable(estimate, min(warmup, most), min(calls, most), budget_s)
+        time_calls(call, given, warmup)
+        times = time_calls(call, given, calls)
+    metrics = of_ranks(comm.gather_objects(times, "times of the calls"))
+    metrics |= bandwidths(collective, comm.world_size(), buffer.nbytes, metrics["time_ms"]["p50"])
+    backend = dict(each.split(":") for each in dist.get_backend_config().split(","))[device.type]
+    exact = collective in ("all-reduce", "broadcast")
+    ran = {"collective": collective, "bytes": buffer.nbytes if exact else nbytes, "buffer_bytes": buffer.nbytes}
+    return ran | {"world_size": comm.world_size(), "backend": backend, "dtype": "float32"}, metrics
+
+
+def of_ranks(times: list[list[float]]) -> dict[str, Any]:
+    """Metrics from the times of each rank: those of the rank with the longest median, and the spread of medians."""
+    summaries = [summarise(each) for each in times]
+    medians = [summary["p50"] for summary in summaries]
+    slowest = medians.index(max(medians))
+    return {
+        "time_ms": summaries[slowest],
+        "times_ms": times[slowest],
+        "calls": len(times[slowest]),
+        "slowest_rank": slowest,
+        "ranks_ms": medians,
+        "spread_ms": max(medians) - min(medians),
+    }

@@ -1,0 +1,175 @@
+"""The profile `kernels` by NVIDIA Nsight Systems: runs a step under `nsys profile`, reads it with `nsys stats`.
+
+`nsys profile` runs this file: `python -m cs336_systems.bench.profiling.nsys CONFIG_JSON FACTS_FILE`.
+
+`nvtx_kern_sum` counts a kernel in every range that contains its launch on the same thread. The backward pass has a
+thread of its own, so backward is everything outside the other phases, and its attention is not split. Copies are not in
+these reports. Source: the descriptions of the reports in the Nsight Systems post-collection analysis guide.
+"""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..workload import Workload
+from .annotated import ATTENTION_RANGES
+from .kernels import KernelProfile, Profiled, attention_operations, wall_times, warm_bench
+from .summary import KernelTotal, kernel_metrics
+from .trace import OUTSIDE
+
+_RANGE, _NAMES = "NVTX Range", ("Kernel Name", "Name")
+_COUNTS, _TIME = ("Kern Inst", "Instances"), "Total Time (ns)"
+
+
+def check_nsys(device: torch.device) -> None:
+    """Raise ValueError if Nsight Systems is not installed, or does not see this kind of device."""
+    if shutil.which("nsys") is None:
+        raise ValueError("tool is 'nsys', which is not on the PATH: install Nsight Systems, or use --tool torch")
+    if device.type != "cuda":
+        raise ValueError(f"tool is 'nsys', which sees GPUs only, and device is {device.type!r}: use --tool torch")
+
+
+def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
+    """The command that profiles one mode: `nsys profile` of this module, after the warm-up. Writes nsys_MODE.*."""
+    fields = asdict(config.workload_of(mode))
+    changed = {name: value for name, value in fields.items() if value != getattr(Workload(), name)}
+    given = json.dumps({"workload": changed, "warmup": config.warmup, "steps": config.steps})
+    program = [sys.executable, "-m", "cs336_systems.bench.profiling.nsys", given, str(out / f"nsys_{mode}.json")]
+    return [*record_command(out / f"nsys_{mode}"), *program]
+
+
+def record_command(out: Path) -> list[str]:
+    """What to put before a command to record it between its calls of cudaProfilerStart and -Stop."""
+    return [
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx",
+        "--cuda-memory-usage=true",  # a line of its own below the kernels when a person opens the recording
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--force-overwrite=true",
+        f"--output={out}",
+    ]
+
+
+def stats_command(report: str, recorded: Path) -> list[str]:
+    """The command that prints a report of a recording as CSV."""
+    return ["nsys", "stats", f"--report={report}", "--format=csv", "--force-export=true", str(recorded)]
+
+
+def profile_with_nsys(config: KernelProfile, mode: str, out: Path) -> Profiled:
+    """Profile one mode under `nsys profile`; the recording is `nsys_MODE.nsys-rep` in `out`."""
+    _output(nsys_command(config, mode, out))
+    recorded = out / f"nsys_{mode}.nsys-rep"
+    kernels, ranges = (_output(stats_command(name, recorded)) for name in ("cuda_gpu_kern_sum", "nvtx_kern_sum"))
+    facts = json.loads((out / f"nsys_{mode}.json").read_text())
+    totals = nsys_totals(kernels, ranges, mode, config.steps)
+    metrics = facts["times"] | {
+        "profiled_wall_ms": None,
+        "kernel_ms": sum(total.ms for total in totals),
+        "busy_ms": None,
+        "streams": None,
+        "attention_operations": attention_operations(config.workload),
+    }
+    return facts["ran"] | {"tool": "nsys"}, metrics | kernel_metrics(totals, mode), totals
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints.
+
+    If it fails, raises OutOfMemoryError with the line that says so, which lines of nsys and libraries may follow, or
+    else RuntimeError with the last line.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        for line in f"{done.stderr}\n{done.stdout}".splitlines():
+            if "out of memory" in line.lower():
+                raise torch.OutOfMemoryError(line.strip())
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise RuntimeError(f"{' '.join(command[:2])} ended with code {done.returncode}: {' '.join(said)}")
+    return done.stdout
+
+
+def nsys_totals(kernels: str, ranges: str, mode: str, steps: int) -> list[KernelTotal]:
+    """Kernel totals per step, from the CSV of `cuda_gpu_kern_sum` and of `nvtx_kern_sum`; times there are in ns.
+
+    Raises ValueError for a text that is not such a CSV.
+    """
+    rows, rest = _read_csv(ranges), _sum_by_name(_read_csv(kernels))
+    found: dict[tuple[str, str | None], dict[str, list[float]]] = {}
+    for phase in ("forward", "optimizer"):
+        found[phase, None] = _sum_by_name([row for row in rows if _range_of(row) == phase])
+        _subtract(rest, found[phase, None])
+    # A forward pass that checkpointing repeats has the same ranges, on the thread of the backward pass.
+    threads = {row.get("TID") for row in rows if _range_of(row) == "forward"}
+    for part in ATTENTION_RANGES:
+        inside = [row for row in rows if _range_of(row) == part and row.get("TID") in threads]
+        found["forward", part] = _sum_by_name(inside)
+        _subtract(found["forward", None], found["forward", part])
+    found[OUTSIDE if mode == "forward" else "backward", None] = rest
+    totals = [
+        KernelTotal(name, phase, part, count / steps, ns / 1e6 / steps)
+        for (phase, part), sums in found.items()
+        for name, (count, ns) in sums.items()
+        if count > 0
+    ]
+    return sorted(totals, key=lambda total: -total.ms)
+
+
+def _read_csv(text: str) -> list[dict[str, str]]:
+    """The rows of a report, without the lines that nsys prints before it."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        if _TIME in line and any(name in line for name in _NAMES):
+            return list(csv.DictReader(filter(None, lines[i:])))
+    raise ValueError(f"nsys stats has printed no CSV with {_TIME!r} and a name: {' '.join(lines[-1:])!r}")
+
+
+def _range_of(row: dict[str, str]) -> str:
+    return (row.get(_RANGE) or "").lstrip(":")  # the domain is before the colon, and PyTorch's has no name
+
+
+def _sum_by_name(rows: list[dict[str, str]]) -> dict[str, list[float]]:
+    """Count and ns of each kernel."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        name, count = (next(row[key] for key in keys if key in row) for keys in (_NAMES, _COUNTS))
+        sums = found.setdefault(name, [0.0, 0.0])
+        sums[0] += float(count)
+        sums[1] += float(row[_TIME])
+    return found
+
+
+def _subtract(sums: dict[str, list[float]], part: dict[str, list[float]]) -> None:
+    for name, (count, ns) in part.items():
+        if name in sums:
+            sums[name] = [max(0.0, sums[name][0] - count), max(0.0, sums[name][1] - ns)]
+
+
+def main() -> None:
+    """Run the steps that `nsys profile` records; writes what ran and its times without recording."""
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    workload = Workload(**given.pop("workload"))
+    config = KernelProfile(workload=workload, modes=(workload.mode,), **given)
+    bench, annotated = warm_bench(config, workload.mode)
+    times = wall_times(bench, config.steps)
+    facts = {"ran": bench.read_back() | {"attention_ranges": annotated}, "times": times}
+    Path(sys.argv[2]).write_text(json.dumps(facts))
+    torch.cuda.profiler.start()
+    for _ in range(config.steps):
+        bench.step()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

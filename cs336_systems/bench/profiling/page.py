@@ -1,0 +1,79 @@
+"""Pages to zoom into, each a single HTML file that needs nothing but a browser; and the page of a memory history."""
+
+import functools
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...machine.files import write_whole
+from .history import History
+from .plot import COLORS
+from .timeline import code_lines, facts
+from .wording import size_text
+
+_FILES = Path(__file__).parent / "page"
+
+
+def write_page(history: History, path: Path, title: str, note: str, detail: int, min_bytes: int) -> None:
+    """Write the page. It at first draws the `detail` largest allocations of at least `min_bytes` one by one."""
+    scripts = ("stack.js", "axes.js", "page.js")
+    write_whole(path, fill_page("page.html", scripts, title, note, page_data(history, detail, min_bytes)))
+
+
+def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:
+    """A page of these files that contains some data and draws it; it needs nothing else, and no network."""
+    content = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": embedded_json(data)}
+    body = fill_template((_FILES / template).read_text(), content)
+    script = "".join((_FILES / name).read_text() for name in scripts)
+    return framed(title, body, (_FILES / "page.css").read_text(), script)
+
+
+def framed(title: str, body: str, style: str, script: str) -> str:
+    """A whole page around its body. The page may load nothing, so pictures are inside it."""
+    content = {"TITLE": html.escape(title), "BODY": body, "STYLE": style, "SCRIPT": script}
+    return fill_template((_FILES / "frame.html").read_text(), content)
+
+
+def fill_template(template: str, content: Mapping[str, str]) -> str:
+    """A template with its {{NAME}} filled in."""
+    before, *pieces = template.split("{{")
+    parts = [before]
+    for piece in pieces:  # one pass: text that is filled in is never searched for more places to fill
+        name, _, after = piece.partition("}}")
+        parts += [content[name], after]
+    return "".join(parts)
+
+
+def embedded_json(value: Any) -> str:
+    """JSON that is safe inside a script element: whatever its text says, nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"))  # ASCII
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def page_data(history: History, detail: int, min_bytes: int) -> dict[str, Any]:
+    """What the page draws: columns of numbers, one text per kind of allocation, and all that it shows as plain text."""
+    category = {name: i for i, name in enumerate(history.categories)}
+    texts: dict[str, int] = {}
+    labels = []
+    lines = functools.lru_cache(maxsize=None)(code_lines)
+    for a in history.allocations:
+        text = "\n".join(filter(None, (a.name, *lines(a.frames))))
+        labels.append(texts.setdefault(text, len(texts)))
+    found = facts(history)
+    return {
+        "categories": [{"name": name, "color": COLORS[name]} for name in history.categories],
+        "phases": history.phases,
+        "boundaries": history.boundaries,
+        "times_us": history.times_us,
+        "sizes": [a.size for a in history.allocations],
+        "starts": [a.start for a in history.allocations],
+        "ends": [a.end for a in history.allocations],
+        "kinds": [category[a.category] for a in history.allocations],
+        "labels": labels,
+        "texts": list(texts),
+        "detail": min(detail, sum(a.size >= min_bytes for a in history.allocations)),
+        "peak": f"peak {size_text(found['peak_bytes'])} in {found['peak_phase']} at {found['peak_ms']:.1f} ms",
+        "warnings": history.warnings,
+    }

@@ -1,0 +1,160 @@
+"""Records what a step does to memory: the allocator's own history on a GPU, tensors' storages on a CPU.
+
+Both write the same two files: `snapshot.pickle`, which pytorch.org/memory_viz opens as well, and `phases.json`.
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...machine.files import written_whole
+from ...machine.hardware import select_device
+from ..outcome import current_gpu_state
+from ..row import stamp
+from ..workload import Workbench, Workload
+from .phases import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, PHASES_FILE, SNAPSHOT_FILE, Held, Phases
+from .storages import StorageRecorder
+
+MAX_ENTRIES = 1_000_000
+
+
+class Recorder(Protocol):
+    """Records while it is entered; `save` writes the snapshot, and is called inside, after the step."""
+
+    def save(self, path: Path) -> None: ...
+
+
+def record(config: Workload, warmup: int, folder: Path) -> Phases:
+    """Run `warmup` steps, record one more, write both files; return what is in the second.
+
+    A step that runs out of memory is recorded up to that point. Raises ValueError for a negative warmup, and for a
+    compiled step on a CPU, where only operators called one by one can be seen.
+    """
+    if warmup < 0:
+        raise ValueError(f"warmup is {warmup}: it must be at least 0")
+    if config.compile and select_device(config.device).type == "cpu":
+        raise ValueError("compile is true: it must be false on a CPU, where storages are counted operator by operator")
+    bench = Workbench(config)
+    before = current_gpu_state()
+    _warm_up(bench, warmup)
+    on_gpu = bench.device.type == "cuda"
+    step = _Step(bench)
+    recorder = _allocator_history() if on_gpu else StorageRecorder(h[2] for h in held_tensors(bench))
+    with recorder as running:
+        error = step.run()
+        states = {"gpu_before": before, "gpu_after": current_gpu_state()}
+        running.save(folder / SNAPSHOT_FILE)
+    phases = Phases(
+        names=bench.phases[: len(step.boundaries_us)],
+        boundaries_us=tuple(step.boundaries_us),
+        held=tuple(step.held),
+        counts="allocator" if on_gpu else "storages",
+        max_entries=MAX_ENTRIES if on_gpu else None,
+        error=error,
+        config={**bench.read_back(), "warmup": warmup},
+        env=stamp() | {name: state for name, state in states.items() if state},
+        allocator=_allocator_peaks(bench.device) if on_gpu else {},
+    )
+    phases.save(folder / PHASES_FILE)
+    return phases
+
+
+def _warm_up(bench: Workbench, warmup: int) -> None:
+    """Run steps before the recorded one. One that runs out of memory is the last; the recorded step will show why."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for _ in range(warmup):
+            bench.step()
+    bench.model.zero_grad(set_to_none=True)
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize(bench.device)
+        torch.cuda.reset_peak_memory_stats(bench.device)
+
+
+class _Step:
+    """The recorded step, phase by phase, and what is noted at the boundaries."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self.bench = bench
+        self.boundaries_us: list[int] = []
+        self.held: list[Held] = []
+
+    def run(self) -> str | None:
+        """Run the step; return why it stopped early, if it did."""
+        bench = self.bench
+        try:
+            self._boundary()
+            loss = bench.forward()
+            self._boundary()
+            if "backward" in bench.phases:
+                bench.backward(loss)
+                self._boundary()
+            if "optimizer" in bench.phases:
+                bench.optimizer_step()
+                self._boundary()
+        except torch.OutOfMemoryError as error:
+            return str(error).splitlines()[0]
+        return None
+
+    def _boundary(self) -> None:
+        if self.bench.device.type == "cuda":  # so that the time of a phase is that of its work
+            torch.cuda.synchronize(self.bench.device)
+        mark_boundary(self.bench.device)
+        for category, name, tensor in held_tensors(self.bench):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and tensor.device.type == self.bench.device.type:
+                number = len(self.boundaries_us)
+                self.held.append(Held(boundary=number, address=storage.data_ptr(), category=category, name=name))
+        self.boundaries_us.append(time.time_ns() // 1000)
+
+
+def mark_boundary(device: torch.device) -> None:
+    """Leave a marker in the trace: an allocation, freed at once, known by this function's name in its stack."""
+    torch.empty(1, dtype=torch.uint8, device=device)
+
+
+def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
+    """Category, name and tensor of everything that a workload itself holds now."""
+    names: dict[Tensor, str] = {}
+    for name, parameter in bench.model.named_parameters():
+        names[parameter] = name
+        yield PARAMETERS, name, parameter.detach()
+        if parameter.grad is not None:
+            yield GRADIENTS, f"gradient of {name}", parameter.grad
+    for owner, state in () if bench.optimizer is None else bench.optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield OPTIMIZER, f"{key} of {names.get(owner, 'a parameter')}", value
+    for name, buffer in bench.model.named_buffers():
+        yield OTHER, f"buffer {name}", buffer
+    yield OTHER, "inputs", bench.inputs
+    yield OTHER, "targets", bench.targets
+
+
+@contextlib.contextmanager
+def _allocator_history() -> Iterator[Recorder]:
+    torch.cuda.memory._record_memory_history(None)  # whatever was recorded before is not of this step
+    # C++ frames too: the backward pass has no others.
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=MAX_ENTRIES)
+    try:
+        yield _AllocatorRecorder()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+class _AllocatorRecorder:
+    def save(self, path: Path) -> None:
+        with written_whole(path) as beside:
+            torch.cuda.memory._dump_snapshot(str(beside))
+
+
+def _allocator_peaks(device: torch.device) -> dict[str, int]:
+    stats: dict[str, Any] = torch.cuda.memory_stats(device)
+    names = {"allocated": "allocated_bytes", "requested": "requested_bytes", "reserved": "reserved_bytes"}
+    return {f"peak_{name}_bytes": int(stats[f"{key}.all.peak"]) for name, key in names.items()}

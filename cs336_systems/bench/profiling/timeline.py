@@ -1,0 +1,154 @@
+"""Active memory over time and its peak, as numbers: what the picture, the page and the row show."""
+
+import functools
+import re
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from .history import Allocation, History
+from .snapshot import Frame
+
+PROJECT = ("cs336_basics", "cs336_systems")
+_ROW_COLUMNS = 199  # of a row's timeline, of at most 399 moments
+_RECORDING = "cs336_systems/bench/profiling/"
+_AUTOGRAD = re.compile(r"\b(\w+Backward\d*|AccumulateGrad)::apply\(")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Bytes in use at each moment, by category (categories x moments) and all together."""
+
+    by_category: np.ndarray
+    total: np.ndarray
+
+    @property
+    def peak(self) -> int:
+        """The first moment at which most is in use."""
+        return int(self.total.argmax())
+
+
+def levels(history: History) -> Levels:
+    """Sum the allocations alive at each moment."""
+    change = np.zeros((len(history.categories), len(history.times_us) + 1), dtype=np.int64)
+    row = {category: i for i, category in enumerate(history.categories)}
+    for a in history.allocations:
+        change[row[a.category], a.start] += a.size
+        change[row[a.category], a.end] -= a.size
+    by_category = change[:, :-1].cumsum(axis=1)
+    return Levels(by_category, by_category.sum(axis=0))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What was in use at some moments of a recording, the peak among them: enough to draw it."""
+
+    ms: list[float]
+    """Times, on the host's clock, since the start of the step."""
+    in_use: dict[str, list[int]]
+    """Bytes at these times, for each category that was ever in use."""
+    phases: dict[str, list[float]]
+    """Where each phase begins and ends, in ms."""
+
+    def __post_init__(self) -> None:
+        if not self.ms or any(len(sizes) != len(self.ms) for sizes in self.in_use.values()):
+            raise ValueError(f"a timeline has {len(self.ms)} times: it must have some, and as many bytes a category")
+
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes of all categories together."""
+        return np.sum([np.zeros(len(self.ms), dtype=np.int64), *map(np.array, self.in_use.values())], axis=0)
+
+
+def timeline_of(history: History, columns: int) -> Timeline:
+    """The history at two moments per column, its highest and its last, and at the first of all: no peak is lost."""
+    active, ms = levels(history), np.array(history.times_us) / 1e3
+    moments = np.unique(np.append(_column_peaks(ms, active.total, columns), 0))
+    spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
+    return Timeline(
+        ms[moments].tolist(),
+        {c: active.by_category[i, moments].tolist() for i, c in enumerate(history.categories)
+         if active.by_category[i].any()},
+        {name: [float(ms[a]), float(ms[b])] for name, a, b in spans},
+    )  # fmt: skip
+
+
+def _column_peaks(times: np.ndarray, total: np.ndarray, columns: int) -> np.ndarray:
+    """Of the moments in each column, the highest and the last, in order."""
+    span = max(float(times[-1] - times[0]), 1e-9)
+    column = np.minimum(((times - times[0]) / span * columns).astype(np.int64), columns - 1)
+    ends = np.flatnonzero(np.append(np.diff(column), 1))
+    starts = np.append(0, ends[:-1] + 1)
+    highest = [start + int(total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
+    return np.unique(np.concatenate((highest, ends)))
+
+
+def facts(history: History, largest: int = 10) -> dict[str, Any]:
+    """The peak, its time and contents; the peak of each phase; the largest allocations, with the code that made them.
+
+    Also a `Timeline`, which a report draws, because it has the row and not the snapshot.
+    """
+    active = levels(history)
+    peak = active.peak
+    spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
+    return {
+        "peak_bytes": int(active.total[peak]),
+        "peak_phase": history.phase_at(peak),
+        "peak_ms": history.times_us[peak] / 1e3,
+        "at_peak_bytes": {c: int(active.by_category[i, peak]) for i, c in enumerate(history.categories)},
+        "phase_peak_bytes": {name: int(active.total[a : b + 1].max()) for name, a, b in spans},
+        "timeline": asdict(timeline_of(history, _ROW_COLUMNS)),
+        "allocations": len(history.allocations),
+        "allocated_bytes": sum(a.size for a in history.allocations if a.start > 0),
+        "largest": [describe(a, history) for a in sorted(history.allocations, key=lambda a: -a.size)[:largest]],
+        "warnings": list(history.warnings),
+    }
+
+
+def describe(a: Allocation, history: History) -> dict[str, Any]:
+    """An allocation in words: what it was, and the innermost lines of code that asked for it."""
+    return {
+        "bytes": a.size,
+        "phase": "before" if a.start == 0 else history.phase_at(a.start),
+        "category": a.category,
+        "name": a.name,
+        "code": code_lines(a.frames, most=2),
+    }
+
+
+def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
+    """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
+
+    The backward pass on a GPU runs in a thread without Python: there it is the operation that autograd went back
+    through, such as "autograd: MulBackward0", if the stack has PyTorch's C++ frames. Empty if nothing is known.
+    """
+    own: list[str] = []
+    others: list[str] = []
+    operations: list[str] = []
+    for frame in frames:
+        path = project_path(frame.file)
+        if path.startswith(_RECORDING):  # what lies further out is only how the recording was called
+            break
+        if path:
+            own.append(f"{path}:{frame.line} {frame.function}")
+        elif frame.file.endswith(".py") and not _is_library(frame.file):
+            others.append(f"{frame.file}:{frame.line} {frame.function}")
+        elif found := _AUTOGRAD.search(frame.function):
+            operations.append(f"autograd: {found[1]}")
+    return (own or others or operations)[:most]
+
+
+@functools.lru_cache(maxsize=10_000)  # a page asks for it once per frame, and files are few
+def project_path(file: str) -> str:
+    """A file's path from the project's package on; empty for other code."""
+    parts = PurePath(file.replace("\\", "/")).parts
+    starts = [i for i, part in enumerate(parts) if part in PROJECT]
+    return "/".join(parts[starts[-1] :]) if starts and file.endswith(".py") else ""
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_library(file: str) -> bool:
+    parts = PurePath(file.replace("\\", "/")).parts
+    return bool({"torch", "site-packages", *PROJECT} & set(parts)) or any(p.startswith("python3") for p in parts[:-1])

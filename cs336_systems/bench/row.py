@@ -1,0 +1,243 @@
+"""The row: one JSON object per measurement, the only place that tables, plots and docs take numbers from."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from ..machine.console import COMMAND
+from ..machine.files import write_whole
+from ..machine.hardware import environment
+
+logger = logging.getLogger(__name__)
+_BEGIN = b'{"case"'
+_STATUSES = ("ok", "oom", "error")
+_TYPES = {"case": str, "variant": str, "config": dict, "status": str, "metrics": dict, "env": dict}
+_JSON_NAMES = {str: "a string", dict: "an object", list: "a list", float: "a number"}
+_METRICS: dict[str, Any] = {
+    **dict.fromkeys(("step_ms", "time_ms", "forward_ms", "backward_ms", "optimizer_ms", "forward_backward_ms",
+                     "forward_sum_backward_ms", "phase_wall_ms", "phase_peak_bytes", "at_peak_bytes", "allocator",
+                     "attention_operations", "counted", "counted_parts", "parts", "predicted", "samples"),
+                    dict[str, float]),
+    **dict.fromkeys(("steps_ms", "times_ms", "ranks_ms", "first_grad_norms"), list[float]),
+    **dict.fromkeys(("timer", "dtype", "peak_phase", "categories_from", "counts"), str),
+    **dict.fromkeys(("attention", "dtypes", "moments", "ranks", "spans", "timeline"), dict),
+    **dict.fromkeys(("gathers", "largest", "tensors", "warnings"), list),
+    **dict.fromkeys(("counted_bytes", "streams"), object),  # of one type in one case, of another in another
+}  # fmt: skip
+"""The types of metrics that are not just a number. A time that was measured often is an object of its quantiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A measurement: what was run (`case`, `variant`, `config`), how it ended, what was measured, on what machine."""
+
+    case: str
+    variant: str
+    config: dict[str, Any]
+    status: Literal["ok", "oom", "error"] = "ok"
+    metrics: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=lambda: stamp())
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, cls in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, cls):
+                raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
+        lines = {"variant": self.variant} | {f"env.{name}": self.env.get(name) for name in ("command", "gpu", "commit")}
+        for name, line in lines.items():
+            is_line = line is None or (isinstance(line, str) and line.isprintable())
+            if not is_line or (name == "env.command" and line is not None and not line.strip()):
+                raise ValueError(f"{name} of a row is {line!r}: it must be a line of printable text")
+        if not isinstance(self.error, str | None):
+            raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")
+        if self.status not in _STATUSES:
+            raise ValueError(
+                f"status of a row of case {self.case!r}, variant {self.variant!r} is {self.status!r}: "
+                f"it must be one of {', '.join(_STATUSES)}"
+            )
+
+
+def stamp() -> dict[str, Any]:
+    """Machine, versions, commit and date, and the command if there was one."""
+    command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
+    return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """Of a command that has measured these: 1 where all are errors, else 0. Memory that is full is an outcome too."""
+    return int(bool(rows) and all(row.status == "error" for row in rows))
+
+
+def check_row_file(path: str | os.PathLike[str]) -> Path:
+    """Return the path if rows can be appended to the file. Raises ValueError naming `out` if they cannot."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"out is {str(path)!r}: it must be a file that can be written ({reason})") from error
+    return Path(path)
+
+
+def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
+    """Append a row to a JSON Lines file as a line of its own; a row that cannot be written whole leaves nothing.
+
+    instead_of: the row whose place it takes, if that is in the file. Processes that write to the same file take turns.
+    """
+    line = left = _line(row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _held(path) as file:
+        file.seek(0)
+        before = file.read()
+        last = before.rpartition(b"\n")[2]
+        if _is_cut(last):
+            before = before[: -len(last)]
+        elif last:
+            left = b"\n" + left
+        if instead_of is not None and (old := _line(instead_of)) in before:
+            write_whole(path, before.replace(old, line, 1))
+            return
+        length = file.truncate(len(before))
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except BaseException as error:
+            file.truncate(length)
+            if isinstance(error, OSError):  # it does not name the file by itself
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            raise
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(asdict(row)) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[Any]:
+    """Open a file to read and append, with its lock among the processes of this machine.
+
+    The file is opened again if another process has replaced it while this one waited. Unbuffered: closing must not
+    write again what failed.
+    """
+    while True:
+        with path.open("ab+", buffering=0) as file, _locked(file):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
+
+
+@contextlib.contextmanager
+def _locked(file: Any) -> Iterator[None]:
+    """Hold a file's lock among the processes of this machine; do nothing where there are no such locks."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+    yield
+
+
+def _is_cut(line: bytes) -> bool:
+    """Whether a last line is an incomplete row, as a killed process leaves it."""
+    if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSON Lines file. A last row that was cut short is left out, with a warning.
+
+    Raises ValueError naming file and line for any other line that is not a row, for a metric of another type than its
+    name says, and for one that is not finite in a row of status ok.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"row file {path} does not exist")
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise ValueError(f"row file {path} is {kind}: it must be a file with a row a line")
+    content = path.read_bytes()
+    lines = content.splitlines()
+    rows = []
+    for i, line in enumerate(lines):
+        try:
+            loaded = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if i == len(lines) - 1 and not content.endswith(b"\n") and _is_cut(line):
+                logger.warning("%s, line %d was cut short, left out", path, i + 1)
+                continue
+            raise ValueError(f"{path}, line {i + 1} is not JSON: {error}") from error
+        try:
+            rows.append(_row(loaded))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {i + 1}: {error}") from error
+    return rows
+
+
+def _row(loaded: Any) -> Row:
+    names = [f.name for f in fields(Row)]
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it must be an object with {', '.join(names)}")
+    for name in names:
+        if name not in loaded:
+            raise ValueError(f"a row has no {name}: it must have {', '.join(names)}")
+    for name in loaded:
+        if name not in names:
+            raise ValueError(f"a row has {name!r}: it must have {', '.join(names)} only")
+    row = Row(**loaded)
+    if complaint := mistyped(row.metrics):
+        raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has {complaint}")
+    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # in a failed row it may be the reason
+        raise ValueError(complaint)
+    return row
+
+
+def mistyped(metrics: dict[str, Any]) -> str | None:
+    """What is wrong with the first metric of another type than its name says; None if there is none.
+
+    A metric that is not known may be null, but not a number inside one. Values that are nested deeper are not checked.
+    """
+    for name, value in metrics.items():
+        kind = _METRICS.get(name, float)
+        outer, inner = get_origin(kind) or kind, get_args(kind)[-1:]
+        if not _is_a(value, outer):
+            holding = " of numbers" if inner else ""
+            return f"metrics.{name} {reprlib.repr(value)}: it must be {_JSON_NAMES[outer]}{holding}"
+        if inner and value is not None:
+            for key, part in value.items() if outer is dict else enumerate(value):
+                if part is None or not _is_a(part, *inner):
+                    return f"metrics.{name}.{key} {reprlib.repr(part)}: it must be {_JSON_NAMES[inner[0]]}"
+    return None
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value of JSON is of a kind, or null; an integer is a float too, and true is no number."""
+    if kind is float:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or isinstance(value, kind)
+
+
+def not_finite(metrics: dict[str, Any]) -> str | None:
+    """What is wrong with the first metric that is infinite or NaN; None if all are finite."""
+    left: list[tuple[str, Any]] = [("metrics", metrics)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} is {value!r}: it must be a finite number"
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        left += reversed([(f"{name}.{key}", part) for key, part in inside])
+    return None

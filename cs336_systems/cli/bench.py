@@ -1,0 +1,171 @@
+"""`cs336 bench CASE`: reads the case's options, measures, appends rows, and makes tables and plots of them."""
+
+import dataclasses
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config.checks import folder_to_write
+from ..machine.console import ended_in_order, say
+from .arguments import add_folder, make_parser, parse
+
+if TYPE_CHECKING:  # the rest brings PyTorch and is imported only to measure, so that --help is fast
+    from ..bench.case import Case
+    from ..bench.row import Row
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code. Raises ValueError for wrong arguments."""
+    from ..bench.cases import NAMES, get_case
+
+    if arguments and arguments[0] in NAMES:
+        return _run(get_case(arguments[0]), arguments[1:])
+    parser = make_parser("bench", "Measure, and write one row per measurement.")
+    parser.add_argument("case", choices=[*NAMES, "list"], help="What to measure; list names the cases.")
+    parse(parser, arguments)
+    for name in NAMES:
+        say(f"{name:<24} {get_case(name).about}")
+    return 0
+
+
+_LONGEST_S = 1e7
+
+
+def _run(case: "Case", arguments: Sequence[str]) -> int:
+    from ..bench.case import check_sized_for_gpu, configurations, differing, is_of
+    from ..bench.row import check_row_file, exit_code, read_rows
+    from ..bench.runner import rows_on_this_gpu
+    from ..report.outputs import write_into
+    from ..report.views import rows_table, write_views
+
+    options = parse(_parser(case, "--quick" in arguments), arguments)
+    names = [field.name for field in dataclasses.fields(case.config)]
+    named = {name: values for name in names if (values := getattr(options, name, None)) is not None}
+    given = {name: tuple(values) or (True,) for name, values in named.items()}
+    if not options.quick and case.quick_is_on_cpu:
+        for device in given.get("device", ("auto",)):
+            check_sized_for_gpu(f"bench {case.name}", device)
+    asked = _parsed(case, given)
+    beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in dataclasses.fields(case.config)
+              if field.metadata.get("beside") and field.name not in asked}  # fmt: skip
+    configs = configurations(case, asked, options.sweep, options.quick, beside)
+    folder = folder_to_write(options.out)
+    path = check_row_file(folder / f"{case.name}.jsonl")
+    if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
+        raise ValueError(f"timeout_s is {options.timeout_s:g}: it must be above 0 and at most {_LONGEST_S:g}")
+    say(f"{len(configs)} to measure; rows go to {path} as they come")
+    try:
+        rows = _measure(case, configs, path, options)
+    finally:
+        if not path.stat().st_size:  # nothing was left to measure, or nothing could be
+            path.unlink()
+    known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
+    there = rows_on_this_gpu(case, path) if options.resume else known
+    wanted = [row for row in there if any(is_of(row, config) for config in configs)]
+    swept = differing(configs)
+    say(f"\n{rows_table(wanted or rows, swept)}\n")
+    if options.quick:
+        say("A quick run shows that it works; its times mean little.")
+    if known:
+        files = ", ".join(map(str, write_into(folder, lambda to: write_views(known, to, swept))))
+        say(f"{len(known)} rows are in {path}; tables and plots of them all: {files}")
+    return exit_code(rows)
+
+
+def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> list["Row"]:
+    """Run the case and print each row as it comes."""
+    from ..bench.case import describe_among
+    from ..bench.runner import run_case
+
+    describe, rows = describe_among(configs), []
+    with ended_in_order(), _Progress() as progress:
+        settings: dict[str, Any] = {"resume": options.resume, "timeout_s": options.timeout_s, "progress": progress}
+        try:
+            for row in run_case(case, configs, path, isolated=False if options.quick else None, **settings):
+                rows.append(row)
+                say(f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}".strip() + _disturbed(row))
+        except KeyboardInterrupt:
+            say(f"stopped; the rows so far are in {path}, and --resume goes on from there")
+            raise
+    return rows
+
+
+def _disturbed(row: "Row") -> str:
+    """What to print after a row's outcome if the state of its GPU makes the times doubtful."""
+    before, after = (row.env.get(name, {}) for name in ("gpu_before", "gpu_after"))
+    slowed = ", ".join(after.get("slowed_by", []))
+    others = max(state.get("other_processes", 0) for state in (before, after))
+    text = f"; the GPU was slowed by {slowed}" if slowed else ""
+    return text + (f"; other processes on the GPU, which take its time: {others}" if others else "")
+
+
+def _parser(case: "Case", is_quick: bool) -> Any:
+    from docstring_parser import parse_from_object
+
+    from ..bench.case import value_type
+
+    parser = make_parser(f"bench {case.name}", case.about)
+    told = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
+            for param in parse_from_object(cls).params}  # fmt: skip
+    for field in dataclasses.fields(case.config):
+        known = field.metadata
+        quick = known.get("quick") if is_quick else ()
+        values = " ".join(str(_plain(value)) for value in quick or known.get("values", (field.default,)))
+        kind = str if field.metadata.get("parse") else value_type(case, field.name)
+        text = told.get(field.name) or field.name
+        text += "" if "(default:" in text else f" (default: {values})"
+        options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
+        count = "*" if kind is bool else "+"  # true, where no value is given
+        parser.add_argument(*options, nargs=count, type=kind, default=SUPPRESS, help=text)
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        type=str,
+        default=[],
+        help="Fields to sweep over their usual values, which for most fields are more than the default.",
+    )
+    parser.add_argument("--quick", action="store_true", help="A tiny run, seconds on a CPU; other options override it.")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="Skip what is already in the row file, or in one of the same name in a folder below.",
+    )
+    parser.add_argument(
+        "--timeout_s",
+        type=float,
+        default=None,
+        help="End a configuration that takes longer; of several measured together, their sum (default: no limit).",
+    )
+    add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
+    return parser
+
+
+def _parsed(case: "Case", given: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    readers = {field.name: field.metadata.get("parse") for field in dataclasses.fields(case.config)}
+    return {name: tuple(map(reader, values)) if (reader := readers[name]) else values for name, values in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+class _Progress:
+    """A progress bar with the time left, on a terminal only; elsewhere the lines of the rows must do."""
+
+    def __enter__(self) -> "_Progress":
+        import rich
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = rich.get_console()
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=None)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, count: int, what: str) -> None:
+        self._bar.update(self._task, completed=done, total=count, description=what)

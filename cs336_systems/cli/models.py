@@ -1,0 +1,75 @@
+"""Commands that use a trained model: `cs336 generate`, `cs336 export`, `cs336 import-hf`."""
+
+import sys
+from collections.abc import Sequence
+
+from ..config.run import SampleConfig
+from ..machine.console import visible
+from .arguments import make_parser, parse
+
+
+def generate(arguments: Sequence[str]) -> int:
+    """Run `cs336 generate`: print a sample; return the exit code."""
+    parser = make_parser("generate", "Sample from a trained model.")
+    parser.add_argument("run", type=str, help="Run folder or checkpoint.")
+    parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
+    parser.add_class_arguments(SampleConfig)
+    options = vars(parse(parser, arguments))
+    from ..machine.hardware import use_device
+    from ..training.load import load_model
+    from ..training.run import sample_text
+
+    device, run = use_device(options.pop("device")), options.pop("run")
+    sampling = SampleConfig(**options)
+    loaded = load_model(run)
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f"{loaded.checkpoint} was trained without a tokenizer, so it cannot take or give text (a run on token "
+            "files has one if --data.tokenizer names it)"
+        )
+    text = sample_text(loaded.build(device), loaded.tokenizer, sampling)
+    print(visible(text) if sys.stdout is not None and sys.stdout.isatty() else text)
+    return 0
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Run `cs336 export`; return the exit code."""
+    parser = make_parser("export", "Write a trained model in another format.")
+    parser.add_argument("run", type=str, help="Run folder or checkpoint.")
+    parser.add_argument(
+        "--format", choices=["hf"], default="hf", help="hf: a folder that LlamaForCausalLM.from_pretrained loads."
+    )
+    parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
+    parser.add_argument(
+        "--overwrite",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="Also replace a model in --out that is not an earlier export.",
+    )
+    options = parse(parser, arguments)
+    from cs336_basics.huggingface import check_export_folder
+
+    from ..training.load import export_run
+
+    if options.out is not None and not options.overwrite:
+        try:
+            check_export_folder(options.out)
+        except ValueError as error:
+            raise ValueError(f"{error}, or --overwrite true") from error
+    checkpoint, out = export_run(options.run, options.out)
+    print(f"{checkpoint} -> {out}")
+    return 0
+
+
+def import_hf(arguments: Sequence[str]) -> int:
+    """Run `cs336 import-hf`; return the exit code."""
+    parser = make_parser("import-hf", "Make a run folder from a Hugging Face Llama of the same architecture.")
+    parser.add_argument("folder", type=str, help="Folder with config.json and model.safetensors.")
+    parser.add_argument("--out", type=str, required=True, help="Run folder to make; train it with --init_from.")
+    options = parse(parser, arguments)
+    from ..training.load import import_run
+
+    print(f"{options.folder} -> {import_run(options.folder, options.out)}")
+    return 0

@@ -1,0 +1,90 @@
+"""Times some steps of any run in separate processes, so that a crash or a lack of memory takes down nothing else."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...bench.case import Case, row_config
+from ...bench.outcome import failed, measured
+from ...bench.ranks import launched
+from ...bench.row import Row
+from ...bench.turns import measure_in_turns
+from ...bench.worker import Worker, WorkerEndedError
+from ...config.run import RunConfig
+from .choice import Timing, Trial, TrialFailed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """A run whose steps are timed, on random weights and tokens."""
+
+    name: str
+    run: str
+    """The configuration of the run, as JSON."""
+    devices: int
+    device: str
+    """cpu or cuda."""
+    warmup: int
+    steps: int
+    rounds: int = 1
+    built_once: bool = False
+    is_alone: bool = False
+
+    def run_config(self) -> RunConfig:
+        """The configuration of the run."""
+        return RunConfig.from_dict(json.loads(self.run))
+
+
+def measure_on_rank(
+    configs: Sequence[StepTimes], device: torch.device, at_work: Callable[[StepTimes], None]
+) -> Iterator[Row]:
+    """Time each run together with the other ranks."""
+    for config, metrics in measure_in_turns(configs, device, at_work):
+        yield measured("speedrun", config.name, row_config(config), {}, metrics)
+
+
+CASE = Case(
+    name="speedrun",
+    about="Some steps of a run.",
+    module=__name__,
+    config=StepTimes,
+    variant=lambda config: config.name,
+    measure=launched(__name__),
+)
+
+
+_STEPS = {"cuda": (3, 10), "cpu": (1, 3)}
+"""Steps of a trial by device: before those that are measured, and measured."""
+
+
+def trial_s(step_s: float, device: str) -> float:
+    """How long the steps of a trial take, with the one that all ranks start together."""
+    return (sum(_STEPS[device]) + 1) * step_s
+
+
+def time_trial(trial: Trial, run: RunConfig, device: str, tell: Callable[[Row], None]) -> Timing | None:
+    """Time a trial's run on `device`, cpu or cuda; None if memory does not suffice. `tell` gets its row.
+
+    Raises TrialFailed for any other failure.
+    """
+    warmup, steps = _STEPS[device]
+    config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
+                       devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
+    try:
+        with Worker(CASE.module) as worker:  # which an interrupt ends at once, wherever it is
+            (row,) = worker.measure([config])
+    except WorkerEndedError as error:
+        row = failed(CASE.name, config.name, row_config(config), error)
+    tell(row)
+    if row.status == "error":
+        raise TrialFailed(row.error)
+    if row.status == "oom":
+        return None
+    metrics = row.metrics
+    return Timing(
+        step_s=metrics["step_ms"]["p50"] / 1e3,
+        startup_s=metrics["startup_s"],
+        peak_memory_bytes=metrics["peak_memory_bytes"],
+    )

@@ -1,0 +1,202 @@
+"""`cs336 train`: a JSON file and options become a RunConfig, which is trained."""
+
+import dataclasses
+import functools
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from ..config.data import DataConfig, without_derived_paths
+from ..config.model import SIZE_FIELDS, ModelConfig
+from ..config.run import (
+    CheckpointConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SampleConfig,
+    TrainConfig,
+    without_derived_rate,
+)
+from ..machine.console import launched_rank, program, say
+from .arguments import field_names, make_parser, parse, unknown_field
+
+_GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "train": TrainConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "sample": SampleConfig,
+    "log": LogConfig,
+}
+_EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
+
+
+@functools.cache  # otherwise reading the help out of the docstrings would take most of the time of each parse
+def train_parser() -> ArgumentParser:
+    """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
+    parser = make_parser("train", "Train a language model: text in, trained model out.")
+    parser.add_argument("--config", action="config", help="JSON file with any of the fields below.")
+    parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration and stop.")
+    parser.add_class_arguments(RunConfig, skip={"skip_data", *_GROUPS})
+    parser.add_argument(
+        "--skip_data",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="Use the token files as they are, and make none.",
+    )
+    for name, cls in _GROUPS.items():
+        parser.add_class_arguments(cls, name)
+    return parser
+
+
+def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
+    """The RunConfig that command-line arguments describe, and whether only to print it.
+
+    Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
+    """
+    parser = train_parser()
+    words = _config_files_first(list(arguments), parser)
+    try:
+        built = parse(parser, words)
+    except ValueError as error:
+        if not any(word.startswith(("--config", "--model")) for word in words) and "is missing" in str(error):
+            raise ValueError(f"{error}, or give --config FILE, such as configs/text.json") from error
+        raise
+    fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *_GROUPS)}
+    return RunConfig(**fields), built.print_config
+
+
+def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
+    """The arguments with --config moved to the front, so that fields on the command line win wherever they stand.
+
+    The name of each file is replaced by its fields, because a pipe can be read only once.
+    """
+    files, others = [], []
+    while arguments:
+        word = arguments.pop(0)
+        if word == "--config" and arguments:
+            files.append(arguments.pop(0))
+        elif word.startswith("--config="):
+            files.append(word.removeprefix("--config="))
+        else:
+            others.append(word)
+    read = [(Path(file), _read_config(Path(file), parser)) for file in files]
+    naming = [(path, content["run_dir"]) for path, content in read if "run_dir" in content]
+    given = {word.partition("=")[0] for word in others}
+    if naming and "--run_dir" not in given:
+        _check_run_dir(*naming[-1])
+    if "--model.size" in given:  # it says all of these
+        for _, content in read:
+            content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
+    return [word for _, content in read for word in ("--config", json.dumps(content))] + others
+
+
+def _is_of_run(file: Path) -> bool:
+    if file.name != "config.json":
+        return False
+    from ..training.folder import is_run
+
+    return is_run(file.parent)
+
+
+def _check_run_dir(file: Path, run_dir: Any) -> None:
+    """Raise ValueError for a run's config.json that lies in another folder than its run_dir: the run was moved."""
+    here = file.parent
+    if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != here.resolve():
+        raise ValueError(
+            f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
+            f"{shlex.quote(str(here))} to go on with it there, or another --run_dir for a new run"
+        )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict. Raises ValueError for a name given twice, because one value would be lost."""
+    counts = Counter(name for name, _ in pairs)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"it has {twice[0]!r} twice: it must be given once")
+    return dict(pairs)
+
+
+def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
+    """The fields of a file, without those that are to follow from others.
+
+    Raises ValueError or FileNotFoundError naming the file, and the field, if it cannot be used.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"config file {path} does not exist")
+    if path.is_dir():
+        raise ValueError(f"config file {path} is a folder: it must be a JSON file")
+    try:
+        # Editors on Windows put a byte-order mark in front.
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"config file {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"config file {path} does not hold a JSON object")
+    seen: set[str] = set()
+    for name, value in content.items():
+        if name in _GROUPS and not isinstance(value, dict):
+            raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
+        fields = [f"{name}.{key}" for key in value] if name in _GROUPS else [name]
+        for field in fields:
+            if field not in field_names(parser):
+                raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
+            if field in seen:
+                raise ValueError(f"config file {path} has {field!r} twice: it must be given once")
+            seen.add(field)
+    if "data" in content:
+        content["data"] = without_derived_paths(content["data"])
+    if "optimizer" in content:
+        content["optimizer"] = without_derived_rate(content["optimizer"])
+    if _is_of_run(path):
+        content.pop("resume", None)  # earlier versions kept here what one command was given
+    return content
+
+
+def load_config(path: str | Path, **overrides: Any) -> RunConfig:
+    """A RunConfig from a JSON file; fields are overridden by dotted name: load_config(p, **{"train.max_steps": 5})."""
+    arguments = [
+        f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in overrides.items()
+    ]
+    return parse_run_config(["--config", str(path), *arguments])[0]
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run `cs336 train`; return its exit code."""
+    config, print_only = parse_run_config(arguments)
+    if print_only:
+        print(json.dumps(config.to_dict(), indent=2))
+        return 0
+    from ..report.tables import summary
+    from ..training.pipeline import train
+
+    started = time.perf_counter()
+    result = train(config)
+    if launched_rank():  # one of several processes that torchrun has started
+        return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
+    if result.interrupted is not None:
+        # config.json has the number of processes if the command started them; torchrun has to be told again.
+        again = program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
+        command = f"{again} train --config {shlex.quote(f'{result.run_dir}/config.json')} --resume auto"
+        say(f"stopped by {result.interrupted} at step {result.step}; to go on: {command}")
+        return _EXIT_CODES[result.interrupted]
+    say(f"\n{summary(dataclasses.asdict(result))}")
+    if result.tokens_per_s is not None:
+        part = f", of steps {result.first_step:,} to {result.step:,}" if result.first_step > 1 else ""
+        say(f"speed            {result.tokens_per_s:,.0f} tokens/s{part}")
+    say(f"time             {time.perf_counter() - started:.0f} s")
+    if result.sample is not None:
+        prompt = "One day" if config.data.source in ("stories", "tinystories") else "The"
+        say(f'\nmore of it: {program()} generate {shlex.quote(result.run_dir)} --prompt "{prompt}"')
+    return 0

@@ -1,0 +1,91 @@
+"""The architecture in a configuration, and the named model sizes."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from cs336_basics.shape import ModelShape
+
+from .checks import check_types, require, require_at_least
+
+DEFAULT_VOCAB_SIZE = 10_000
+DEFAULT_CONTEXT_LENGTH = 256
+
+# The handout's table 1 (2025), its 10B and the 2026 leaderboard's model.
+MODEL_SIZES: dict[str, dict[str, int]] = {
+    "small": dict(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": dict(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": dict(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": dict(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7B": dict(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "10B": dict(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+    "8B": dict(
+        d_model=4096, d_ff=11008, num_layers=34, num_heads=32, vocab_size=151_936, context_length=32_768
+    ),
+}  # fmt: skip
+SIZE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
+"""What every named size gives."""
+SHAPE_FIELDS = ("vocab_size", "context_length", *SIZE_FIELDS)
+"""All that decides how many parameters there are and what a step computes: a ModelShape without rope_theta."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture: by name with `size`, or field by field."""
+
+    size: str | None = None
+    """Named size: small, medium, large, xl, 2.7B, 10B or 8B. Gives d_model, d_ff, num_layers and num_heads."""
+    vocab_size: int | None = None
+    """Size of the vocabulary, to which the tokenizer is also trained (default: the named size's, else 10,000)."""
+    context_length: int | None = None
+    """Tokens per sequence (default: the named size's, else 256)."""
+    d_model: int | None = None
+    """Width of the residual stream."""
+    d_ff: int | None = None
+    """Width of the feed-forward layer."""
+    num_layers: int | None = None
+    """Number of Transformer blocks."""
+    num_heads: int | None = None
+    """Number of attention heads; d_model / num_heads must be even."""
+    rope_theta: float = ModelShape.rope_theta
+    """Base of the rotary frequencies."""
+    attention: str = "auto"
+    """Attention kernel by its registered name, or a function of your own as module:function; auto is sdpa, PyTorch's
+    choice among its own kernels."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "model.")
+        preset: dict[str, int] = {}
+        if self.size is not None:
+            require(self.size in MODEL_SIZES, "model.size", self.size, f"one of {', '.join(MODEL_SIZES)}")
+            preset = MODEL_SIZES[self.size]
+        defaults = {"vocab_size": DEFAULT_VOCAB_SIZE, "context_length": DEFAULT_CONTEXT_LENGTH}
+        for name in SHAPE_FIELDS:
+            given = getattr(self, name)
+            if given is None:
+                object.__setattr__(self, name, preset.get(name, defaults.get(name)))
+            elif name in SIZE_FIELDS and name in preset and given != preset[name]:
+                raise ValueError(
+                    f"model.{name} is {given}, but model.size {self.size!r} means {preset[name]}: give the size, or "
+                    f"leave it out and give {', '.join(SIZE_FIELDS)}"
+                )
+            if getattr(self, name) is None:
+                raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
+        require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
+        require(0 < self.rope_theta < math.inf, "model.rope_theta", self.rope_theta, "above 0 and finite")
+        s = self.shape
+        accepted = "from 1 to 2^24, and at least 257 to train a tokenizer"
+        require(1 <= s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, accepted)
+        if s.d_model % s.num_heads:
+            raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
+        if (s.d_model // s.num_heads) % 2:
+            raise ValueError(
+                f"model.d_model / model.num_heads is {s.d_model // s.num_heads}: the size of a head must be even, "
+                "because rotary embedding turns pairs"
+            )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The resolved architecture, in which nothing is None."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelShape)}
+        return ModelShape(**values)
