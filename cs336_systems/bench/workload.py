@@ -23,7 +23,7 @@ from ..config.run import OptimizerConfig, TrainConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
 from ..planner.accounting import num_parameters
-from ..planner.forward import forward_peak_bytes
+from ..planner.forward_memory import forward_peak_bytes
 from ..planner.job import Job
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job

@@ -197,7 +197,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     from ..planner.accounting import num_parameters
     from ..planner.communication import collective_section, overhead_sections
-    from ..planner.plots import plot_overhead
+    from ..planner.overhead_plot import plot_overhead
     from ..planner.rows import overheads_beside
 
     world_size = options.world_size

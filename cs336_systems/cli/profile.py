@@ -12,9 +12,9 @@ from ..machine.console import say
 from .arguments import add_folder, make_parser, parse
 
 if TYPE_CHECKING:  # these bring PyTorch and are imported only to profile, so that --help is fast
-    from ..bench.profiling.kernels import KernelProfile, Tool
-    from ..bench.profiling.several import Profile
-    from ..bench.profiling.summary import KernelTotal
+    from ..bench.profiling.isolated_profile import IsolatedProfile
+    from ..bench.profiling.kernel_profile import KernelProfile, Tool
+    from ..bench.profiling.kernel_totals import KernelTotal
     from ..bench.row import Row
     from ..bench.workload import Workload
 
@@ -32,7 +32,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 def _kernels(arguments: Sequence[str]) -> int:
     from ..bench.case import check_sized_for_gpu
-    from ..bench.profiling.kernels import MODES, QUICK, KernelProfile
+    from ..bench.profiling.kernel_profile import MODES, QUICK, KernelProfile
 
     parser = make_parser("profile kernels", "Where the time of a forward pass and a training step goes, by kernel.")
     _add_workload(parser, "size", "context_length", "precision")
@@ -64,7 +64,7 @@ def _kernels(arguments: Sequence[str]) -> int:
 
 def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) -> int:
     from ..bench.profiling import nsys
-    from ..bench.profiling.kernels import profile_with_torch
+    from ..bench.profiling.kernel_profile import profile_with_torch
     from ..bench.row import check_row_file, exit_code
 
     tools = {"torch": profile_with_torch, "nsys": nsys.profile_with_nsys}
@@ -83,8 +83,8 @@ def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) 
 
 
 def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) -> "list[Row]":
-    from ..bench.profiling.kernels import measure
-    from ..bench.profiling.summary import KERNELS_FILE, write_kernels
+    from ..bench.profiling.kernel_profile import measure
+    from ..bench.profiling.kernel_totals import KERNELS_FILE, write_kernels
 
     rows: list[Row] = []
     kernels: dict[str, list[KernelTotal]] = {}
@@ -97,12 +97,12 @@ def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) ->
 
 
 def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", out: Path) -> int:
-    from ..bench.profiling.kernels import CASE, profile_alone
-    from ..bench.profiling.several import Profile
+    from ..bench.profiling.isolated_profile import IsolatedProfile
+    from ..bench.profiling.kernel_profile import CASE, profile_alone
     from ..report.profile_plots import plot_shares
 
     profiles = [
-        Profile(
+        IsolatedProfile(
             case=CASE,
             workload=config.workload_of(mode),
             run=functools.partial(profile_alone, dataclasses.replace(config, modes=(mode,)), tool),
@@ -119,9 +119,9 @@ def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", o
     return _profile_each(profiles, draw, "kernels.csv, shares.png and a trace")
 
 
-def _profile_each(profiles: "Sequence[Profile]", finish: "Callable[[Row, Path], object]", files: str) -> int:
+def _profile_each(profiles: "Sequence[IsolatedProfile]", finish: "Callable[[Row, Path], object]", files: str) -> int:
     """Profile several, print each outcome as it comes and finally a table of all; the exit code is as in `bench`."""
-    from ..bench.profiling.several import profile_each
+    from ..bench.profiling.isolated_profile import profile_each
     from ..bench.row import exit_code
     from ..report.views import rows_table
 
@@ -162,7 +162,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
 
 def _memory(arguments: Sequence[str]) -> int:
     from ..bench.case import check_sized_for_gpu
-    from ..bench.profiling import memory
+    from ..bench.profiling import memory_profile as memory
     from ..bench.row import exit_code
 
     parser = _memory_parser("--quick" in arguments)
@@ -191,19 +191,21 @@ def _memory(arguments: Sequence[str]) -> int:
 
 
 def _profile_memory_of_each(workloads: "Sequence[Workload]", out: Path, how: dict[str, Any]) -> int:
-    from ..bench.profiling import memory
-    from ..bench.profiling.several import Profile
+    from ..bench.profiling import memory_profile as memory
+    from ..bench.profiling.isolated_profile import IsolatedProfile
 
     memory.check_out(out / memory.ROWS_FILE)
     profiles = [
-        Profile(case=memory.CASE, workload=each, run=functools.partial(memory.profile, each, **how), out=out.resolve())
+        IsolatedProfile(
+            case=memory.CASE, workload=each, run=functools.partial(memory.profile, each, **how), out=out.resolve()
+        )
         for each in workloads
     ]
     return _profile_each(profiles, _write_summary, f"{memory.PAGE_FILE}, {memory.PICTURE_FILE}, {memory.SUMMARY_FILE}")
 
 
 def _write_summary(row: "Row", folder: Path) -> str:
-    from ..bench.profiling import memory
+    from ..bench.profiling import memory_profile as memory
     from ..report.memory_tables import memory_summary
 
     text = memory_summary(row)
@@ -238,7 +240,7 @@ def _add_workload(parser: Any, *several: str) -> None:
     """Add a workload's fields as options: those in `several` take one or more values, others of SEVERAL are omitted."""
     from docstring_parser import parse_from_object
 
-    from ..bench.profiling.several import SEVERAL
+    from ..bench.profiling.isolated_profile import SEVERAL
     from ..bench.workload import Workload
 
     parser.add_class_arguments(Workload, skip=set(SEVERAL))
@@ -253,7 +255,7 @@ def _add_workload(parser: Any, *several: str) -> None:
 
 def _in_lists(defaults: dict[str, Any]) -> dict[str, Any]:
     """Defaults in the form of the options of `_add_workload`: lists for the fields in SEVERAL."""
-    from ..bench.profiling.several import SEVERAL
+    from ..bench.profiling.isolated_profile import SEVERAL
 
     return {name: [value] if name in SEVERAL else value for name, value in defaults.items()}
 

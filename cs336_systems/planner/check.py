@@ -9,10 +9,10 @@ from typing import Any
 from ..config.model import ModelConfig
 from .accounting import matmul_parameters
 from .cards import CARDS, Card
-from .cases import NO_STEPS, measured_memory
 from .communication import collective_seconds
 from .comparison import AIMS, HELD_BEFORE_BACKWARD, PEAK, PEAKS, Comparison, error, verdict_lines
 from .job import Job
+from .measured_memory import NO_STEPS, measured_memory
 from .memory import WORKSPACE
 from .rows import Measured, card_of, is_forward, is_of_cpu, job_of, positive
 from .step import step_seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, PARTS
 from ..bench.profiling.phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
-from ..bench.profiling.plot import COLORS
+from ..bench.profiling.timeline_plot import COLORS
 from ..bench.row import Row
 from ..planner.activations import counted_activations
 from ..planner.memory import part_bytes

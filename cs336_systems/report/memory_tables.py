@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..bench.profiling.wording import note_of, size_text, title_of
+from ..bench.profiling.captions import note_of, size_text, title_of
 from ..bench.row import Row
 from .tables import markdown_table, row_fields
 from .view import OUTCOMES, grouped, latest, machine

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.profiling.plot import timeline_figure
+from ..bench.profiling.captions import title_of
 from ..bench.profiling.timeline import Timeline
-from ..bench.profiling.wording import title_of
+from ..bench.profiling.timeline_plot import timeline_figure
 from ..bench.row import Row
 from .memory_tables import KEYS, SHOWN
 from .pictures import save_picture

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.profiling.classes import CLASSES
+from ..bench.profiling.kernel_classes import CLASSES
 from ..bench.row import Row
 from .pictures import save_picture
 from .profile_tables import setting

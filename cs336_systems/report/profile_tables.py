@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..bench.profiling.annotated import SCORES, SOFTMAX, VALUES
-from ..bench.profiling.classes import CLASSES
+from ..bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
+from ..bench.profiling.kernel_classes import CLASSES
 from ..bench.row import Row
 from ..config.model import DEFAULT_VOCAB_SIZE, MODEL_SIZES
 from .tables import markdown_table, row_fields

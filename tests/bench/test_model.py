@@ -14,7 +14,7 @@ from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
 from cs336_systems.bench.instruments import timing
 from cs336_systems.bench.instruments.timing import Stopwatch
-from cs336_systems.bench.profiling import memory
+from cs336_systems.bench.profiling import memory_profile as memory
 from cs336_systems.bench.row import Row
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import profile as profile_command

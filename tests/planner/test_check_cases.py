@@ -23,7 +23,7 @@ from cs336_systems.planner.comparison import (
     error,
     verdict_lines,
 )
-from cs336_systems.planner.forward import forward_moments, forward_peak_bytes
+from cs336_systems.planner.forward_memory import forward_moments, forward_peak_bytes
 from cs336_systems.planner.job import Job
 
 from ..distributed import run_ranks

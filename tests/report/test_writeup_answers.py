@@ -12,7 +12,7 @@ import pytest
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.instruments.memory_moments import INITIALISED, MOMENTS
-from cs336_systems.bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from cs336_systems.bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.cli.report import make_report
 from cs336_systems.planner.memory import part_bytes

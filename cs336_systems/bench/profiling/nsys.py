@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ..workload import Workload
-from .annotated import ATTENTION_RANGES
-from .kernels import KernelProfile, Profiled, attention_operations, wall_times, warm_bench
-from .summary import KernelTotal, kernel_metrics
-from .trace import OUTSIDE
+from .annotated_attention import ATTENTION_RANGES
+from .kernel_profile import KernelProfile, Profiled, attention_operations, wall_times, warm_bench
+from .kernel_totals import KernelTotal, kernel_metrics
+from .kernel_trace import OUTSIDE
 
 _RANGE, _NAMES = "NVTX Range", ("Kernel Name", "Name")
 _COUNTS, _TIME = ("Kern Inst", "Instances"), "Total Time (ns)"

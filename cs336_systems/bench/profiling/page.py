@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...machine.files import write_whole
+from .captions import size_text
 from .history import History
-from .plot import COLORS
 from .timeline import code_lines, facts
-from .wording import size_text
+from .timeline_plot import COLORS
 
 _FILES = Path(__file__).parent / "page"
 

@@ -19,7 +19,7 @@ from ..outcome import current_gpu_state
 from ..row import stamp
 from ..workload import Workbench, Workload
 from .phases import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, PHASES_FILE, SNAPSHOT_FILE, Held, Phases
-from .storages import StorageRecorder
+from .storage_recorder import StorageRecorder
 
 MAX_ENTRIES = 1_000_000
 

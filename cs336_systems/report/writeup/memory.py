@@ -370,6 +370,6 @@ PROBLEMS = (
         ),
         working=residual_working,
         plan=f"plan activation --size {XL_2026} --context {CONTEXT} --precision fp32 --attention naive",
-        code=("cs336_systems/bench/profiling/memory.py", "cs336_systems/bench/cases/residuals.py"),
+        code=("cs336_systems/bench/profiling/memory_profile.py", "cs336_systems/bench/cases/residuals.py"),
     ),
 )

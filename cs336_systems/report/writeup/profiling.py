@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...bench.profiling.annotated import SCORES, SOFTMAX, VALUES
+from ...bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from ...bench.row import Row
 from ...planner.rows import card_of, is_of_cpu
 from ..profile_plots import plot_shares
@@ -338,6 +338,6 @@ PROBLEMS = (
             says(each, "profile-kernels")
             for each in (profiled_time, longest_kernel, other_kernels, products_share, softmax_and_products)
         ),
-        code=("cs336_systems/bench/profiling/kernels.py", "cs336_systems/bench/profiling/nsys.py"),
+        code=("cs336_systems/bench/profiling/kernel_profile.py", "cs336_systems/bench/profiling/nsys.py"),
     ),
 )

@@ -1,0 +1,121 @@
+"""Kernels in numbers: totals per kernel, shares per class, and what attention consists of."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..instruments.intervals import length, merge
+from .annotated_attention import ATTENTION_RANGES
+from .kernel_classes import CLASSES, kernel_class
+from .kernel_trace import OUTSIDE, Kernel
+
+KERNELS_FILE = "kernels.csv"
+TOP = 10
+# The spans into which a step of each mode is divided, and the phases that count in each span.
+SPANS: dict[str, dict[str, tuple[str, ...]]] = {
+    "forward": {"inference": ("forward", OUTSIDE)},
+    "forward_backward": {
+        "forward": ("forward",),
+        "backward": ("backward",),
+        "forward + backward": ("forward", "backward", OUTSIDE),
+    },
+    "train_step": {
+        "forward": ("forward",),
+        "backward": ("backward",),
+        "optimizer": ("optimizer",),
+        "forward + backward": ("forward", "backward"),
+        "training step": ("forward", "backward", "optimizer", OUTSIDE),
+    },
+}
+
+
+@dataclass(frozen=True)
+class KernelTotal:
+    """All calls of one kernel in one phase and range of attention: how many per step, and how long together."""
+
+    name: str
+    phase: str
+    part: str | None
+    calls: float
+    ms: float
+
+    @property
+    def kind(self) -> str:
+        """Its class, one of CLASSES."""
+        return kernel_class(self.name, self.phase)
+
+
+def add_up(kernels: Iterable[Kernel], steps: int) -> list[KernelTotal]:
+    """The totals per step of what ran in `steps` steps, the longest first."""
+    found: dict[tuple[str, str, str | None], list[float]] = {}
+    for kernel in kernels:
+        found.setdefault((kernel.name, kernel.phase, kernel.part), []).append(kernel.duration_us)
+    totals = [KernelTotal(*key, len(times) / steps, sum(times) / 1e3 / steps) for key, times in found.items()]
+    return sorted(totals, key=lambda total: -total.ms)
+
+
+def busy_ms(kernels: Iterable[Kernel], steps: int) -> float:
+    """How long of a step at least one kernel was running; what overlaps on several streams counts once."""
+    return length(merge((k.start_us, k.start_us + k.duration_us) for k in kernels)) / 1e3 / steps
+
+
+def span_metrics(totals: Iterable[KernelTotal], phases: Sequence[str]) -> dict[str, Any]:
+    """Kernel time of some phases together, its classes in ms and as shares of 1, and the kernels with the most time."""
+    chosen = [total for total in totals if total.phase in phases]
+    whole = sum(total.ms for total in chosen)
+    of_class = {cls: sum(total.ms for total in chosen if total.kind == cls) for cls in CLASSES}
+    return {
+        "kernel_ms": whole,
+        "class_ms": of_class,
+        "share": {cls: ms / whole if whole else 0.0 for cls, ms in of_class.items()},
+        "top": _top(chosen, whole),
+    }
+
+
+def _top(totals: Iterable[KernelTotal], whole: float) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for total in totals:
+        sums = found.setdefault((total.name, total.kind), [0.0, 0.0])
+        sums[0] += total.calls
+        sums[1] += total.ms
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:TOP]
+    return [
+        {"kernel": name, "class": kind, "calls": calls, "ms": ms, "share": ms / whole if whole else 0.0}
+        for (name, kind), (calls, ms) in longest
+    ]
+
+
+def attention_metrics(totals: Iterable[KernelTotal]) -> dict[str, dict[str, dict[str, float]]]:
+    """Time inside attention in ms, by range, phase and class. Empty if no kernel is in a range of attention."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for total in totals:
+        if total.part in ATTENTION_RANGES:
+            of_class = found.setdefault(total.part, {}).setdefault(total.phase, {})
+            of_class[total.kind] = of_class.get(total.kind, 0.0) + total.ms
+    return found
+
+
+def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
+    """All numbers that follow from the kernels of a step in this mode."""
+    return {
+        "spans": {name: span_metrics(totals, phases) for name, phases in SPANS[mode].items()},
+        "outside_ms": sum(total.ms for total in totals if total.phase == OUTSIDE),
+        "attention": attention_metrics(totals),
+    }
+
+
+def write_kernels(path: Path, profiles: Mapping[str, Sequence[KernelTotal]]) -> None:
+    """Write all kernels of some modes as CSV: one line per kernel, phase and range, the longest first."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ("mode", "phase", "range", "class", "calls_per_step", "ms_per_step", "share_of_phase", "kernel")
+        )
+        for mode, totals in profiles.items():
+            phases = {phase: sum(t.ms for t in totals if t.phase == phase) for phase in {t.phase for t in totals}}
+            for t in totals:
+                share = t.ms / phases[t.phase] if phases[t.phase] else 0.0
+                numbers = f"{t.calls:g}", f"{t.ms:.6f}", f"{share:.6f}"
+                writer.writerow((mode, t.phase, t.part or "", t.kind, *numbers, t.name))

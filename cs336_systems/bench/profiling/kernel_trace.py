@@ -1,0 +1,138 @@
+"""Kernels from a trace, each with the phase and range that it belongs to.
+
+On a GPU, work runs after the host has launched it, so a kernel belongs to the range that contains its launch; kernel
+and launch have the same `correlation`. The backward pass is launched by a thread of its own. Its phase is decided by
+time alone. Its range of attention is that of the forward operation that it differentiates, according to the links
+(`fwdbwd`) that the profiler draws from autograd's sequence numbers.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..instruments.trace import Event, gpu_events
+from ..workload import PHASES
+from .annotated_attention import ATTENTION_RANGES
+
+OUTSIDE = "outside"
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+# What autograd does around its operators is host time, as is Python's.
+_AUTOGRAD = re.compile(r"^autograd::engine|torch::autograd::|Backward\d*$|^TorchDynamo|^AOTDispatcher|^Pregraph")
+
+Thread = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, copy or memset on a GPU; on a CPU an operator, without those that it calls.
+
+    `phase` is one of PHASES or OUTSIDE, `part` one of ATTENTION_RANGES or None. On a CPU `duration_us` is the
+    operator's own time, which may lie in pieces.
+    """
+
+    name: str
+    start_us: float
+    duration_us: float
+    phase: str
+    part: str | None = None
+    stream: str = ""
+
+
+def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
+    """Everything that the GPU did, in order of time. Raises RuntimeError for a trace without any kernel."""
+    where = _Ranges(events)
+    launches: dict[Any, Event] = {}
+    for event in events:
+        if event.get("cat") in _LAUNCH_CATEGORIES:
+            launches.setdefault(event.get("args", {}).get("correlation"), event)
+    found = []
+    for event in gpu_events(events):
+        args = event.get("args", {})
+        launch = launches.get(args.get("correlation"))
+        phase, part = (OUTSIDE, None) if launch is None else where.of(launch)
+        stream = f"{args.get('device')}:{args.get('stream')}"
+        found.append(Kernel(event["name"], event["ts"], event["dur"], phase, part, stream))
+    if not found:
+        raise RuntimeError("the profiler has recorded no GPU kernels: CUPTI, which it needs, cannot be used here")
+    return sorted(found, key=lambda kernel: kernel.start_us)
+
+
+def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
+    """The operators that a CPU ran, in order of time, each with the time that it did not spend in other operators.
+
+    The loops that TorchInductor generates for a CPU have no names; they count as the own time of its graphs.
+    """
+    where = _Ranges(events)
+    operators = [event for event in events if event.get("cat") == "cpu_op" and event.get("ph") == "X"]
+    return [
+        Kernel(event["name"], event["ts"], own, *where.of(event))
+        for event, own in _own_times(operators)
+        if not _AUTOGRAD.search(event["name"])
+    ]
+
+
+def _own_times(operators: Iterable[Event]) -> Iterator[tuple[Event, float]]:
+    """Operators in order of time, each with its duration minus that of the operators directly inside it."""
+    ordered = sorted(operators, key=lambda event: (event["ts"], -event["dur"]))
+    own = [float(event["dur"]) for event in ordered]
+    open_calls: dict[Thread, list[int]] = {}
+    for i, event in enumerate(ordered):
+        stack = open_calls.setdefault(_thread(event), [])
+        while stack and event["ts"] >= ordered[stack[-1]]["ts"] + ordered[stack[-1]]["dur"]:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= event["dur"]
+        stack.append(i)
+    yield from ((event, max(0.0, time)) for event, time in zip(ordered, own, strict=True))
+
+
+def _thread(event: Event) -> Thread:
+    return event.get("pid"), event.get("tid")
+
+
+class _Spans:
+    """Named spans of time on several threads, one after the other on each thread."""
+
+    def __init__(self, spans: Iterable[tuple[Thread, float, float, str]]) -> None:
+        self._of: dict[Thread, list[tuple[float, float, str]]] = {}
+        for thread, start, length, name in spans:
+            self._of.setdefault(thread, []).append((start, start + length, name))
+        for found in self._of.values():
+            found.sort()
+
+    def at(self, thread: Thread, moment: float) -> str | None:
+        """The name of the span at that moment; None between them."""
+        spans = self._of.get(thread, [])
+        i = bisect_right(spans, moment, key=lambda span: span[0])
+        return spans[i - 1][2] if i and moment <= spans[i - 1][1] else None
+
+
+class _Ranges:
+    """The phase and the range of attention that an event on the host belongs to."""
+
+    _ANY: Thread = (None, None)
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        named = [event for event in events if event.get("cat") == "user_annotation"]
+        self._phases = _Spans((self._ANY, e["ts"], e["dur"], e["name"]) for e in named if e["name"] in PHASES)
+        self._parts = _Spans((_thread(e), e["ts"], e["dur"], e["name"]) for e in named if e["name"] in ATTENTION_RANGES)
+        self._differentiated = _Spans(self._backward_nodes(events))
+
+    def _backward_nodes(self, events: Sequence[Event]) -> Iterator[tuple[Thread, float, float, str]]:
+        """Backward operations as thread, start, duration, and the range of the forward operation they belong to."""
+        links = [event for event in events if event.get("cat") == "fwdbwd"]
+        forward = {event["id"]: self._parts.at(_thread(event), event["ts"]) for event in links if event["ph"] == "s"}
+        backward = {(_thread(event), event["ts"]): forward.get(event["id"]) for event in links if event["ph"] == "f"}
+        for event in events:
+            if event.get("cat") == "cpu_op" and event.get("ph") == "X":
+                part = backward.get((_thread(event), event["ts"]))
+                if part is not None:
+                    yield _thread(event), event["ts"], event["dur"], part
+
+    def of(self, event: Event) -> tuple[str, str | None]:
+        """Phase and range of attention of an operator or a launch."""
+        thread, moment = _thread(event), event["ts"]
+        part = self._parts.at(thread, moment) or self._differentiated.at(thread, moment)
+        return self._phases.at(self._ANY, moment) or OUTSIDE, part

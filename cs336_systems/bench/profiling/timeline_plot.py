@@ -1,0 +1,87 @@
+"""The picture of a memory history: what was in use over time, stacked by category, with the phases and the peak."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...machine.files import write_figure
+from .captions import size_text
+from .history import LIFETIMES, History
+from .phases import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARIES
+from .timeline import Timeline, timeline_of
+
+COLORS = {
+    PARAMETERS: "#4c78a8",
+    OPTIMIZER: "#9ecae9",
+    GRADIENTS: "#e45756",
+    ACTIVATIONS: "#54a24b",
+    TEMPORARIES: "#f2a93b",
+    OTHER: "#a0a0a0",
+    **dict(zip(LIFETIMES, ("#4c78a8", "#9ecae9", "#54a24b", "#f2a93b"), strict=True)),
+}
+_COLUMNS = 1600
+
+
+def plot_timeline(history: History, path: Path, title: str) -> None:
+    """Draw the history into a PNG. Where moments share a column of pixels, the highest is drawn: no peak is lost."""
+    write_figure(timeline_figure(timeline_of(history, _COLUMNS), title), path)
+
+
+def timeline_figure(timeline: Timeline, title: str) -> Any:
+    """The picture of a timeline."""
+    from matplotlib.figure import Figure
+
+    total, time_ms = timeline.total, np.array(timeline.ms)
+    peak = int(total.argmax())
+    unit, size = ("GiB", 2**30) if total[peak] >= 2**30 else ("MiB", 2**20)
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    axes = figure.subplots()
+    bottom = np.zeros(len(total))
+    for name, in_use in timeline.in_use.items():
+        top = bottom + np.array(in_use) / size
+        label = f"{name}: {size_text(in_use[peak])}"
+        axes.fill_between(time_ms, bottom, top, step="post", color=COLORS[name], linewidth=0, label=label)
+        bottom = top
+    axes.step(time_ms, bottom, where="post", color="#333333", linewidth=0.7)
+    axes.set_ylim(0, total[peak] / size * 1.16 or 1)
+    axes.set_xlim(time_ms[0], max(time_ms[-1], time_ms[0] + 1e-3))
+    _mark_phases(axes, timeline)
+    _mark_peak(axes, time_ms, time_ms[peak], total[peak], size)
+    axes.set_xlabel("time on the host (ms)")
+    axes.set_ylabel(f"memory in use ({unit})")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, title="at the peak")
+    return figure
+
+
+def _mark_phases(axes: Any, timeline: Timeline) -> None:
+    span, last = timeline.ms[-1] - timeline.ms[0], timeline.ms[-1]
+    for k, (name, (start, end)) in enumerate(timeline.phases.items()):
+        if k % 2:
+            axes.axvspan(start, end, color="#000000", alpha=0.04, linewidth=0, zorder=0)
+        axes.axvline(start, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+        is_narrow = end - start < 0.1 * span  # its name ends where the phase ends, and covers the lines that it crosses
+        label = dict(ha="right", backgroundcolor="#ffffffcc") if is_narrow and k else dict(ha="left")
+        at = end if is_narrow and k else start
+        axes.text(at, 0.985, f" {name} ", transform=axes.get_xaxis_transform(), va="top", color="#333333", **label)
+        last = end
+    axes.axvline(last, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)))
+
+
+def _mark_peak(axes: Any, time_ms: np.ndarray, at: float, num_bytes: float, size: int) -> None:
+    height = num_bytes / size
+    late = at > (time_ms[0] + time_ms[-1]) / 2
+    axes.plot([at], [height], marker="v", color="#b00020", markersize=7, clip_on=False)
+    axes.annotate(
+        f"peak {size_text(num_bytes)} at {at:.1f} ms",
+        (at, height),
+        xytext=(-8 if late else 8, 7),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        fontsize=10,
+        color="#b00020",
+        fontweight="bold",
+    )

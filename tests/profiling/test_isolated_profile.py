@@ -1,0 +1,120 @@
+"""Several workloads in one call of `cs336 profile`: a process and a folder each, and one file with the rows of all."""
+
+import functools
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.bench.profiling.isolated_profile import IsolatedProfile, profile_each
+from cs336_systems.bench.row import Row, append_row, read_rows
+from cs336_systems.bench.workload import Workload
+from cs336_systems.cli.main import main
+from cs336_systems.report.memory_tables import memory_summary
+from cs336_systems.report.views import rows_table
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["profile", *arguments])
+    return int(stop.value.code or 0)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_memory_of_two_modes_is_recorded_into_a_folder_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--quick", "--device", "cpu", "--context_length", "16", "--mode", "forward", "full_step"]
+    assert command("memory", *given, "--optimizer", "own", "--out", str(tmp_path)) == 0
+    said, rows = capsys.readouterr().out, read_rows(tmp_path / "rows.jsonl")
+    assert [(row.variant, row.status, row.config["optimizer"]) for row in rows] == [
+        ("forward", "ok", "own"),
+        ("train_step", "ok", "own"),
+    ]
+    folders = {f"quick-16-{mode}-fp32" for mode in ("forward", "train_step")}
+    assert files_in(tmp_path) == {*folders, "rows.jsonl"}
+    for folder in folders:  # and no rows, which would be shown twice
+        names = {"phases.json", "snapshot.pickle", "summary.md", "timeline.html", "timeline.png"}
+        assert files_in(tmp_path / folder) == names
+        assert f"{folder}: ok" in said
+    assert rows_table(rows) in said
+    assert rows[1].metrics["at_peak_bytes"]["optimizer state"] > 0 == rows[0].metrics["at_peak_bytes"]["gradients"]
+
+
+def test_kernels_of_two_lengths_are_profiled_into_a_folder_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--quick", "--context_length", "8", "16", "--mode", "train_step", "--optimizer", "own"]
+    assert command("kernels", *given, "--out", str(tmp_path)) == 0
+    said, rows = capsys.readouterr().out, read_rows(tmp_path / "rows.jsonl")
+    facts = [(row.variant, row.status, row.config["context_length"], row.config["optimizer"]) for row in rows]
+    assert facts == [("train_step", "ok", length, "own") for length in (8, 16)]
+    assert files_in(tmp_path) == {"quick-8-train_step-fp32", "quick-16-train_step-fp32", "rows.jsonl"}
+    for length in (8, 16):
+        names = {"kernels.csv", "shares.png", "trace_train_step.json.gz"}
+        assert files_in(tmp_path / f"quick-{length}-train_step-fp32") == names
+    assert rows_table(rows) in said
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--size", "quick", "huge"], "size is 'huge'"),
+        (["--precision", "fp32", "fp8"], "precision is 'fp8'"),
+        (["--context_length", "16", "many"], "context_length is many: it must be an integer"),
+        (["--mode", "forward", "backwards"], "is 'backwards'"),
+        (["--size", "quick", "small", "--out", "/dev/null/below"], "out is '/dev/null/below'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ["memory", "kernels"])
+def test_a_wrong_value_among_several_is_one_line_before_anything_runs(
+    what: str, wrong: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(what, "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), *wrong) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def accident(kind: str, folder: Path, rows: Path) -> Row:
+    """What happens in the process of a profile."""
+    if kind == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has\nmore to say")
+    if kind == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    row = Row(case="profile-memory", variant=kind, config={"process": os.getpid(), "folder": str(folder)})
+    append_row(rows, row)
+    return row
+
+
+def test_what_does_not_fit_or_ends_its_process_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
+    kinds, lengths = ("oom", "is killed", "ok"), (8, 16, 32)
+    profiles = [
+        IsolatedProfile(
+            case="profile-memory",
+            workload=Workload(size="quick", context_length=length, mode="forward", device="cpu"),
+            run=functools.partial(accident, kind),
+            out=tmp_path,
+        )
+        for kind, length in zip(kinds, lengths, strict=True)
+    ]
+    found = list(profile_each(profiles))
+    rows = [row for _, row in found]
+    assert [row.status for row in rows] == ["oom", "error", "ok"]
+    assert rows == read_rows(tmp_path / "rows.jsonl")
+    assert [profile.folder.name for profile, _ in found] == [f"quick-{length}-forward-fp32" for length in lengths]
+    assert rows[0].metrics == {"requested_bytes": 3 << 29}
+    assert rows[0].config.items() >= asdict(profiles[0].workload).items()
+    assert "SIGKILL" in (rows[1].error or "")
+    assert rows[2].config["process"] != os.getpid()
+    assert [row.config["folder"] for row in rows[2:]] == [str(profile.folder) for profile in profiles[2:]]
+    table = rows_table(rows[:2])
+    assert "| quick, 4 x 8 | forward (out of memory) |" in table
+    assert "| quick, 4 x 16 | forward (failed) |" in table
+    assert memory_summary(rows[1]).endswith(f"failed: {rows[1].error}")

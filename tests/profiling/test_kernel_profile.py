@@ -1,0 +1,377 @@
+"""`cs336 profile kernels`: numbers from a made-up trace with known answers, and the whole command on a CPU."""
+
+import csv
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.bench.profiling import isolated_profile, kernel_profile
+from cs336_systems.bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
+from cs336_systems.bench.profiling.isolated_profile import IsolatedProfile
+from cs336_systems.bench.profiling.kernel_classes import CLASSES
+from cs336_systems.bench.profiling.kernel_profile import KernelProfile, measure, profile_with_torch
+from cs336_systems.bench.profiling.kernel_totals import (
+    KernelTotal,
+    add_up,
+    busy_ms,
+    kernel_metrics,
+    span_metrics,
+    write_kernels,
+)
+from cs336_systems.bench.profiling.kernel_trace import OUTSIDE, Kernel, gpu_kernels
+from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.bench.workload import Workload
+from cs336_systems.cli.main import main
+from cs336_systems.cli.report import make_report
+from cs336_systems.report.profile_plots import CLASS_COLORS, plot_shares
+from cs336_systems.report.profile_tables import short_name, top_kernels_tables
+from cs336_systems.report.views import rows_table
+
+from .gpu_trace import MUL, SGEMM, inference_step, training_steps
+
+STEPS = 2
+CONFIG: dict[str, Any] = dict(
+    size="small",
+    batch_size=4,
+    context_length=512,
+    precision="fp32",
+    attention="naive",
+    compile=False,
+    activation_checkpointing="none",
+    device="cuda",
+    warmup=5,
+    steps=STEPS,
+    tool="torch",
+    attention_ranges=True,
+)
+
+
+def made_up_row(mode: str = "train_step", **config: Any) -> Row:
+    """The row of a made-up trace."""
+    events, steps = (training_steps(STEPS), STEPS) if mode == "train_step" else (inference_step(), 1)
+    kernels = gpu_kernels(events)
+    totals = add_up(kernels, steps)
+    metrics = {
+        "wall_ms": 3.0,
+        "profiled_wall_ms": 3.5,
+        "kernel_ms": sum(total.ms for total in totals),
+        "busy_ms": busy_ms(kernels, steps),
+        "phase_wall_ms": {"forward": 1.0, "backward": 1.5, "optimizer": 0.5} if steps > 1 else {"forward": 0.4},
+        "attention_operations": {SCORES: 4 * 10**9, SOFTMAX: 10**9, VALUES: 4 * 10**9},
+    }
+    metrics |= kernel_metrics(totals, mode)
+    env = {"gpu": "NVIDIA H200"}
+    return Row(case="profile-kernels", variant=mode, config=CONFIG | config, metrics=metrics, env=env)
+
+
+# Numbers
+
+
+def test_totals_are_a_step_and_the_longest_comes_first() -> None:
+    totals = add_up(gpu_kernels(training_steps(STEPS)), STEPS)
+    assert totals[0] == KernelTotal(SGEMM, "backward", None, 1.0, 0.5)
+    assert sum(total.ms for total in totals) == pytest.approx(2.510)
+    assert sum(total.calls for total in totals) == 13
+    assert [total.ms for total in totals] == sorted((total.ms for total in totals), reverse=True)
+
+
+def test_what_runs_at_once_on_two_streams_is_busy_once() -> None:
+    kernels = gpu_kernels(training_steps(STEPS))
+    assert busy_ms(kernels, STEPS) == pytest.approx(2.510 - 0.030)  # the copy's 30 us beside the projection
+
+
+def test_shares_of_classes_in_every_span_of_a_training_step() -> None:
+    spans = made_up_row().metrics["spans"]
+    assert {name: round(1e3 * span["kernel_ms"]) for name, span in spans.items()} == {
+        "forward": 790,
+        "backward": 1420,
+        "optimizer": 270,
+        "forward + backward": 2210,
+        "training step": 2510,
+    }
+    forward, backward = spans["forward"]["share"], spans["backward"]["share"]
+    assert forward["matmul"] == pytest.approx(650 / 790)
+    assert forward["softmax"] == pytest.approx(100 / 790)
+    assert forward["copy"] == pytest.approx(40 / 790)
+    assert backward["matmul"] == pytest.approx(1200 / 1420)
+    assert backward["elementwise"] == pytest.approx(60 / 1420)
+    assert spans["optimizer"]["share"]["optimizer"] == 1
+    assert spans["training step"]["share"]["matmul"] == pytest.approx(1850 / 2510)
+    assert spans["training step"]["share"]["elementwise"] == pytest.approx((60 + 30) / 2510)
+    for span in spans.values():
+        assert list(span["share"]) == list(CLASSES)
+        assert sum(span["share"].values()) == pytest.approx(1)
+        assert sum(span["class_ms"].values()) == pytest.approx(span["kernel_ms"])
+
+
+def test_the_longest_kernels_count_their_calls_over_all_ranges() -> None:
+    spans = made_up_row().metrics["spans"]
+    top = spans["forward"]["top"][0]
+    assert (top["kernel"], top["class"], top["calls"]) == (SGEMM, "matmul", 3)
+    assert (top["ms"], top["share"]) == (pytest.approx(0.650), pytest.approx(650 / 790))
+    assert spans["training step"]["top"][0]["calls"] == 6
+    assert [kernel["calls"] for kernel in spans["training step"]["top"] if kernel["kernel"] == MUL] == [2, 1]
+
+
+def test_only_the_ten_longest_are_told() -> None:
+    totals = [KernelTotal(f"aten::op{i}", "forward", None, 1, float(i)) for i in range(20)]
+    top = span_metrics(totals, ("forward",))["top"]
+    assert [kernel["ms"] for kernel in top] == list(range(19, 9, -1))
+
+
+def test_a_phase_in_which_nothing_ran_has_no_shares() -> None:
+    span = span_metrics([], ("forward",))
+    assert (span["kernel_ms"], span["top"], set(span["share"].values())) == (0, [], {0.0})
+
+
+def test_attention_is_split_into_its_parts_forward_and_backward() -> None:
+    attention = made_up_row().metrics["attention"]
+    ms = {(part, phase): of_class for part, phases in attention.items() for phase, of_class in phases.items()}
+    assert ms == {
+        (SCORES, "forward"): {"matmul": pytest.approx(0.200)},
+        (SOFTMAX, "forward"): {"softmax": pytest.approx(0.100)},
+        (VALUES, "forward"): {"matmul": pytest.approx(0.150)},
+        (SCORES, "backward"): {"matmul": pytest.approx(0.400)},
+        (SOFTMAX, "backward"): {"softmax": pytest.approx(0.160)},
+        (VALUES, "backward"): {"matmul": pytest.approx(0.300)},
+    }
+
+
+def test_kernels_outside_of_all_phases_are_told_and_count_in_the_step() -> None:
+    row = made_up_row("forward")
+    assert row.metrics["outside_ms"] == pytest.approx(0.010)
+    assert row.metrics["spans"]["inference"]["kernel_ms"] == pytest.approx(0.310)
+
+
+# Files, tables, the picture
+
+
+def test_the_csv_has_every_kernel_with_names_that_hold_commas(tmp_path: Path) -> None:
+    totals = add_up(gpu_kernels(training_steps(STEPS)), STEPS)
+    write_kernels(tmp_path / "kernels.csv", {"train_step": totals})
+    lines = list(csv.DictReader((tmp_path / "kernels.csv").open()))
+    assert len(lines) == len(totals)
+    assert sum(float(line["ms_per_step"]) for line in lines) == pytest.approx(2.510)
+    for phase in ("forward", "backward", "optimizer", OUTSIDE):
+        shares = [float(line["share_of_phase"]) for line in lines if line["phase"] == phase]
+        assert sum(shares) == pytest.approx(1, abs=1e-5)
+    assert {line["kernel"] for line in lines} == {total.name for total in totals}
+
+
+def test_the_table_of_rows_shows_inference_beside_training() -> None:
+    table = rows_table([made_up_row("forward"), made_up_row()])
+    assert "small, 4 x 512, fp32, attention naive, NVIDIA H200:" in table
+    assert "| class | inference | forward | backward | optimizer | forward + backward | training step |" in table
+    assert "| matmul | 96.8% | 82.3% | 84.5% | 0.0% | 83.7% | 73.7% |" in table
+    assert "| train_step | 3 | 3.5 | 2.51 | 2.48 | 2 |" in table
+    assert "| time by the clock (ms) | 0.4 | 1 | 1.5 | 0.5 | 2.5 | 3 |" in table
+    assert "| scores: Q K^T | 4 | 0.2 | 0.4 |" in table
+    assert "| softmax | 1 | 0.1 | 0.16 |" in table
+    assert "softmax takes 0.29 of the time of the two products, for 0.125 of their operations" in table
+
+
+def test_rows_of_other_configurations_have_tables_of_their_own_and_the_last_row_counts() -> None:
+    rows = [made_up_row(), made_up_row(), made_up_row(context_length=1024)]
+    table = rows_table(rows)
+    assert table.count("4 x 512") == table.count("4 x 1024") == 1
+
+
+def test_a_row_that_did_not_fit_is_told_and_one_without_its_numbers_is_refused() -> None:
+    oom = Row(case="profile-kernels", variant="train_step", config=CONFIG, status="oom", error="too much", env={})
+    assert "train_step: out of memory" in rows_table([oom])
+    with pytest.raises(ValueError, match=r"variant 'train_step' has no metrics\.wall_ms"):
+        rows_table([Row(case="profile-kernels", variant="train_step", config=CONFIG, env={})])
+
+
+def test_long_names_are_cut_where_they_say_what_is_in_common() -> None:
+    name = "void at::native::(anonymous namespace)::softmax_warp_forward<" + "float, " * 40
+    assert short_name(name).startswith("softmax_warp_forward<float")
+    assert len(short_name(name)) == 90
+    assert short_name("aten::mm") == "aten::mm"
+
+
+def test_every_class_has_a_colour_of_its_own(tmp_path: Path) -> None:
+    assert list(CLASS_COLORS) == list(CLASSES)
+    assert len(set(CLASS_COLORS.values())) == len(CLASSES)
+    plot_shares([made_up_row("forward"), made_up_row()], tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The command
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "kernels", "--quick", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--out", str(tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    names = {"kernels.csv", "rows.jsonl", "shares.png", "trace_forward.json.gz", "trace_train_step.json.gz"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    rows = read_rows(tmp_path / "out" / "rows.jsonl")
+    assert [(row.variant, row.status, row.config["size"]) for row in rows] == [
+        ("forward", "ok", "quick"),
+        ("train_step", "ok", "quick"),
+    ]
+    spans = rows[0].metrics["spans"] | rows[1].metrics["spans"]
+    for name in ("inference", "forward", "backward", "training step"):
+        assert 0 < spans[name]["share"]["matmul"] < 1
+        assert 0 < spans[name]["share"]["softmax"] < 1
+        assert name in said
+    # In each of 2 layers 7 projections, and the head; the gradients of weights and inputs double that.
+    lines = list(csv.DictReader((tmp_path / "out" / "kernels.csv").open()))
+    calls = {mode: dict.fromkeys(("forward", "backward"), 0.0) for mode in ("forward", "train_step")}
+    for line in lines:
+        if line["kernel"] == "aten::mm":
+            calls[line["mode"]][line["phase"]] += float(line["calls_per_step"])
+    assert calls == {"forward": {"forward": 15, "backward": 0}, "train_step": {"forward": 15, "backward": 30}}
+    operations = rows[0].metrics["attention_operations"]
+    assert operations == {SCORES: 2 * 2 * 2 * 32 * 32 * 32, SOFTMAX: 5 * 2 * 2 * 2 * 32 * 32, VALUES: 262_144}
+    assert "nsys profile --trace=cuda,nvtx" in said
+    assert make_report(["rows", str(tmp_path / "out" / "rows.jsonl")]) in said
+    with gzip.open(tmp_path / "out" / "trace_train_step.json.gz") as file:
+        assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+def test_options_win_over_quick_and_the_row_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--modes", "forward_backward", "--context_length", "16", "--attention", "sdpa", "--steps", "2"]
+    assert run(*given, "--out", str(tmp_path)) == 0
+    assert "attention is not split" in capsys.readouterr().out
+    (row,) = read_rows(tmp_path / "rows.jsonl")
+    chosen = {name: row.config[name] for name in ("mode", "context_length", "attention", "steps", "batch_size")}
+    assert chosen == dict(mode="forward_backward", context_length=16, attention="sdpa", steps=2, batch_size=2)
+    assert row.config["attention_ranges"] is False
+    assert row.metrics["attention"] == {}
+    assert list(row.metrics["phase_wall_ms"]) == ["forward", "backward"]
+    assert row.metrics["spans"]["forward"]["share"]["attention"] > 0
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--size", "huge"], "size is 'huge': it must be one of small"),
+        (["--steps", "0"], "steps is 0: it must be at least 1"),
+        (["--warmup", "0"], "warmup is 0: it must be at least 1"),
+        (["--steps", str(1 << 63)], "and below 2^63"),
+        (["--mode", "backwards"], "cs336: mode is 'backwards': it must be one or more of forward"),
+        (["--attention", "flash9"], "attention is 'flash9': it must be auto or one of"),
+        (["--device", "tpu"], "device is 'tpu': it must be"),
+        (["--device", "cuda:99"], "device is 'cuda:99': "),
+        (["--tool", "ncu"], "tool is 'ncu': it must be one of torch, nsys"),
+        (["--bach_size", "2"], "did you mean batch_size?"),
+        (["--out", "/dev/null/below"], "out is '/dev/null/below': it must be a folder that can be written"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    wrong: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*wrong) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mode_that_does_not_fit_is_a_row_and_the_next_one_is_profiled(tmp_path: Path) -> None:
+    def profile(config: KernelProfile, mode: str, out: Path) -> Any:
+        if mode == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return {"size": "quick"}, {"wall_ms": 1.0}, []
+
+    config = KernelProfile(workload=Workload(size="quick", device="cpu"))
+    rows = [row for row, _ in measure(config, tmp_path, profile)]
+    assert [(row.variant, row.status) for row in rows] == [("forward", "oom"), ("train_step", "ok")]
+    assert rows[0].config["d_model"] == 32
+    assert rows == read_rows(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("lengths", [["8"], ["8", "16"]], ids=["one workload", "several"])
+def test_running_out_of_memory_is_an_outcome_and_no_failure(
+    lengths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(config: KernelProfile, mode: str, out: Path) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def here(profiles: Sequence[IsolatedProfile]) -> Iterator[tuple[IsolatedProfile, Row]]:
+        for each in profiles:
+            each.folder.mkdir()
+            yield each, each.run(each.folder, each.out / "rows.jsonl")
+
+    monkeypatch.setattr(kernel_profile, "profile_with_torch", too_large)
+    monkeypatch.setattr(isolated_profile, "profile_each", here)
+    assert run("--out", str(tmp_path), "--context_length", *lengths) == 0
+    assert [row.status for row in read_rows(tmp_path / "rows.jsonl")] == ["oom"] * 2 * len(lengths)
+
+
+def test_profiled_steps_alone_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-up, timed steps and the profiler's own first step leave no trace."""
+    seen: list[list[Kernel]] = []
+
+    def spy(kernels: list[Kernel], steps: int) -> list[KernelTotal]:
+        seen.append(kernels)
+        return add_up(kernels, steps)
+
+    monkeypatch.setattr(kernel_profile, "add_up", spy)
+    config = KernelProfile(workload=Workload(**kernel_profile.QUICK), warmup=2, steps=3)
+    _, _, totals = profile_with_torch(config, "forward", tmp_path)
+    assert sum(kernel.name == "aten::embedding" for kernel in seen[0]) == 3
+    assert sum(total.calls for total in totals if total.name == "aten::mm") == 15
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_every_kernel_has_its_phase_and_the_sums_match(precision: str, compiled: bool, tmp_path: Path) -> None:
+    workload = Workload(size="small", context_length=256, precision=precision, compile=compiled, device="cuda")  # type: ignore[arg-type]
+    config = KernelProfile(workload=workload, steps=2)
+    for row, totals in measure(config, tmp_path, profile_with_torch):
+        m, spans = row.metrics, row.metrics["spans"]
+        whole = spans["inference" if row.variant == "forward" else "training step"]
+        assert m["kernel_ms"] == pytest.approx(sum(total.ms for total in totals))
+        assert whole["kernel_ms"] == pytest.approx(m["kernel_ms"])
+        assert m["outside_ms"] <= 0.001 * m["kernel_ms"]
+        assert m["busy_ms"] <= m["kernel_ms"] * (1 + 1e-5)  # of times in ns: each end is rounded
+        assert m["busy_ms"] <= m["profiled_wall_ms"]
+        assert m["kernel_ms"] <= m["profiled_wall_ms"] * m["streams"]
+        assert whole["share"]["matmul"] > 0.1
+        assert whole["share"]["other"] < 0.1
+        assert row.config["attention_ranges"] is not compiled
+        if row.variant == "train_step":
+            phases = sum(spans[name]["kernel_ms"] for name in ("forward", "backward", "optimizer"))
+            assert phases == pytest.approx(m["kernel_ms"], rel=0.001)
+            assert spans["backward"]["kernel_ms"] > spans["forward"]["kernel_ms"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_parts_of_attention_are_told_apart_forward_and_backward(tmp_path: Path) -> None:
+    config = KernelProfile(workload=Workload(size="small", context_length=512, device="cuda"), steps=2)
+    (_, totals) = list(measure(config, tmp_path, profile_with_torch))[1]
+    layers = config.workload.shape.num_layers
+
+    def calls(part: str, phase: str, kind: str) -> float:
+        return sum(t.calls for t in totals if (t.part, t.phase, t.kind) == (part, phase, kind))
+
+    for part in (SCORES, VALUES):
+        assert calls(part, "forward", "matmul") >= layers
+        assert calls(part, "backward", "matmul") >= 2 * layers
+    assert calls(SOFTMAX, "forward", "softmax") == calls(SOFTMAX, "backward", "softmax") == layers
+
+
+def test_the_terminal_tells_the_longest_kernels_of_each_phase() -> None:
+    said = top_kernels_tables(made_up_row())
+    assert "forward: 0.79 ms of kernels a step" in said
+    assert f"| 1 | matmul | 3 | 0.65 | 82.3% | `{short_name(SGEMM)}` |" in said
+    assert "forward + backward" not in said
