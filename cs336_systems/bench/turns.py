@@ -20,7 +20,7 @@ from ..parallel import comm
 from ..parallel.ranks import alone
 from ..training.loop import Trainer
 from ..training.metrics import summarise
-from ..training.pipeline import lacking_memory
+from ..training.build import lacking_memory
 from .instruments.timing import wait_for
 from .outcome import free_memory
 

@@ -17,7 +17,7 @@ def generate(arguments: Sequence[str]) -> int:
     options = vars(parse(parser, arguments))
     from ..machine.hardware import use_device
     from ..training.load import load_model
-    from ..training.run import sample_text
+    from ..training.sample import sample_text
 
     device, run = use_device(options.pop("device")), options.pop("run")
     sampling = SampleConfig(**options)

@@ -1,6 +1,6 @@
 """Training in several processes on this machine: started here through PyTorch's elastic launcher, and waited for.
 
-The processes are those that torchrun would start: each runs `worker.py`. They leave their result, or why they failed,
+The processes are those that torchrun would start: each runs `one_rank.py`. They leave their result, or why they failed,
 in files for the process that started them.
 """
 
@@ -31,14 +31,14 @@ from ..parallel import failure
 from ..parallel.ranks import environment_rank, local_rank, local_world_size
 from .checkpoint import CheckpointError
 from .loop import NonFiniteError
-from .run import RunResult
+from .result import RunResult
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (ValueError, FileNotFoundError, NonFiniteError, CheckpointError, failure.CollectiveError)
 }
 _SAVING_S = 600  # for a checkpoint after a signal
-_PROGRAM = ["-m", "cs336_systems.training.worker"]
+_PROGRAM = ["-m", "cs336_systems.training.one_rank"]
 
 
 def launch(config: RunConfig) -> RunResult:

@@ -152,12 +152,19 @@ def newest_whole_checkpoint(folder: Path) -> tuple[Path, Manifest] | None:
     return None
 
 
-def check_identity(path: Path, manifest: Manifest, identity: dict[str, Any], why: Iterable[str] = ()) -> None:
+def check_identity(
+    path: Path,
+    manifest: Manifest,
+    identity: dict[str, Any],
+    why: Iterable[str] = (),
+    partly: bool = False,
+) -> None:
     """Raise ValueError naming every field in which a run differs from the one that wrote the checkpoint.
 
-    `why` is told with them: other differences, which may be the cause.
+    why: other differences, which may be the cause; the message lists them too.
+    partly: compare only the fields that are given.
     """
-    names = sorted({*manifest.identity, *identity})
+    names = sorted(identity if partly else {*manifest.identity, *identity})
     differing = [
         f"{name} is {identity.get(name)!r} here and {manifest.identity.get(name)!r} there"
         for name in names

@@ -31,8 +31,9 @@ from cs336_basics.tokenizer import Tokenizer, check_vocab_size, read_utf8, sampl
 from ..config.checks import shown
 from ..config.run import DataConfig, RunConfig
 from ..machine.files import written_whole
-from .loop import Tokens
+from .batches import Tokens
 from .texts import TINYSTORIES_SHA256, TextSpan, fetch_tinystories, find_split, one_at_a_time
+from .together import file_group, on_every_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,23 @@ class PreparedData:
     valid: Tokens
     tokenizer: Tokenizer | None
     train_sha256: str
+
+
+def prepare_on_every_rank(config: RunConfig, check: Callable[[], None] = lambda: None) -> PreparedData:
+    """`prepare_data` by rank 0, then by the others, whose disks may be other ones. All ranks call it together.
+
+    Ranks wait for each other for up to a week, because a download or a tokenizer's training may take long.
+    """
+    group = file_group(wait_h=24 * 7)
+    made: list[PreparedData] = []
+
+    def prepare() -> None:
+        if not made:
+            made.append(prepare_data(config, check))
+
+    on_first_rank(prepare, "preparation of the data", group)
+    on_every_rank(prepare, "preparation of the data", group)
+    return made[0]
 
 
 def prepare_data(config: RunConfig, check: Callable[[], None] = lambda: None) -> PreparedData:

@@ -1,33 +1,30 @@
-"""One pass through the steps of a run, with its validations, checkpoints and reports, and its result."""
+"""One pass through the steps of a run, with its validations, checkpoints and reports."""
 
 import contextlib
 import logging
+import os
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
-from cs336_basics.generate import generate
-from cs336_basics.model import TransformerLM
-from cs336_basics.tokenizer import Tokenizer
+from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy, write_json
 
-from ..config.run import RunConfig, SampleConfig
-from ..kernels.attention import get_attention
 from ..machine.files import write_whole
 from ..machine.garbage import objects_set_aside
 from ..machine.hardware import environment
 from ..parallel import comm
 from ..planner.accounting import num_parameters
 from .async_saver import AsyncSaver
+from .build import initial_model
 from .checkpoint import prune_together, save_checkpoint
-from .folder import CHECKPOINTS, LOSS_CURVE, SAMPLE
-from .loop import StopRequest, Trainer
-from .manifest import Manifest, checkpoint_name
+from .folder import CHECKPOINTS, LOSS_CURVE, RESULT, SAMPLE
+from .load import LoadedModel
+from .loop import Trainer
+from .manifest import checkpoint_name
 from .metrics import (
     METRICS_FILE,
     Progress,
@@ -40,122 +37,104 @@ from .metrics import (
     summarise,
 )
 from .prepare import PreparedData
+from .result import RunResult
+from .resume import Plan, identity_of
+from .sample import sample_of_trainer
+from .signals import StopRequest
 from .state import collect_state
 from .together import on_first_rank
 
 logger = logging.getLogger(__name__)
 
-# Read for the 16th time, a token teaches 38 % of what a new one does, and ever less: in the fit of Muennighoff et al.
-# (2023) as exp(-repetitions / 15.4).
+# By the fit of Muennighoff et al. (2023), exp(-repetitions / 15.4), a token read for the 16th time teaches 38 % of a
+# new one.
 _MANY_PASSES = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """The result of a run, written as result.json. Losses and entropies are in nats per token."""
-
-    run_dir: str
-    checkpoint: str
-    loss_curve: str
-    step: int
-    interrupted: str | None
-    """Name of the signal that stopped the run before its last step, or None; also None if its time was up."""
-    train_loss: float | None
-    valid_loss: float | None
-    unigram_entropy: float
-    bigram_entropy: float
-    """Of the validation text's own pairs: no limit for a model, because a short text repeats few of its pairs."""
-    bigram_model_loss: float
-    """What a smoothed table of the training text's pair counts scores on the validation text."""
-    sample: str | None = field(repr=False)
-    first_step: int = 1
-    """First step of this process, above 1 after a resume: times, rates and memory below cover the steps from it on."""
-    skipped_steps: int
-    startup_s: float | None
-    """From building the model to the end of the first step, compilation included."""
-    step_ms: dict[str, float]
-    """p20, p50, p80, mean and std over the steps of this process, without its first five."""
-    data_wait_ms: float | None
-    tokens_per_s: float | None
-    mfu: float | None
-    peak_memory_bytes: int
-    env: dict[str, Any] = field(repr=False)
-
-
 class Run:
-    """One pass through the steps of a run. With several ranks, each makes one; only rank 0 writes and reports."""
+    """A run: builds the trainer, takes it through the steps, reports. Every rank makes one; only rank 0 writes."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        trainer: Trainer,
-        data: PreparedData,
-        identity: dict[str, Any],
-        started: float,
-        resumed: tuple[Path, Manifest] | None,
-    ) -> None:
-        self.config, self.run_dir, self.trainer, self.data, self.identity = config, run_dir, trainer, data, identity
-        self.started = started
-        self.startup_s: float | None = None
+    def __init__(self, plan: Plan, data: PreparedData, device: torch.device, weights: LoadedModel | None) -> None:
+        on_first_rank(lambda: plan.take_folder(data, weights))
+        self.started = time.perf_counter()
+        self.plan, self.config, self.run_dir, self.data = plan, plan.config, plan.run_dir, data
+        self.checkpoints = plan.run_dir / CHECKPOINTS
+        self.identity = identity_of(plan.config, data)
         self.env = environment()
-        self.first_step = trainer.position.step + 1
-        self.rows: list[Row] = []
+        self.trainer = Trainer(plan.config, initial_model(plan.config, device, weights), data.train, device)
+        self.first_step = 1 if plan.manifest is None else plan.manifest.step + 1
+        self.saved_step = self.first_step - 1 if plan.continues_own_folder() else None
         self.validated: tuple[int, float] | None = None
-        self.checkpoints = run_dir / CHECKPOINTS
-        own = resumed is not None and resumed[0].resolve().parent == self.checkpoints.resolve()
-        self.saved_step = trainer.position.step if own else None
+        self.startup_s: float | None = None
+        self.rows: list[Row] = []
         self.sinks: list[Sink] = []
-        on_first_rank(lambda: self.sinks.extend(open_sinks(run_dir, config, trainer.position.step)), "start of the log")
         self.progress: Progress | None = None
         self.saver: AsyncSaver | None = None
 
-    def run(self) -> str | None:
-        """Train to the last step, to train.max_minutes, or to a signal, whose name is returned; save and validate."""
-        position, max_steps = self.trainer.position, self.config.train.max_steps
-        self._describe()
+    def train(self) -> RunResult:
+        """Train to the last step, to train.max_minutes or to a signal; save, validate and report."""
+        trainer, train = self.trainer, self.config.train
+        interval = self.config.checkpoint.checkpointing_interval
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(trainer))
+            self.plan.restore(trainer)
+            position = trainer.position
+            on_first_rank(
+                lambda: self.sinks.extend(open_sinks(self.run_dir, self.config, position.step)), "start of the log"
+            )
+            self._announce()
+            stack.enter_context(_deterministic(train.deterministic))
             for sink in self.sinks:
                 stack.callback(sink.close)
             stop = stack.enter_context(StopRequest())
             if self.config.checkpoint.async_save:
                 self.saver = stack.enter_context(AsyncSaver())
             if comm.rank() == 0:
-                self.progress = stack.enter_context(Progress(position.step, max_steps))
-            self.trainer.reset_clock()
-            while position.step < max_steps and not self._is_to_stop(stop):
-                self._step(stop)
-                if position.step == self.first_step:
+                self.progress = stack.enter_context(Progress(position.step, train.max_steps))
+            trainer.reset_clock()
+            # Several ranks agree during a step whether to stop; a single one can stop at any time.
+            while position.step < train.max_steps and not trainer.stopping:
+                if comm.world_size() == 1 and stop.wanted():
+                    break
+                row = trainer.train_step(lambda: stop.wanted() or self._time_is_up())
+                self.rows.append(row)
+                self._write(row)
+                step = position.step
+                if step == self.first_step:
+                    self.startup_s = time.perf_counter() - self.started
                     stack.enter_context(objects_set_aside())
-            interrupted = self._stopped_by(stop) if position.step < max_steps else None
-            if interrupted is None and position.step < max_steps and self._time_is_up():
-                minutes = self.config.train.max_minutes
-                logger.info("time is up: train.max_minutes %g, at step %d of %d", minutes, position.step, max_steps)
-            if self.saved_step != position.step:  # first, because a scheduler may soon end what it has told to stop
+                if step == train.max_steps or (train.validation_interval and step % train.validation_interval == 0):
+                    self._validate()
+                if interval > 0 and step % interval == 0:
+                    self._save()
+            interrupted = None
+            if position.step < train.max_steps:
+                signals = comm.gather_objects(stop.signal, "reason of the stop")
+                interrupted = next((name for name in signals if name is not None), None)
+                if interrupted is None and self._time_is_up():
+                    where = f"step {position.step} of {train.max_steps}"
+                    logger.info("time is up: train.max_minutes %g, at %s", train.max_minutes, where)
+            if self.saved_step != position.step:  # first: a scheduler may soon kill a run that it has told to stop
                 self._save()
             if self.validated is None or self.validated[0] != position.step:
                 self._validate()
-        return interrupted
-
-    def _is_to_stop(self, stop: StopRequest) -> bool:
-        # Several ranks agree during a step; a single one can stop wherever it is asked to.
-        return self.trainer.stopping or (comm.world_size() == 1 and stop.wanted())
+        return self._report(interrupted)
 
     def _time_is_up(self) -> bool:
         minutes = self.config.train.max_minutes
         return minutes is not None and time.perf_counter() - self.started >= 60 * minutes
 
-    def _stopped_by(self, stop: StopRequest) -> str | None:
-        """The signal that stopped the run, on whichever rank it came first."""
-        return next((name for name in comm.gather_objects(stop.signal, "reason of the stop") if name is not None), None)
-
-    def _describe(self) -> None:
-        shape, train = self.config.model.shape, self.config.train
+    def _announce(self) -> None:
+        shape, train, parallel = self.config.model.shape, self.config.train, self.config.parallel
+        where = self.env["gpu"] if self.trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads"
+        if comm.world_size() > 1:
+            sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
+            where = f"{comm.world_size()} x {where} ({parallel.strategy_for(comm.world_size())}{sharded})"
         logger.info(
             "model: %s parameters, %d layers, on %s in %s%s",
             f"{num_parameters(shape):,}",
             shape.num_layers,
-            self._where(),
+            where,
             train.precision,
             ", compiled" if train.compile else "",
         )
@@ -176,33 +155,11 @@ class Run:
                 _MANY_PASSES,
             )
 
-    def _where(self) -> str:
-        """What the run runs on, for a person."""
-        one = self.env["gpu"] if self.trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads"
-        if comm.world_size() == 1:
-            return one
-        parallel = self.config.parallel
-        sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
-        return f"{comm.world_size()} x {one} ({parallel.strategy_for(comm.world_size())}{sharded})"
-
     def _write(self, row: Row) -> None:
         for sink in self.sinks:
             sink.write(row)
         if self.progress is not None:
             self.progress.update(row)
-
-    def _step(self, stop: StopRequest) -> None:
-        row = self.trainer.train_step(lambda: stop.wanted() or self._time_is_up())
-        if self.startup_s is None:
-            self.startup_s = time.perf_counter() - self.started
-        self.rows.append(row)
-        self._write(row)
-        step, train = row["step"], self.config.train
-        if step == train.max_steps or (train.validation_interval and step % train.validation_interval == 0):
-            self._validate()
-        interval = self.config.checkpoint.checkpointing_interval
-        if interval > 0 and step % interval == 0:
-            self._save()
 
     def _validate(self) -> None:
         step = self.trainer.position.step
@@ -230,12 +187,12 @@ class Run:
         self.saved_step = position.step
         trainer.reset_clock()
 
-    def report(self, interrupted: str | None) -> RunResult:
-        """The result of the run; on rank 0 with a plot and a sample."""
+    def _report(self, interrupted: str | None) -> RunResult:
+        """The result of the run; rank 0 also writes it, with a plot of the losses and a sample."""
         train, shape = self.config.train, self.config.model.shape
         sample = None
         if interrupted is None and self.data.tokenizer is not None:
-            sample = self._sample(self.data.tokenizer)
+            sample = sample_of_trainer(self.trainer, self.data.tokenizer)
             if sample is not None:
                 write_whole(self.run_dir / SAMPLE, sample)
         if interrupted is None and self.data.tokenizer is None:
@@ -245,7 +202,7 @@ class Run:
         loss_curve = self.run_dir / LOSS_CURVE
 
         def compare_with_baselines() -> tuple[float, float, float]:
-            """Entropies of what was validated on and the loss of a bigram model; draws them beside the run's losses."""
+            """Entropies of the validation tokens and a bigram model's loss, drawn beside the run's losses."""
             unigram, bigram = unigram_bigram_entropy(measured)
             bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
             baselines = {"unigram entropy": unigram, "bigram model": bigram_loss}
@@ -256,7 +213,7 @@ class Run:
         timed = self.rows[5:]
         step_ms = summarise([row["step_ms"] for row in timed])
         tokens = train.batch_size * shape.context_length
-        return RunResult(
+        result = RunResult(
             run_dir=str(self.run_dir),
             checkpoint=str(self.checkpoints / checkpoint_name(self.trainer.position.step)),
             loss_curve=str(loss_curve),
@@ -278,44 +235,19 @@ class Run:
             peak_memory_bytes=self.trainer.memory_bytes(),
             env=self.env,
         )
-
-    def _sample(self, tokenizer: Tokenizer) -> str | None:
-        """What the trained model makes of the prompt, on rank 0; None on the others, which help to gather the model."""
-        trainer, sampling = self.trainer, self.config.sample
-        state = trainer.strategy.full_state_dict(to_rank=0) if trainer.strategy.sharded else None
-        if comm.rank() != 0:
-            return None
-        if state is None:
-            return sample_text(trainer.model, tokenizer, sampling)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            model = self._whole_model(state, trainer.device, self.config.model.attention)
-            return sample_text(model, tokenizer, sampling)
-        logger.info("sample: drawn on the CPU, %s has no room for the whole model", trainer.device)
-        return sample_text(self._whole_model(state, torch.device("cpu"), "auto"), tokenizer, sampling)
-
-    def _whole_model(self, state: dict[str, Tensor], device: torch.device, attention: str) -> TransformerLM:
-        """A single-process model with these weights."""
-        with torch.device("meta"):  # the weights exist: initialize none, and use no memory for others beside them
-            model = TransformerLM(**asdict(self.config.model.shape), attention=get_attention(attention))
-        model.load_state_dict(state, assign=True)
-        for name, buffer in self.trainer.model.named_buffers():  # tables, which are no part of a state dict
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, buffer)
-        return model.to(device)
+        if comm.rank() == 0:
+            write_json(self.run_dir / RESULT, asdict(result))
+        return result
 
 
-def sample_text(model: TransformerLM, tokenizer: Tokenizer, config: SampleConfig) -> str:
-    """The prompt and what the model makes of it; an empty prompt starts a new document."""
-    prompt = tokenizer.encode(config.prompt) or [tokenizer.end_of_text_id]
-    with torch.compiler.set_stance("force_eager"):  # otherwise every length would be compiled by itself
-        (new,) = generate(
-            model,
-            [prompt],
-            config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_token=tokenizer.end_of_text_id,
-            seed=config.seed,
-        )
-    return config.prompt + tokenizer.decode(new)
+@contextlib.contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Use PyTorch's deterministic algorithms inside, if wanted."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

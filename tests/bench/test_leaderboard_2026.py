@@ -17,7 +17,7 @@ from cs336_systems.config.run import ParallelConfig
 from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.views import rows_table
-from cs336_systems.training.loop import BatchLoader
+from cs336_systems.training.batches import BatchLoader
 from tests.training.helpers import random_tokens, tiny_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

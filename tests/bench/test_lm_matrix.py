@@ -18,8 +18,8 @@ from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.cli.main import main
 from cs336_systems.config.run import RunConfig
 from cs336_systems.report.outputs import RECORD
-from cs336_systems.training.pipeline import _train, train
-from cs336_systems.training.run import RunResult
+from cs336_systems.training.pipeline import train, train_on
+from cs336_systems.training.result import RunResult
 from tests.distributed import run_ranks
 from tests.training.helpers import make_config, random_tokens
 
@@ -65,7 +65,7 @@ def test_runs_on_one_process_and_on_two_come_to_the_loss_of_the_training_loop(
 
 
 def train_on_rank(run: RunConfig) -> RunResult:
-    return _train(run, torch.device("cpu"))
+    return train_on(run, torch.device("cpu"))
 
 
 def make_long_enough(config: RunConfig) -> RunConfig:

@@ -5,7 +5,7 @@ import pytest
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases.train_step import CASE
 from cs336_systems.report.views import rows_table
-from cs336_systems.training import pipeline
+from cs336_systems.training import build
 
 
 def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
@@ -27,7 +27,7 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
 
 
 def test_what_a_cpu_cannot_hold_is_a_row_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "memory_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(build, "memory_bytes", lambda device: 1 << 20)
     given = {"variant": ("cs336", "hf_llama"), "size": ("xl",)}
     for row in CASE.measure(configurations(CASE, given, quick=True)):
         assert (row.status, row.error is not None and "to train this needs at least" in row.error) == ("oom", True)

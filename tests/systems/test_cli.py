@@ -1053,7 +1053,7 @@ def test_what_just_fits_into_memory_is_not_refused(
 ) -> None:
     needed = least_training_bytes(ModelConfig(**MODEL).shape, batch_size=4, micro_batch=4, **counted)
     for there, code in ((needed - 1, 2), (needed, 0)):
-        monkeypatch.setattr("cs336_systems.training.pipeline.memory_bytes", lambda device, there=there: there)
+        monkeypatch.setattr("cs336_systems.training.build.memory_bytes", lambda device, there=there: there)
         assert cs336("train", *TINY, *SHORT, *options, "--train.device=cpu", "--run_dir=run")[0] == code
 
 
@@ -1130,7 +1130,7 @@ def test_ctrl_c_before_the_first_step_ends_without_a_traceback(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", interrupted)
+    monkeypatch.setattr("cs336_systems.training.prepare.prepare_data", interrupted)
     with pytest.raises(BaseException) as ended:  # noqa: PT011 - a KeyboardInterrupt would end the test session
         main(["train", *TINY, *SHORT])
     assert ended.type is SystemExit

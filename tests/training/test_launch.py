@@ -28,8 +28,9 @@ from cs336_systems.parallel.failure import OWN_LAUNCH, TELL_ALL, CollectiveError
 from cs336_systems.training import launch, pipeline, train
 from cs336_systems.training.launch import _ERRORS, _failure
 from cs336_systems.training.load import load_model
-from cs336_systems.training.loop import StopRequest, Trainer
+from cs336_systems.training.loop import Trainer
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
+from cs336_systems.training.signals import StopRequest
 from tests.distributed import processes_of, run_ranks
 from tests.training.helpers import (
     _environment,
@@ -75,7 +76,7 @@ if fault == "all mistype" or fault == "one mistypes" and rank == 1:
 if fault == "all find no checkpoint":
     sys.argv += ["--resume", "nowhere/step_00000001"]
 """
-LAUNCHED = FAULTY + "from cs336_systems.training.worker import main; main()"
+LAUNCHED = FAULTY + "from cs336_systems.training.one_rank import main; main()"
 BY_TORCHRUN = FAULTY + "from cs336_systems.cli.main import main; main()"
 # The command, with the faulty program in the place of the launched one.
 COMMAND = """
@@ -145,7 +146,7 @@ def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp
     whole = make_config(tmp_path, run="whole", data=data)
     train(whole)
     sharded = make_config(tmp_path, data=data, parallel=dict(devices=2, strategy=strategy))
-    run_ranks(pipeline._train, 2, sharded, torch.device("cpu"))
+    run_ranks(pipeline.train_on, 2, sharded, torch.device("cpu"))
     samples = [(Path(str(config.run_dir)) / "sample.txt").read_text() for config in (whole, sharded)]
     assert samples[0] == samples[1]
 
@@ -426,7 +427,7 @@ def train_until(step: int, config: RunConfig) -> None:
     real = Trainer.train_step
     Trainer.train_step = lambda self, _: real(self, lambda: self.position.step + 1 == step)  # type: ignore[method-assign]
     try:
-        assert pipeline._train(config, torch.device("cpu")).step == step
+        assert pipeline.train_on(config, torch.device("cpu")).step == step
     finally:
         Trainer.train_step = real  # type: ignore[method-assign]
 

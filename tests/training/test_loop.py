@@ -17,8 +17,10 @@ from torch.nn import functional
 
 from cs336_basics.data import sequence_starts
 from cs336_systems.config.run import OptimizerConfig, TrainConfig
+from cs336_systems.training.batches import BatchLoader
 from cs336_systems.training.build import build_optimizer
-from cs336_systems.training.loop import BatchLoader, NonFiniteError, StopRequest, Trainer
+from cs336_systems.training.loop import NonFiniteError, Trainer
+from cs336_systems.training.signals import StopRequest
 
 from .helpers import (
     CONTEXT_LENGTH,

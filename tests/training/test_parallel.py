@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cs336_systems.config.run import RunConfig
 from cs336_systems.parallel import comm
-from cs336_systems.training import run as run_module
+from cs336_systems.training import sample as sample_module
 from tests.distributed import run_ranks
 from tests.training.helpers import make_config, random_tokens, tiny_trainer
 
@@ -173,7 +173,7 @@ def draw_sample(strategy: str, full_devices: int) -> tuple[Any, int]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return model(torch.arange(16)[None]).detach()
 
-    run_module.sample_text = logits_of  # type: ignore[assignment]
+    sample_module.sample_text = logits_of  # type: ignore[assignment]
     with tiny_trainer(config_of(strategy)) as trainer:
         trainer.train_step()
         gather = trainer.strategy.full_state_dict
@@ -185,9 +185,7 @@ def draw_sample(strategy: str, full_devices: int) -> tuple[Any, int]:
             return state
 
         trainer.strategy.full_state_dict = counting  # type: ignore[method-assign]
-        run = run_module.Run.__new__(run_module.Run)
-        run.config, run.trainer = trainer.config, trainer
-        return run._sample(None), gathered  # type: ignore[arg-type]
+        return sample_module.sample_of_trainer(trainer, None), gathered  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("full_devices", [0, 1])
@@ -239,18 +237,18 @@ def test_loss_scales_are_the_same_on_all_ranks(strategy: str) -> None:
 
 def prepare_slowly(root: str, slow_rank: int, times_out: float) -> int:
     """The data of a run of which one rank takes longer than a step may."""
-    from cs336_systems.training import pipeline
+    from cs336_systems.training import prepare as module
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=times_out), dist.group.WORLD)
-    prepare = pipeline.prepare_data
+    prepare = module.prepare_data
 
     def slow(config: RunConfig, *_: Any) -> Any:
         if comm.rank() == slow_rank:
             time.sleep(2 * times_out)  # longer than the limit, which is what is tested
         return prepare(config)
 
-    pipeline.prepare_data = slow
-    data = pipeline._prepare(make_config(Path(root)))
+    module.prepare_data = slow
+    data = module.prepare_on_every_rank(make_config(Path(root)))
     comm.check_same({"tokens": len(data.train)}, "data")
     return len(data.train)
 
@@ -261,18 +259,18 @@ def test_data_may_take_longer_than_a_step(slow_rank: int, tmp_path: Path) -> Non
 
 
 def fail_to_prepare(root: str) -> str:
-    from cs336_systems.training import pipeline
+    from cs336_systems.training import prepare as module
 
-    prepare = pipeline.prepare_data
+    prepare = module.prepare_data
 
     def failing(config: RunConfig, *_: Any) -> Any:
         if comm.rank() == 1:
             raise FileNotFoundError("valid.npy is not on this machine")
         return prepare(config)
 
-    pipeline.prepare_data = failing
+    module.prepare_data = failing
     with pytest.raises(FileNotFoundError) as error:
-        pipeline._prepare(make_config(Path(root)))
+        module.prepare_on_every_rank(make_config(Path(root)))
     return str(error.value)
 
 
@@ -282,14 +280,14 @@ def test_what_is_wrong_with_the_data_of_one_rank_all_are_told(tmp_path: Path) ->
 
 def be_refused(root: str) -> str:
     """What is said where every rank's own device is too small."""
-    from cs336_systems.training import pipeline
+    from cs336_systems.training import pipeline, resume
 
     def check(config: RunConfig, device: torch.device) -> None:
         raise ValueError(f"cuda:{comm.rank()} has 1 GiB")
 
-    pipeline._check = check
+    resume.check_config = check
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        pipeline._train(make_config(Path(root)), torch.device("cpu"))
+        pipeline.train_on(make_config(Path(root)), torch.device("cpu"))
     return str(error.value)
 
 

@@ -25,9 +25,10 @@ from cs336_systems.cli import load_config
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import RunConfig
 from cs336_systems.training import RunResult, train
+from cs336_systems.training.batches import BatchLoader
 from cs336_systems.training.checkpoint import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
 from cs336_systems.training.folder import LOCK
-from cs336_systems.training.loop import BatchLoader, NonFiniteError, Trainer
+from cs336_systems.training.loop import NonFiniteError, Trainer
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from cs336_systems.training.prepare import prepare_data
 
@@ -820,11 +821,11 @@ def test_of_two_processes_that_start_in_one_folder_one_is_refused(
             outcomes.append("refused")
 
     def prepare_slowly(of: RunConfig, *_: Any) -> Any:
-        monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", prepare_data)
+        monkeypatch.setattr("cs336_systems.training.prepare.prepare_data", prepare_data)
         start()
         return prepare_data(of)
 
-    monkeypatch.setattr("cs336_systems.training.pipeline.prepare_data", prepare_slowly)
+    monkeypatch.setattr("cs336_systems.training.prepare.prepare_data", prepare_slowly)
     start()
     assert sorted(outcomes) == ["ran", "refused"]
 

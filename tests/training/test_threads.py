@@ -11,7 +11,7 @@ from cs336_systems.parallel import comm
 from cs336_systems.parallel.failure import Watchdog
 from cs336_systems.training import async_saver
 from cs336_systems.training.async_saver import AsyncSaver
-from cs336_systems.training.loop import BatchLoader
+from cs336_systems.training.batches import BatchLoader
 from tests.distributed import run_ranks
 from tests.training.helpers import make_config, random_tokens, tensors_of, tiny_trainer
 

@@ -1,4 +1,4 @@
-"""What each process that `launch` has started does: it reads the configuration from a file and trains."""
+"""The program of each process that `launch` starts: reads the configuration from a file and trains."""
 
 import dataclasses
 import json

@@ -1,0 +1,267 @@
+"""How a run starts: new, from the weights of another run, or from a checkpoint.
+
+Rank 0 decides it once. Every rank receives the same frozen `Plan`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_basics.data import sha256_of_file, write_json
+from cs336_basics.optimizer import get_cosine_lr
+
+from ..config.checks import require
+from ..config.data import without_derived_paths
+from ..config.run import RunConfig
+from ..parallel import comm
+from .build import check_config
+from .checkpoint import set_newer_aside
+from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
+from .load import LoadedModel, load_model
+from .loop import Position, Trainer
+from .manifest import Manifest, check_identity, find_checkpoints, newest_whole_checkpoint, verify_checkpoint
+from .metrics import METRICS_FILE
+from .prepare import PreparedData, is_own
+from .result import RunResult
+from .state import restore_state
+from .together import on_every_rank, on_first_rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The start of a run: its configuration, its folder and the checkpoint to continue from."""
+
+    config: RunConfig
+    """As given, with run_dir filled in. A resumed run has the init_from that it began with."""
+    run_dir: Path
+    checkpoint: Path | None = None
+    """The checkpoint to resume from; None for a new run."""
+    manifest: Manifest | None = None
+    """The checkpoint's manifest."""
+
+    def continues_own_folder(self) -> bool:
+        """Whether the checkpoint is one of the run folder's own, and not copied from another run."""
+        own = (self.run_dir / CHECKPOINTS).resolve()
+        return self.checkpoint is not None and self.checkpoint.resolve().parent == own
+
+    def check_may_make(self) -> None:
+        """Refuse to make a tokenizer or tokens if the resumed run has, or had, others.
+
+        Raises ValueError, or FileNotFoundError if the run has a copy of a missing tokenizer.
+        """
+        if self.checkpoint is None or self.manifest is None:
+            return
+        data = self.config.data
+        tokenizer, copy = Path(data.tokenizer_path), self.checkpoint.parent.parent / TOKENIZER
+        if not is_own(data, tokenizer) and not tokenizer.is_file() and copy.is_file():
+            raise FileNotFoundError(f"data.tokenizer {tokenizer} does not exist: {copy} is the run's copy of it")
+        changed = _changed_data(self.config, self.manifest)
+        tokens = Path(str(data.train_tokens))
+        if changed and tokens.is_file() and sha256_of_file(tokens) == self.manifest.identity.get("training tokens"):
+            raise ValueError(
+                f"checkpoint {self.checkpoint} is of a run on {tokens}, which would be made again: {'; '.join(changed)}"
+            )
+
+    def finished(self, data: PreparedData) -> RunResult | None:
+        """The result of a run that is resumed after its last step; None if there are steps to do.
+
+        All ranks call it together. Raises ValueError if the run, with this data, is not the one of the checkpoint, or
+        cannot draw its sample.
+        """
+        sample, context_length = self.config.sample, self.config.model.shape.context_length
+        if data.tokenizer is not None:
+            length = len(data.tokenizer.encode(sample.prompt)) or 1
+            if length + (sample.max_new_tokens or 0) > context_length:
+                raise ValueError(
+                    f"sample.prompt has {length} tokens and sample.max_new_tokens is {sample.max_new_tokens}: together "
+                    f"they must be at most model.context_length, {context_length}"
+                )
+        identity = identity_of(self.config, data)
+        comm.check_same(identity, "data")
+        if self.checkpoint is None or self.manifest is None:
+            return None
+        check_identity(self.checkpoint, self.manifest, identity, _changed_data(self.config, self.manifest))
+        return on_first_rank(self._known_result)
+
+    def _known_result(self) -> RunResult | None:
+        """The run's result.json, if it is of the checkpoint's step and that was the last one."""
+        assert self.manifest is not None
+        path, step = self.run_dir / RESULT, self.manifest.step
+        if step < self.config.train.max_steps or not path.is_file():
+            return None
+        try:
+            known = RunResult(**json.loads(path.read_text()))
+        except (ValueError, TypeError):  # damaged, or of another version: made again
+            return None
+        if known.step != step or known.interrupted is not None:
+            return None
+        logger.info("resume: %s is finished, at step %d", self.run_dir, step)
+        curve = self.run_dir / Path(known.loss_curve).name  # the run may have been moved
+        return dataclasses.replace(
+            known, run_dir=str(self.run_dir), checkpoint=str(self.checkpoint), loss_curve=str(curve)
+        )
+
+    def take_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
+        """Make the run folder this run's. Rank 0 calls it, after the last check that can refuse the run."""
+        if weights is not None:
+            tokenizer = {"tokenizer": identity_of(self.config, data)["tokenizer"]}
+            check_identity(weights.checkpoint, weights.manifest, tokenizer, partly=True)
+        set_newer_aside(self.run_dir / CHECKPOINTS, -1 if self.manifest is None else self.manifest.step)
+        # `resume` belongs to one command, not to the run.
+        write_json(self.run_dir / CONFIG, dataclasses.replace(self.config, resume="none").to_dict())
+        if data.tokenizer is not None:
+            data.tokenizer.save(self.run_dir / TOKENIZER)
+
+    def restore(self, trainer: Trainer) -> None:
+        """Load the checkpoint into a trainer, if there is one. All ranks call it together."""
+        if self.checkpoint is None or self.manifest is None:
+            return
+        manifest = self.manifest
+        try:
+            restore_state(self.checkpoint, trainer.model, trainer.optimizer, trainer.device, trainer.strategy.shards())
+            trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
+            if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
+                trainer.scaler.load_state_dict(manifest.trainer["scaler"])
+        except KeyError as error:
+            raise ValueError(f"checkpoint {self.checkpoint} lacks a part of the run's state: no {error}") from error
+        logger.info("resume: from %s, step %d", self.checkpoint, manifest.step)
+        _warn_of_new_rate(trainer, manifest)
+
+
+def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStack) -> tuple[Plan, LoadedModel | None]:
+    """Check the configuration and decide how the run starts. `stack` holds the lock of the run folder.
+
+    All ranks call it together. The second result is the model to begin with, if any: on rank 0 alone, because it may
+    be large.
+
+    Raises ValueError or FileNotFoundError for a run that cannot start.
+    """
+    comm.check_same(_flat(config), "configurations")
+    on_every_rank(lambda: check_config(config, device), "check of the configuration")
+    weights: list[LoadedModel] = []
+
+    def decide() -> Plan:
+        run_dir = Path(config.run_dir or default_run_dir(config))
+        check_run_dir(run_dir, own={Path(config.data.tokenizer_path)})
+        stack.enter_context(locked(run_dir))
+        named = dataclasses.replace(config, run_dir=str(run_dir))
+        found = _find_resume(config, run_dir)
+        if found is None:
+            if config.init_from is not None:
+                model = load_model(config.init_from)
+                check_identity(model.checkpoint, model.manifest, _architecture(config), partly=True)
+                weights.append(model)
+            return Plan(named, run_dir)
+        checkpoint, manifest = found
+        began_with = manifest.config.get("init_from")
+        if config.init_from not in (None, began_with):
+            raise ValueError(
+                f"init_from is {config.init_from!r}: checkpoint {checkpoint}, from which the run goes on, is of a run "
+                f"that began with {began_with or 'random weights'}; leave it out, or give another run_dir"
+            )
+        # Before the data is prepared, which may take hours.
+        known = {**_architecture(config), "train.seed": config.train.seed}
+        check_identity(checkpoint, manifest, known, _changed_data(config, manifest), partly=True)
+        return Plan(dataclasses.replace(named, init_from=began_with), run_dir, checkpoint, manifest)
+
+    plan = on_first_rank(decide)
+    return plan, weights[0] if weights else None
+
+
+def default_run_dir(config: RunConfig) -> str:
+    """The folder of a run that names none."""
+    return f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def identity_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+    """The facts that a run and its checkpoints must share: architecture, seed, tokenizer, training tokens."""
+    return {
+        **_architecture(config),
+        "train.seed": config.train.seed,
+        "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
+        "training tokens": data.train_sha256,
+    }
+
+
+def _architecture(config: RunConfig) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in dataclasses.asdict(config.model.shape).items()}
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    """The configuration's fields by dotted name."""
+    fields: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        fields |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return fields
+
+
+def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:
+    """The fields of the data in which a run differs from the one that wrote the checkpoint."""
+    here, there = (
+        without_derived_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
+    )
+    return [
+        f"data.{name} is {here.get(name)!r} here and {there.get(name)!r} there"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | None:
+    """The checkpoint that `resume` names or finds, and its manifest; None for a new run."""
+    checkpoints = run_dir / CHECKPOINTS
+    if config.resume == "auto":
+        found = newest_whole_checkpoint(checkpoints)
+        if found is None:
+            logger.info("resume: no whole checkpoint in %s, starting from the beginning", checkpoints)
+        return found
+    taken = (run_dir / METRICS_FILE).exists() or bool(find_checkpoints(checkpoints))
+    if config.resume == "none":
+        if taken:
+            raise ValueError(
+                f"run_dir {run_dir} holds a run already: give --resume auto to go on with it, or another run_dir"
+            )
+        return None
+    path = Path(config.resume)
+    accepted = "none, auto or the folder of a checkpoint"
+    require(path.is_dir(), "resume", config.resume, f"{accepted}, which is not there")
+    within = [*find_checkpoints(path), *find_checkpoints(path / CHECKPOINTS)]
+    require(not within, "resume", config.resume, f"{accepted}, such as {within[0] if within else ''}")
+    if taken and path.resolve().parent != checkpoints.resolve():
+        raise ValueError(f"run_dir {run_dir} holds another run than resume, {path}: give another run_dir")
+    return path, verify_checkpoint(path)
+
+
+def _warn_of_new_rate(trainer: Trainer, manifest: Manifest) -> None:
+    """Warn of the first step whose learning rate is not the one that the checkpoint's configuration gives it."""
+    try:
+        before = RunConfig.from_dict(manifest.config)
+    except (TypeError, ValueError):  # of another version
+        return
+    config = trainer.config
+    for step in range(manifest.step + 1, config.train.max_steps + 1):
+        was, now = get_cosine_lr(step, *before.schedule.values()), trainer.learning_rate(step)
+        if f"{was:.3g}" != f"{now:.3g}":
+            break
+    else:
+        return
+    changed = {name: old for name, old in before.schedule.items() if old != config.schedule[name]}
+    shown = {"optimizer.cosine_steps": "train.max_steps"} if config.optimizer.cosine_steps is None else {}
+    why = (f"{shown.get(name, name)} is {config.schedule[name]}, not {old}" for name, old in changed.items())
+    logger.warning(
+        "resume: step %d has a learning rate of %.3g instead of %.3g, because %s; to keep the earlier schedule: %s",
+        step,
+        now,
+        was,
+        " and ".join(why),
+        " ".join(f"--{name} {old}" for name, old in changed.items()),
+    )
