@@ -198,13 +198,12 @@ def test_a_strategy_gets_the_options_that_it_names() -> None:
 
 
 def test_in_the_package_both_have_short_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuple(STRATEGIES) == config.STRATEGIES
     for package, name, place in ((attention, "by_rows", BY_ROWS), (parallel, "together", TOGETHER)):
         assert f'`"{name}": "{place}"`' in DOCUMENT
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
     monkeypatch.setitem(attention._PLACES, "by_rows", BY_ROWS)
     monkeypatch.setitem(STRATEGIES, "together", Maker(f"{parallel.__name__}.{TOGETHER}"))
-    monkeypatch.setattr(config, "STRATEGIES", tuple(STRATEGIES))
+    monkeypatch.setitem(config.STRATEGIES, "together", TOGETHER)
     assert get_attention("by_rows").__module__ == f"{attention.__name__}.by_rows"
     strategy = get_strategy(ParallelConfig(strategy="together").strategy_for(2))(torch.nn.Linear(2, 2), Options())
     assert type(strategy).__module__ == f"{parallel.__name__}.together"

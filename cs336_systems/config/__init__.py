@@ -1,1 +1,1 @@
-"""The settings of a run, and the checks that name a wrong one."""
+"""The settings of a run and their checks."""

@@ -1,4 +1,4 @@
-"""Checks of a configuration's fields: each raises a ValueError that names the field, the value and what is accepted."""
+"""Checks of configuration fields. Each raises a ValueError that names the field, its value and the accepted values."""
 
 import contextlib
 import importlib
@@ -21,18 +21,23 @@ def require(condition: bool, name: str, value: object, accepted: str) -> None:
         raise ValueError(f"{name} is {shown(value)}: it must be {accepted}")
 
 
+def require_field(config: Any, field: str, condition: bool, accepted: str) -> None:
+    """`require` for the field of a config, given by its full name, such as train.max_steps."""
+    require(condition, field, getattr(config, field.rpartition(".")[2]), accepted)
+
+
 def shown(value: object) -> str:
-    """A value in a message: true, false and null as on the command line and in JSON, anything else as in Python."""
+    """A value as messages show it: true, false and null as in JSON, anything else as in Python."""
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def check_types(config: Any, group: str) -> None:
-    """Check every field against its annotation, as the command line's parser does, for JSON's null and for Python."""
+    """Check each field against its annotation. The command line's parser does too, but Python callers bypass it."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not any(_is_a(value, kind) for kind in _alternatives(hint)):
             raise ValueError(f"{group}{name} is {shown(value)}: it must be {describe_type(hint)}")
-        # A command line cannot hold one, but JSON can, and no path may.
+        # JSON can hold NUL, but no path can.
         require(not isinstance(value, str) or "\0" not in value, f"{group}{name}", value, "text without NUL characters")
 
 
@@ -42,7 +47,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _is_a(value: object, kind: Any) -> bool:
     if isinstance(value, float) and math.isnan(value):
-        return kind in (int, float)  # left to the range check, which no NaN passes
+        return kind in (int, float)  # the range check refuses it, with a better message
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
@@ -54,7 +59,7 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """What a field of this annotation accepts, in words: int | None is "an integer or null"."""
+    """An annotation in words: int | None is "an integer or null"."""
     if len(_alternatives(hint)) > 1:
         return " or ".join(map(describe_type, _alternatives(hint)))
     if get_origin(hint) is Literal:
@@ -67,10 +72,9 @@ def describe_type(hint: Any) -> str:
 
 
 def require_at_least(config: Any, group: str, minimum: float, *names: str) -> None:
-    """Raise ValueError if a field that is given is below the minimum, or too large for a 64-bit integer."""
+    """Raise ValueError for a field below the minimum or too large for a 64-bit integer. None passes."""
     for name in names:
         value = getattr(config, name)
-        # Above that bound an integer fits neither a tensor nor, soon after, a float.
         if value is not None and not minimum <= value < 1 << 63:
             above = " and below 2^63" if value > minimum else ""
             prefix = f"{group}." if group else ""
@@ -78,22 +82,22 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
 
 
 def is_place(name: str) -> bool:
-    """Whether a name is of the form "module:name": something outside of this package, to be imported."""
+    """Whether a name has the form "module:name", for code of the user's own."""
     module, _, attribute = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), attribute))
 
 
 def imported(name: str, place: str) -> Any:
-    """The attribute of a module that "module:name" says; modules in the current directory are found first.
+    """Import the object at "module:name". Modules in the current directory come first.
 
-    Raises ValueError naming the field `name` if the module cannot be imported or has no such attribute.
+    Raises ValueError naming the field `name` if the module cannot be imported or lacks the attribute.
     """
     module, _, attribute = place.partition(":")
     if module.split(".")[0] not in sys.modules and not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; for a script Python puts the script's folder there
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; the cs336 script has its own folder there instead
     try:
         found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever the module raises
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{name} is {place!r}: {module} cannot be imported from {os.getcwd()} ({reason})") from error
     require(hasattr(found, attribute), name, place, f"module:name, and {found!r} has no {attribute}")
@@ -101,7 +105,7 @@ def imported(name: str, place: str) -> Any:
 
 
 def folder_to_write(path: str, name: str = "out") -> Path:
-    """The folder, made if missing. Raises ValueError naming the option if nothing can be written there."""
+    """Make the folder if it is missing. Raises ValueError naming the option if it cannot be written to."""
     if not path:
         raise ValueError(f"{name} is {path!r}: it must be a folder")
     try:
@@ -116,23 +120,23 @@ def folder_to_write(path: str, name: str = "out") -> Path:
 
 @contextlib.contextmanager
 def without_groups(renamed: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Let a ValueError about fields of a run's configuration name them without their group, where there are none.
+    """Rewrite a ValueError about a run's fields for a command without groups: train.precision becomes precision.
 
-    renamed: fields that have another name there, by their name in the run.
+    renamed: full names of fields that the command calls differently, with its name for each.
     """
     try:
         yield
     except ValueError as error:
         message = str(error)
-        for theirs, ours in renamed.items():
-            message = message.replace(theirs, ours)
+        for full_name, name in renamed.items():
+            message = message.replace(full_name, name)
         raise ValueError(_GROUPS.sub("", message)) from error
 
 
 def checkpointed_blocks(policy: str, group: str) -> tuple[str, int] | None:
-    """What a policy means: none is None, block is ("every", 1), first_K is ("first", K), as are every_K and groups_K.
+    """Parse a checkpointing policy: none is None, block is ("every", 1), first_K is ("first", K), and so on.
 
-    Raises ValueError naming the group's activation_checkpointing for any other.
+    Raises ValueError naming the group's activation_checkpointing for any other policy.
     """
     found = re.fullmatch(r"(first|every|groups)_([1-9]\d{0,8})", "every_1" if policy == "block" else policy)
     accepted = "none, block, first_K, every_K or groups_K with a number K"

@@ -1,27 +1,27 @@
-"""Where a run's text and tokens come from. Imports nothing heavy, so that `cs336 --help` is fast."""
+"""The data settings of a run: source, files, tokenizer."""
 
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .checks import check_types, require, require_at_least
+from .checks import check_types, require_at_least, require_field
 
 _FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tokens": "valid.npy"}
 _TEXTS_AND_TOKENS = ("train_text", "valid_text", "train_tokens", "valid_tokens")
 
 
 def _derived_paths(folder: str, train_tokens: str | None) -> dict[str, str]:
-    """The paths in data_dir that fields have which are not given."""
+    """Default paths of fields that are not set."""
     paths = {name: f"{folder}/{file}" for name, file in _FILES.items()}
     if train_tokens not in (None, paths["train_tokens"]):
-        del paths["tokenizer"]  # whose tokens are in a file elsewhere is not known
+        del paths["tokenizer"]  # a file from elsewhere may come from another tokenizer
     return paths
 
 
 def without_derived_paths(data: dict[str, Any]) -> dict[str, Any]:
-    """The group `data` of a configuration file, without the paths that follow from its own source and data_dir.
+    """Remove default paths from a configuration file's `data` group, which a resolved file contains.
 
-    The resolved form holds them all. Where the command line gives another source or data_dir, they are to follow that.
+    They are derived again, so that they follow a --data.source or --data.data_dir on the command line.
     """
     source, folder = data.get("source"), data.get("data_dir")
     if source is None or folder is None:
@@ -35,46 +35,42 @@ class DataConfig:
     """Where the text comes from, and where its tokenizer and token files are kept."""
 
     source: Literal["random", "stories", "text", "tinystories"] = "stories"
-    """random: seeded random tokens. stories: the built-in generator. text: your files. tinystories: downloaded."""
+    """random: seeded random tokens. stories: a built-in generator. text: your own files. tinystories: downloaded."""
     data_dir: str | None = None
     """Folder for text, tokenizer and token files (default: data/SOURCE)."""
     train_text: str | None = None
-    """Text file to train on (source text); not needed with both token files of your own."""
+    """Text file to train on, for source text. Not needed if you provide both token files."""
     valid_text: str | None = None
-    """Text file to validate on (source text; default: the last valid_fraction of train_text)."""
+    """Text file to validate on, for source text (default: the last valid_fraction of train_text)."""
     valid_fraction: float = 0.1
-    """Share of train_text to cut off for validation when there is no valid_text."""
+    """Fraction of train_text held out for validation if there is no valid_text."""
     tokenizer: str | None = None
-    """Tokenizer file, trained and written there if it is missing and tokens are made (default: DATA_DIR/tokenizer.json;
-    for train_tokens elsewhere, only if it has made them)."""
+    """Tokenizer file, trained if it is missing and tokens must be made (default: DATA_DIR/tokenizer.json; train_tokens
+    from another folder use it only if their sidecar says that it made them)."""
     train_tokens: str | None = None
-    """Token file to train on, made if it is missing (default: DATA_DIR/train.npy)."""
+    """Token file to train on, made from the source if it is missing (default: DATA_DIR/train.npy)."""
     valid_tokens: str | None = None
-    """Token file to validate on, made if it is missing (default: DATA_DIR/valid.npy)."""
+    """Token file to validate on, made from the source if it is missing (default: DATA_DIR/valid.npy)."""
     tokenizer_sample_bytes: int = 1 << 28
-    """Train the tokenizer on at most this many bytes; of a longer text, on an evenly spaced sample of this size."""
+    """Train the tokenizer on at most this many bytes. A longer text is sampled in evenly spaced pieces."""
     story_chars: int = 4_000_000
-    """Characters of text to generate (source stories)."""
+    """Number of characters to generate, for source stories."""
     random_tokens: int = 1 << 24
-    """Number of tokens to draw (source random)."""
+    """Number of tokens to draw, for source random."""
     seed: int = 0
-    """Seed of the stories or of the random tokens."""
+    """Seed of the generated stories or random tokens."""
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
         if self.source != "text":
-            for name in ("train_text", "valid_text"):
-                require(
-                    getattr(self, name) is None,
-                    f"data.{name}",
-                    getattr(self, name),
-                    f"left out unless data.source is 'text' (it is {self.source!r})",
-                )
-        require(0 < self.valid_fraction < 1, "data.valid_fraction", self.valid_fraction, "above 0 and below 1")
+            accepted = f"left out unless data.source is 'text' (it is {self.source!r})"
+            require_field(self, "data.train_text", self.train_text is None, accepted)
+            require_field(self, "data.valid_text", self.valid_text is None, accepted)
+        require_field(self, "data.valid_fraction", 0 < self.valid_fraction < 1, "above 0 and below 1")
         require_at_least(self, "data", 10_000, "story_chars")
         require_at_least(self, "data", 2, "random_tokens")
         require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
-        require(0 <= self.seed < 1 << 63, "data.seed", self.seed, "at least 0 and below 2^63")
+        require_at_least(self, "data", 0, "seed")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
         for name, path in _derived_paths(folder, self.train_tokens).items():
@@ -86,7 +82,7 @@ class DataConfig:
         for name, path in files.items():
             first = name if path is None else taken.setdefault(os.path.realpath(path), name)
             if first == name or (first, name) == ("data.train_tokens", "data.valid_tokens"):
-                continue  # one token file for both can be used, but not made: see prepare.py
+                continue  # train and validate on one existing token file; prepare.py refuses to make such a file
             accepted = f"another file than {first}"
             if (first, name) == ("data.train_text", "data.valid_text"):
                 accepted += ", or left out to validate on the last data.valid_fraction of that file"
@@ -94,5 +90,5 @@ class DataConfig:
 
     @property
     def tokenizer_path(self) -> str:
-        """The file in which the tokenizer is, or is made where there is none."""
+        """The tokenizer file to read, or to write if a tokenizer is trained."""
         return f"{self.data_dir}/{_FILES['tokenizer']}" if self.tokenizer is None else self.tokenizer

@@ -1,4 +1,4 @@
-"""The architecture in a configuration, and the named model sizes."""
+"""The model settings of a run, and the named model sizes."""
 
 import dataclasses
 import math
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from cs336_basics.shape import ModelShape
 
-from .checks import check_types, require, require_at_least
+from .checks import check_types, require, require_at_least, require_field
 
 DEFAULT_VOCAB_SIZE = 10_000
 DEFAULT_CONTEXT_LENGTH = 256
 
-# The handout's table 1 (2025), its 10B and the 2026 leaderboard's model.
+# Table 1 of the 2025 handout, its 10B model, and the 8B model of the 2026 leaderboard.
 MODEL_SIZES: dict[str, dict[str, int]] = {
     "small": dict(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
     "medium": dict(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
@@ -24,19 +24,19 @@ MODEL_SIZES: dict[str, dict[str, int]] = {
     ),
 }  # fmt: skip
 SIZE_FIELDS = ("d_model", "d_ff", "num_layers", "num_heads")
-"""What every named size gives."""
+"""Fields that a named size sets."""
 SHAPE_FIELDS = ("vocab_size", "context_length", *SIZE_FIELDS)
-"""All that decides how many parameters there are and what a step computes: a ModelShape without rope_theta."""
+"""Fields that decide the number of parameters and the work of a step: a ModelShape without rope_theta."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture: by name with `size`, or field by field."""
+    """The architecture, by name (`size`) or field by field."""
 
     size: str | None = None
-    """Named size: small, medium, large, xl, 2.7B, 10B or 8B. Gives d_model, d_ff, num_layers and num_heads."""
+    """Named size: small, medium, large, xl, 2.7B, 10B or 8B. Sets d_model, d_ff, num_layers and num_heads."""
     vocab_size: int | None = None
-    """Size of the vocabulary, to which the tokenizer is also trained (default: the named size's, else 10,000)."""
+    """Size of the vocabulary. A new tokenizer is trained to this size (default: the named size's, else 10,000)."""
     context_length: int | None = None
     """Tokens per sequence (default: the named size's, else 256)."""
     d_model: int | None = None
@@ -46,12 +46,12 @@ class ModelConfig:
     num_layers: int | None = None
     """Number of Transformer blocks."""
     num_heads: int | None = None
-    """Number of attention heads; d_model / num_heads must be even."""
+    """Number of attention heads. d_model / num_heads must be even."""
     rope_theta: float = ModelShape.rope_theta
-    """Base of the rotary frequencies."""
+    """Base of the frequencies of the rotary embedding."""
     attention: str = "auto"
-    """Attention kernel by its registered name, or a function of your own as module:function; auto is sdpa, PyTorch's
-    choice among its own kernels."""
+    """Attention kernel: a registered name, or your own function as module:function. auto is sdpa, which lets PyTorch
+    choose among its kernels."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
@@ -72,10 +72,10 @@ class ModelConfig:
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or model.size (one of {', '.join(MODEL_SIZES)})")
         require_at_least(self, "model", 1, "context_length", *SIZE_FIELDS)
-        require(0 < self.rope_theta < math.inf, "model.rope_theta", self.rope_theta, "above 0 and finite")
+        require_field(self, "model.rope_theta", 0 < self.rope_theta < math.inf, "above 0 and finite")
         s = self.shape
         accepted = "from 1 to 2^24, and at least 257 to train a tokenizer"
-        require(1 <= s.vocab_size <= 1 << 24, "model.vocab_size", s.vocab_size, accepted)
+        require_field(self, "model.vocab_size", 1 <= s.vocab_size <= 1 << 24, accepted)
         if s.d_model % s.num_heads:
             raise ValueError(f"model.d_model is {s.d_model}: it must be divisible by model.num_heads, {s.num_heads}")
         if (s.d_model // s.num_heads) % 2:
@@ -86,6 +86,6 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The resolved architecture, in which nothing is None."""
+        """The resolved architecture."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelShape)}
         return ModelShape(**values)

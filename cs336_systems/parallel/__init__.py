@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
+from ..config import run as config
 from ..config.checks import imported, require
 from .strategy import Strategy
 
@@ -52,19 +53,7 @@ class Maker:
         return self.strategy(module, **given)
 
 
-_PLACES = {
-    "none": "strategy:Strategy",
-    "naive": "ddp:NaiveDDP",
-    "flat": "ddp:FlatDDP",
-    "overlap": "ddp:DDP",
-    "individual": "ddp:IndividualDDP",
-    "bucketed": "bucketed:DDPBucketed",
-    "flashddp": "bucketed:DDPBucketed",
-    "fsdp": "fsdp:FSDP",
-    "torch_ddp": "torch_peers:TorchDDP",
-    "torch_fsdp": "torch_peers:TorchFSDP",
-}
-STRATEGIES = {name: Maker(f"{__name__}.{place}") for name, place in _PLACES.items()}
+STRATEGIES = {name: Maker(f"{__name__}.{place}") for name, place in config.STRATEGIES.items()}
 
 
 def get_strategy(name: str) -> Maker:

@@ -211,7 +211,7 @@ def test_training_and_validation_text_are_two_files_and_the_way_out_is_said() ->
 
 
 def test_a_sample_that_a_context_has_no_room_for_names_both() -> None:
-    accepted = "at most 0, what model.context_length, 1, leaves after a prompt"
+    accepted = r"at most 0, .* model\.context_length, 1"
     with pytest.raises(ValueError, match=rf"^sample\.max_new_tokens is 5: it must be {accepted}$"):
         RunConfig(model=ModelConfig(**{**TINY, "context_length": 1}), sample=SampleConfig(max_new_tokens=5))
 
