@@ -1,1 +1,1 @@
-"""What a model, a training step and its communication need, calculated before anything runs. Needs no PyTorch."""
+"""Memory, time and communication of a training step, calculated before anything runs. Needs no PyTorch."""

@@ -1,4 +1,4 @@
-"""Counting a model: parameters, floating-point operations, memory. Pure functions, the formula in each docstring.
+"""Counts of a model: parameters, floating-point operations, memory. Pure functions, each with its formula.
 
 One multiply and one add count as two operations, as in the handout and in the papers cited.
 """
@@ -9,31 +9,28 @@ from cs336_basics.shape import ModelShape
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PLAIN_ATTENTION = ("naive", "scaled_dot_prod_attention")
-"""Kernels that keep all scores in memory, by registered names."""
-FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_triton_compiled",
-                   "flash_cuda", "flash_attention_triton")  # fmt: skip
-"""Kernels that keep no scores for the backward pass."""
+"""Attention kernels that keep all scores in memory, by registered name."""
+FLASH_ATTENTION = ("auto", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_torch", "flash_triton", "flash_triton_simple",
+                   "flash_triton_compiled", "flash_cuda", "flash_attention_triton")  # fmt: skip
+"""Attention kernels that keep no scores for the backward pass."""
 
 
 def num_parameters(shape: ModelShape) -> int:
     """All parameters: 2 V d (embedding and untied head) + L (4 d^2 + 3 d d_ff + 2 d) + d.
 
-    Four attention projections, three feed-forward matrices and two norms per block, and the last norm.
+    A block has four attention projections, three feed-forward matrices and two norms; one more norm precedes the head.
     """
     d = shape.d_model
     return 2 * shape.vocab_size * d + shape.num_layers * (block_matrices(shape) + 2 * d) + d
 
 
 def block_matrices(shape: ModelShape) -> int:
-    """Parameters in a block's seven matrices, all that it has except the norms: P = 4 d^2 + 3 d d_ff."""
+    """Parameters in a block's seven matrices, without its norms: P = 4 d^2 + 3 d d_ff."""
     return 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Parameters that a token is multiplied with: all except the norms and the embedding, which is looked up.
-
-    V d + L (4 d^2 + 3 d d_ff).
-    """
+    """Parameters in matrix products: V d + L (4 d^2 + 3 d d_ff). Excludes norms, and the embedding: it is a look-up."""
     return shape.vocab_size * shape.d_model + shape.num_layers * block_matrices(shape)
 
 
@@ -48,9 +45,9 @@ def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
 
 
 def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
-    """Operations of one of naive attention's two products, Q K^T or P V, in all layers of a forward pass: 2 N^2 d each.
+    """Operations of one of naive attention's two products, Q K^T or P V, in all layers: 2 N^2 d per layer and sequence.
 
-    N is the length and d is d_model, all heads together. Dense: naive attention computes what the mask then discards.
+    N is the length and d is d_model, all heads together. Dense: naive attention computes the masked scores too.
     """
     return shape.num_layers * num_sequences * 2 * length * length * shape.d_model
 
@@ -64,10 +61,10 @@ def softmax_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
 
 
 def training_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
-    """Matrix-product operations of a forward and a backward pass: 3 times the forward's.
+    """Matrix-product operations of a forward and a backward pass: 3 times the forward pass.
 
-    Each product has two gradients of the same cost. What a kernel or checkpointing recomputes is not counted, so an MFU
-    based on this counts useful work only (Chowdhery et al. 2022, PaLM, appendix B).
+    Each product has two gradients of the same cost. Recomputation in a kernel or by checkpointing is not counted, so
+    an MFU based on this counts useful work only (Chowdhery et al. 2022, PaLM, appendix B).
     """
     return 3 * forward_flops(shape, num_sequences, length)
 
@@ -81,37 +78,35 @@ def least_training_bytes(
     weight_bytes: int = 4,
     loss_chunk_tokens: int | None = None,
 ) -> int:
-    """Memory that every training step of a process needs: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
+    """A lower bound on the memory of a process: 2 W N / w + 2 W N / s + 4 T d / H + 8 B T + 2 C V.
 
-    In this order: a weight of W bytes and its gradient per parameter, divided into w parts; AdamW's two moments of W
-    bytes each, divided into s parts; the rotary tables; token IDs of the process's batch of B; the logits in memory at
-    a time, in the smallest type there is for them, of the C = b T tokens of its micro-batch of b or of one chunk of
-    them. The other activations are not counted.
+    The terms are: weights and gradients of W bytes per parameter, divided into w parts; AdamW's two moments, divided
+    into s parts; the rotary tables; token IDs of the batch of B sequences; 16-bit logits of C tokens, which are the
+    micro-batch or one chunk of it. Other activations are not counted.
     """
     length, n = shape.context_length, num_parameters(shape)
     rotary = 4 * length * (shape.d_model // shape.num_heads)
     state = 2 * weight_bytes * n // weight_parts + 2 * weight_bytes * n // state_parts
     tokens = micro_batch * length
     if loss_chunk_tokens is not None:
-        tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # all chunks are of one size, as far as they divide
+        tokens = -(-tokens // -(-tokens // loss_chunk_tokens))  # chunks have equal sizes, up to rounding
     return state + rotary + 8 * batch_size * length + 2 * tokens * shape.vocab_size
 
 
 def naive_attention_bytes(
     batch: int, n_q: int, n_k: int, head_size: int, is_causal: bool, on_gpu: bool = False
 ) -> dict[str, int]:
-    """Memory that plain attention holds in float32, term by term, besides q, k, v, o and their gradients.
+    """Memory of plain attention in float32, term by term, besides q, k, v, o and their gradients.
 
     S = 4 B N_q N_k is a matrix of scores, B sequences times heads; M = N_q N_k is a mask, 0 if not causal.
 
     - scores S; masked_scores S, if causal; softmax S; masks 2 M: one of the visible pairs, one of the hidden pairs
     - saved_for_backward: S + M + 4 B D (N_q + 2 N_k), for the softmax's output, a mask, q / sqrt(D), k and v
     - forward_peak: 2 S + 2 M + 4 B D N_q, two matrices of scores at a time
-    - backward_peak: 3 S + M + 4 B D (N_q + N_k), for the softmax's output, its gradient, that of the scores, and dV.
+    - backward_peak: 3 S + M + 4 B D (N_q + N_k), for the softmax's output, the gradients of softmax and scores, and dV.
       One S more on a GPU, where PyTorch's softmax_backward_cuda keeps the product of output and gradient
 
-    This is quadratic in the length, and FlashAttention does not hold it. Inputs of another dtype are also copied to
-    float32.
+    This is quadratic in the length, which FlashAttention avoids. Inputs of another dtype are also copied to float32.
     """
     scores, mask = 4 * batch * n_q * n_k, n_q * n_k if is_causal else 0
     queries, keys = 4 * batch * n_q * head_size, 4 * batch * n_k * head_size
@@ -127,15 +122,15 @@ def naive_attention_bytes(
 
 
 def residual_bytes(shape: ModelShape, batch_size: int, length: int, number_bytes: int = 4) -> int:
-    """The residual stream between two blocks: 4 T d, T = B N tokens. It is float32 under autocast too.
+    """The residual stream between two blocks: 4 T d, T = B N tokens. Autocast leaves it in float32.
 
-    number_bytes: 2 if the model computes with 16-bit weights, which make the residual stream 16-bit too.
+    number_bytes: 2 with 16-bit weights, which make the residual stream 16-bit too.
     """
     return number_bytes * batch_size * length * shape.d_model
 
 
 def weight_copy_bytes(shape: ModelShape, precision: str) -> int:
-    """Copies of a block's matrices that autocast makes and backward needs: 2 (4 d^2 + 3 d d_ff); 0 in float32."""
+    """Autocast's 16-bit copies of a block's matrices, which backward needs: 2 (4 d^2 + 3 d d_ff); 0 in float32."""
     return 0 if precision == "fp32" else 2 * block_matrices(shape)
 
 
@@ -147,7 +142,7 @@ def activation_bytes(
     attention: str = "naive",
     has_narrow_weights: bool = False,
 ) -> dict[str, int]:
-    """What an eager TransformerBlock saves for backward besides its input and weights, by the part that saves it.
+    """Bytes that an eager TransformerBlock saves for backward besides its input and weights, by part.
 
     T = B N tokens, c bytes per number (4 in float32, 2 under autocast). Norms save 1/rms and x/rms in float32. Their
     output is float32 too, and autocast copies a float32 tensor once for each product that reads it.
@@ -160,8 +155,8 @@ def activation_bytes(
         ln2          8 T d + 4 T, including its own input, the residual stream between attention and ffn
         ffn          4 T d, twice 2 T d under autocast; w1 x, silu(w1 x), w3 x, their product 4 c T d_ff
 
-    If the model computes with 16-bit weights, the residual stream is 16-bit too. Norms convert it to float32, 4 T d
-    more in ln1 and no change in ln2, and their output is one tensor for all products that read it, 2 T d.
+    With 16-bit weights the residual stream is 16-bit too. Norms convert it to float32: 4 T d more in ln1, no change in
+    ln2. Their output is one tensor for all products that read it, 2 T d.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation", count another block in this way. A GPU's own kernels
     may save o as the output projection reads it, c T d less, and any kernel does at N = 1. Raises ValueError for an
@@ -169,8 +164,7 @@ def activation_bytes(
     """
     tokens, c, d = batch_size * length, NUMBER_BYTES[precision], shape.d_model
     if attention in PLAIN_ATTENTION:
-        scores = length * length + 4 * batch_size * shape.num_heads * length * length
-        inside = 12 * tokens * d + scores
+        inside = 12 * tokens * d + length * length + 4 * batch_size * shape.num_heads * length * length
     elif attention in FLASH_ATTENTION:
         inside = 4 * c * tokens * d + 4 * tokens * shape.num_heads
     else:
@@ -191,15 +185,15 @@ def activation_bytes(
 def block_bytes(
     shape: ModelShape, batch_size: int, length: int, precision: str = "fp32", attention: str = "naive"
 ) -> int:
-    """All memory that a block holds to be differentiated: its input, activations and copies of its weights."""
+    """Bytes that a block keeps for its backward pass: its input, activations and copies of its weights."""
     saved = sum(activation_bytes(shape, batch_size, length, precision, attention).values())
     return residual_bytes(shape, batch_size, length) + saved + weight_copy_bytes(shape, precision)
 
 
 def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str = "fp32") -> int:
-    """What the last norm, the head and the loss save: 8 T d + 4 T, c T d (and 2 V d under autocast), 4 T V + 4 T.
+    """Bytes that the last norm, the head and the loss save: 8 T d + 4 T, c T d (+ 2 V d if autocast), 4 T V + 4 T.
 
-    T tokens, c bytes per number. The loss reads the logits in float32, whatever dtype they are computed in.
+    T tokens, c bytes per number. The loss reads the logits in float32, in whatever dtype they are computed.
     """
     tokens, c, d, vocab = batch_size * length, NUMBER_BYTES[precision], shape.d_model, shape.vocab_size
     copy = 0 if precision == "fp32" else c * vocab * d
@@ -214,23 +208,23 @@ def gradient_bytes(
     attention: str = "naive",
     on_gpu: bool = False,
 ) -> int:
-    """What the backward pass of a block holds at its peak beyond all that the block has saved.
+    """Peak memory of a block's backward pass beyond its saved activations.
 
-    This is the gradient of the residual stream, 4 T d, and the larger of two others:
+    This is the gradient of the residual stream, 4 T d, and the larger of:
 
-    - the gradients of the feed-forward layer's two factors and of their product, when one saved tensor is already
-      freed: 2 c T d_ff
-    - with all scores in memory, the gradients of softmax and scores, 8 B H N^2, when all that was saved after them is
-      already freed; on a GPU 12 B H N^2, see `naive_attention_bytes`; where only the backward pass holds scores,
-      softmax and the gradient of scores, 8 B H N^2
+    - the gradients of the feed-forward layer's two factors and of their product, once one saved tensor is freed:
+      2 c T d_ff
+    - with all scores in memory, the gradients of softmax and scores, 8 B H N^2, once everything saved after them is
+      freed; on a GPU 12 B H N^2, see `naive_attention_bytes`. If only the backward pass holds scores, these are the
+      softmax and the gradient of the scores, 8 B H N^2
 
-    Gradients of weights are not counted: with fewer than 2 d / c tokens, that of the last product, 4 d d_ff bytes, is
-    larger than those of a factor.
+    Gradients of weights are not counted: with fewer than 2 d / c tokens the gradient of the last product's weight,
+    4 d d_ff bytes, is larger than the gradients of the factors.
     """
     tokens, c = batch_size * length, NUMBER_BYTES[precision]
     saved = activation_bytes(shape, batch_size, length, precision, attention)
     beyond = 2 * c * tokens * shape.d_ff
-    if attention in (*PLAIN_ATTENTION, "flash_triton_compiled"):  # whose backward pass holds scores
+    if attention in (*PLAIN_ATTENTION, "flash_triton_compiled"):  # their backward pass holds scores
         matrices = 3 if on_gpu and attention in PLAIN_ATTENTION else 2
         scores = matrices * 4 * batch_size * shape.num_heads * length * length
         beyond = max(beyond, scores - saved["ffn"] - saved["ln2"] - saved["output_proj"])
@@ -252,36 +246,33 @@ def checkpointed_activation_bytes(
     one whole group at a time (A bytes per block): about (L / K) I + K A, which is least at K = `best_group` (Chen et
     al. 2016, "Training Deep Nets with Sublinear Memory Cost"). In detail the peak is the largest of
 
-        forward       what is kept, the weight copies of checkpointed blocks too, which autocast keeps until then, and
+        forward       everything kept, autocast's copies of checkpointed blocks' weights, which last until then, and
                       the T V float32 numbers of logsumexp's temporary
-        loss          what is kept, and three tensors of T V float32 numbers
-        each segment  what is kept up to it, what is recomputed of it, and `gradient_bytes`
+        loss          everything kept, and three tensors of T V float32 numbers
+        each segment  everything kept up to it, its recomputed activations, and `gradient_bytes`
 
     Weights and their gradients are not counted, nor are the temporaries of other operations.
     """
     how = (shape, batch_size, length, precision, attention)
     entry, block, gradients = residual_bytes(*how[:3]), block_bytes(*how), gradient_bytes(*how, on_gpu)
-    head = head_bytes(*how[:4])
-    kept, segments, copies = 0, [], 0
-    for count, is_checkpointed in _segments(shape.num_layers, checkpointed):
+    layers = shape.num_layers
+    segments = [(1, False)] * layers  # blocks kept or recomputed together, and whether they are checkpointed
+    if checkpointed is not None:
+        policy, k = checkpointed
+        if policy == "groups":
+            segments = [(min(k, layers - first), True) for first in range(0, layers, k)]
+        else:
+            segments = [(1, i < k if policy == "first" else i % k == 0) for i in range(layers)]
+    kept, copies, peaks = 0, 0, []
+    for count, is_checkpointed in segments:
         kept += entry if is_checkpointed else count * block
         again = count * block - entry if is_checkpointed else 0
         copies += count * weight_copy_bytes(shape, precision) if is_checkpointed else 0
-        segments.append(kept + again + gradients)
-    held = kept + head
+        peaks.append(kept + again + gradients)
+    held = kept + head_bytes(*how[:4])
     logits = batch_size * length * shape.vocab_size
     narrow = 0 if precision == "fp32" else 2 * logits
-    return held, max(held + copies + narrow + 4 * logits, held + 12 * logits, *segments)
-
-
-def _segments(num_layers: int, checkpointed: tuple[str, int] | None) -> list[tuple[int, bool]]:
-    """The blocks that are kept or checkpointed together: how many, and whether they are checkpointed."""
-    if checkpointed is None:
-        return [(1, False)] * num_layers
-    policy, number = checkpointed
-    if policy != "groups":
-        return [(1, i < number if policy == "first" else i % number == 0) for i in range(num_layers)]
-    return [(min(number, num_layers - first), True) for first in range(0, num_layers, number)]
+    return held, max(held + copies + narrow + 4 * logits, held + 12 * logits, *peaks)
 
 
 def best_group(

@@ -1,4 +1,4 @@
-"""What the forward pass saves for the backward pass: for one block, for all blocks, for the loss."""
+"""Activations that the forward pass saves for the backward pass: of one block, and of all blocks."""
 
 import math
 
@@ -13,11 +13,11 @@ def residual_stream(batch_size: int, length: int, d_model: int, number_bytes: in
 
 
 def block_parts(job: Job) -> dict[str, int]:
-    """What one block saves for backward by part, including its input and excluding its weights.
+    """Bytes that one block saves for backward by part, including its input and excluding its weights.
 
-    Eager: `accounting.activation_bytes` and the input, which is the residual stream between blocks and is kept if it is
-    float32. Compiled: what the partitioner of torch.compile keeps; it recomputes elementwise results unless a product
-    reads them (counted with saved-tensor hooks; T = B N tokens, c bytes per number):
+    Eager: `accounting.activation_bytes`, and the input, which the first norm keeps if it is float32. Compiled: the
+    tensors that torch.compile's partitioner keeps. It recomputes elementwise results unless a product reads them
+    (counted with saved-tensor hooks; T = B N tokens, c bytes per number):
 
         input, 1/rms twice             4 T d + 8 T
         both norms, output projection  3 c T d
@@ -26,14 +26,14 @@ def block_parts(job: Job) -> dict[str, int]:
         ffn: w1 x, w3 x, their product                                       3 c T d_ff
 
     With 16-bit weights the input is 2 T d. With a memory budget below 1 the partitioner keeps at most that share of
-    everything but the input. First it drops, as a whole, what needs no product to recompute: c T d of each norm, the
-    ffn's product, and o by tokens where o is kept.
+    everything but the input. It first drops all tensors that need no product to recompute: c T d of each norm, the
+    product in ffn, and o by tokens where o is kept.
     """
     s, c, t = job.shape, job.number_bytes, job.tokens
     length, d = s.context_length, s.d_model
     if not job.compile:
         parts = activation_bytes(s, job.batch_size, length, job.precision, job.kernel, job.computes_narrow)
-        # If the input is 16-bit, the first norm keeps its float32 copy, and nothing keeps the input itself.
+        # If the input is 16-bit, the first norm keeps a float32 copy, and nothing keeps the input itself.
         entry = 0 if job.computes_narrow else residual_bytes(s, job.batch_size, length, job.residual_number_bytes)
         return {"input": entry, **parts}
     inside = 5 * c * t * d + 4 * t * s.num_heads
@@ -52,7 +52,7 @@ def block_parts(job: Job) -> dict[str, int]:
 
 
 def kept_blocks(job: Job) -> tuple[int, int, int]:
-    """How many blocks keep all they save, how many inputs are kept for the others, how many are recomputed at once.
+    """How many blocks keep all their activations, how many inputs are kept, how many blocks are recomputed at once.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". every: ceil(L / K) blocks keep only their input
     and are recomputed one at a time. first: the same for the first K blocks. groups: ceil(L / K) groups keep the input
@@ -69,9 +69,9 @@ def kept_blocks(job: Job) -> tuple[int, int, int]:
 def saved_bytes(job: Job) -> tuple[int, int]:
     """Activations of the blocks at the end of the forward pass, and the most that backward recomputes beside them.
 
-    L S without checkpointing, (L - n) S + n I and S, or n I and K S, where S is what a block saves and I its input. The
-    input of the first recomputed block is there already. Where the last block is kept and the first ones are not
-    (first), S is freed before any block is recomputed.
+    L S without checkpointing, (L - n) S + n I and S, or n I and K S: a block saves S, and its input is I. The input of
+    the first recomputed block is already in memory. With the policy first, the last blocks free their S before any
+    block is recomputed.
     """
     parts = block_parts(job)
     whole = sum(parts.values())
@@ -83,7 +83,7 @@ def saved_bytes(job: Job) -> tuple[int, int]:
 
 
 def activation_sections(job: Job) -> list[Section]:
-    """The size of one residual-stream activation, and what a block saves, part by part."""
+    """The size of one residual-stream activation, and the activations of a block, part by part."""
     s = job.shape
     b, n, d = job.batch_size, s.context_length, s.d_model
     single, own = residual_stream(b, n, d), residual_stream(b, n, d, job.number_bytes)
@@ -94,16 +94,14 @@ def activation_sections(job: Job) -> list[Section]:
     )
     terms = [Term(name, "", size) for name, size in block_parts(job).items()]
     scores = 4 * b * s.num_heads * n * n
-    notes = (
-        f"one matrix of attention scores, float32: 4 B H N^2 = 4 x {b} x {s.num_heads} x {n}^2 = {scores:,} bytes",
-    )
+    note = f"one matrix of attention scores, float32: 4 B H N^2 = 4 x {b} x {s.num_heads} x {n}^2 = {scores:,} bytes"
     how = f"{job.precision}, {'compiled' if job.compile else 'eager'}, attention {job.attention}"
-    each = Section(f"Saved by a block for backward ({how})", (*terms, total("a block", terms)), notes)
+    each = Section(f"Saved by a block for backward ({how})", (*terms, total("a block", terms)), (note,))
     return [Section("One activation of the residual stream", stream), each]
 
 
 def counted_activations(job: Job, on_gpu: bool = True) -> tuple[int, int]:
-    """What `accounting.checkpointed_activation_bytes` counts for a job: at the end of its forward pass, and at most.
+    """`accounting.checkpointed_activation_bytes` of a job: at the end of its forward pass, and at the peak.
 
     Raises ValueError for compiled blocks and for an unknown kernel.
     """
@@ -124,26 +122,19 @@ def checkpointing_sections(job: Job) -> list[Section]:
     whole = entry + sum(activation_bytes(*how).values()) + weight_copy_bytes(s, job.precision)
     peaks = {k: checkpointed_activation_bytes(*how, ("groups", k), on_gpu=True)[1] for k in range(1, layers + 1)}
     best = min(peaks, key=lambda k: peaks[k])
-    shown = sorted({1, 2, 4, 8, round(math.sqrt(layers)), best, layers} & set(peaks))
     _, peak = checkpointed_activation_bytes(*how, on_gpu=True)
     terms = [Term("none", f"L A = {layers} x {whole:,}, and the head", peak)]
-    for k in shown:
+    for k in sorted({1, 2, 4, 8, round(math.sqrt(layers)), best, layers} & set(peaks)):
         working = f"ceil(L/K) I + K A = {-(-layers // k)} x {entry:,} + {k} x {whole:,}, and the rest"
         terms.append(Term(f"groups_{k}", working, peaks[k]))
+    calculus = f"sqrt(L I / A) = sqrt({layers} x {entry:,} / {whole:,}), at least 1"
     found = (
         Term("least memory", "by trying every K", best, "blocks a group"),
-        Term(
-            "by calculus",
-            f"sqrt(L I / A) = sqrt({layers} x {entry:,} / {whole:,}), at least 1",
-            best_group(*how),
-            "blocks a group",
-        ),
-        Term("were A = I", f"sqrt(L) = sqrt({layers})", math.sqrt(layers), "blocks a group"),
+        Term("by calculus", calculus, best_group(*how), "blocks a group"),
+        Term("if A were I", f"sqrt(L) = sqrt({layers})", math.sqrt(layers), "blocks a group"),
         Term("more operations", "the forward pass of the blocks again: 1 of 3", 1 / 3, "share"),
     )
-    notes: tuple[str, ...] = (
-        "Chen et al. 2016, section 4: L / K inputs of I bytes stay, K blocks of A bytes are whole at once",
-    )
+    notes = ["Chen et al. 2016, section 4: L / K inputs of I bytes stay, and one group holds K blocks of A bytes"]
     if job.precision != "fp32":
-        notes += ("autocast keeps a copy of every weight until the loss is there, however large the groups",)
-    return [Section("Peak of forward and backward by group", tuple(terms)), Section("Group size", found, notes)]
+        notes.append("autocast keeps a copy of every weight until the loss is computed, for any group size")
+    return [Section("Peak of forward and backward by group", tuple(terms)), Section("Group size", found, tuple(notes))]

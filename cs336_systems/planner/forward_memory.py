@@ -1,4 +1,4 @@
-"""Memory of a forward pass without gradients, as in inference: nothing is kept, so what is alive at once is the peak.
+"""Memory of a forward pass without gradients, as in inference: the peak is the most that is alive at once.
 
 Counted by following the lines of `cs336_basics.model` and `nn_utils.cross_entropy`: a tensor is alive as long as a
 variable or an argument of a running call refers to it. Measured peaks of float32 models equal this to the byte.
@@ -11,24 +11,24 @@ from .working import Term
 
 
 def forward_moments(job: Job) -> dict[str, list[Term]]:
-    """What is in memory at each of the moments of an eager forward pass with naive attention, without gradients.
+    """The memory in use at three moments of an eager forward pass with naive attention, without gradients.
 
     T = B N_ctx tokens, c bytes per number (4 in float32, 2 under autocast), S = 4 B H N_ctx^2 a matrix of scores:
 
         attention  of the last block, at the product of softmax and v: scores and softmax 2 S, a mask N_ctx^2; the
-                   block's input, the output of ln1, v as the product reads it, and the product, all in float32 16 T d;
-                   q, k, v 3 c T d; under autocast v in float32 4 T d more. The second mask that exists before,
-                   N_ctx^2, is less than what comes later, as long as N_ctx < 8 B d
+                   block's input, the output of ln1, the product's copy of v, and the product, all in float32 16 T d;
+                   q, k, v 3 c T d; under autocast v in float32 4 T d more. Before this moment there is a second mask,
+                   N_ctx^2, but less of the rest as long as N_ctx < 8 B d
         ffn        of the last block, at the product of silu(w1 x) and w3 x: both factors and the product 3 c T d_ff;
-                   the block's input, the output of attention added to it, and the output of ln2 12 T d
+                   the block's input, its sum with the output of attention, and the output of ln2 12 T d
         loss       logits c T V, under autocast in float32 4 T V more, logsumexp's exponentials 4 T V; the chosen
                    logit, the maximum and the sum of each token 12 T
 
-    Autocast keeps a copy of each weight that it has cast. In attention of the last block the copies of its output
-    projection and its feed-forward layer do not exist yet, 2 (d^2 + 3 d d_ff); at the product in ffn that of w2 does
-    not, 2 d d_ff; the head's, 2 V d, comes last. Only the calling thread computes, so there is one cuBLAS workspace.
+    Autocast keeps a copy of each weight that it has cast. At the moment of attention, the last block's output
+    projection and feed-forward layer have none yet, 2 (d^2 + 3 d d_ff); at the moment of ffn, w2 has none, 2 d d_ff;
+    the head's copy, 2 V d, comes last. Only the calling thread computes, so there is one cuBLAS workspace.
 
-    Raises ValueError for a compiled model and for another attention, because what they hold is not known.
+    Raises ValueError for a compiled model and for another attention, whose memory is not known.
     """
     if job.compile or job.attention != "naive":
         how = f"{'compiled' if job.compile else 'eager'} blocks with attention {job.attention}"
@@ -36,13 +36,12 @@ def forward_moments(job: Job) -> dict[str, list[Term]]:
     s, t, c = job.shape, job.tokens, job.number_bytes
     length, d = s.context_length, s.d_model
     wide = 0 if c == 4 else 4
-    kept = [term for term in constant_terms(job) if term.name != "workspace"]
-    kept.append(Term("workspace", "of cuBLAS, 32 MiB for the one thread that computes", WORKSPACE))
+    constant = [term for term in constant_terms(job) if term.name != "workspace"]
+    constant.append(Term("workspace", "of cuBLAS, 32 MiB for the one thread that computes", WORKSPACE))
     counted = naive_attention_bytes(job.batch_size * s.num_heads, length, length, d // s.num_heads, is_causal=True)
     scores, mask = counted["scores"], counted["masks"] // 2
-    all_copies = copy_terms(job)[0]
-    late = {"attention": d * d + 3 * d * s.d_ff + s.vocab_size * d, "ffn": d * s.d_ff + s.vocab_size * d, "loss": 0}
-    streams = 16 + wide + 3 * c
+    copies, streams, per_logit = copy_terms(job)[0], 16 + wide + 3 * c, c + wide + 4
+    not_yet_cast = {"attention": d * d + 3 * d * s.d_ff + s.vocab_size * d, "ffn": d * s.d_ff + s.vocab_size * d}
     alive = {
         "attention": Term(
             "attention",
@@ -56,15 +55,15 @@ def forward_moments(job: Job) -> dict[str, list[Term]]:
         ),
         "loss": Term(
             "logits and loss",
-            f"{c + wide + 4} T V + 12 T = {c + wide + 4} x {t * s.vocab_size:,} + 12 x {t:,}",
-            (c + wide + 4) * t * s.vocab_size + 12 * t,
+            f"{per_logit} T V + 12 T = {per_logit} x {t * s.vocab_size:,} + 12 x {t:,}",
+            per_logit * t * s.vocab_size + 12 * t,
         ),
     }
     found = {}
     for moment, term in alive.items():
-        missing = 2 * late[moment] if all_copies.value else 0
-        working = f"{all_copies.working}, less {missing:,} to come" if missing else all_copies.working
-        found[moment] = [*kept, Term("weight copies", working, all_copies.value - missing), term]
+        missing = 2 * not_yet_cast.get(moment, 0) if copies.value else 0
+        working = f"{copies.working}, less {missing:,} to come" if missing else copies.working
+        found[moment] = [*constant, Term("weight copies", working, copies.value - missing), term]
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is planned: a model, what a GPU computes in a step, and how GPUs share the work."""
+"""The input of a plan: a model, the work of one GPU in a step, and how GPUs share the work."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +12,9 @@ from .accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 ALIASES = {"flashddp": "bucketed"}
-"""Names of strategies in training that are other names for one of these."""
-IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}  # and the default bucket size in 2^20 bytes
+"""Names of training strategies that mean one of STRATEGIES."""
+IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
+"""Strategies that keep gradients in buckets, with the default bucket size in 2^20 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +56,29 @@ class Job:
     optimizer: bool = True
     """Whether there is an optimizer step (fused AdamW)."""
     clip: bool = True
-    """Whether the gradient norm is computed and gradients are scaled by it."""
+    """Whether gradients are scaled by their norm."""
 
     def __post_init__(self) -> None:
-        _check(self)
-        if self.bucket_size_mb is None and self.strategy in IN_BUCKETS:
-            object.__setattr__(self, "bucket_size_mb", IN_BUCKETS[self.strategy])
+        check_types(self, "")
+        require_at_least(self, "", 1, "batch_size", "world_size", "loss_chunk_tokens")
+        narrow, budget = self.weight_dtype == "bf16", self.compile_memory_budget
+        accepted = not narrow or self.precision == "bf16"
+        require(accepted, "weight_dtype", "bf16", f"fp32 with precision {self.precision!r}")
+        accepted = budget == 1 or (0 <= budget < 1 and self.compile)
+        require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
+        require(self.attention in ATTENTION, "attention", self.attention, f"one of {', '.join(ATTENTION)}")
+        strategy, size = self.strategy, self.bucket_size_mb
+        require(strategy in STRATEGIES, "strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+        checkpointed_blocks(self.activation_checkpointing, "")
+        require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
+        accepted = strategy != "none" or self.world_size == 1
+        require(accepted, "strategy", strategy, f"another than 'none' with world_size {self.world_size}")
+        accepted = not (self.shard_optimizer and self.is_sharded)
+        require(accepted, "shard_optimizer", True, f"false with strategy {strategy!r}, which shards it anyway")
+        accepted = self.reshard_after_forward or self.is_sharded
+        require(accepted, "reshard_after_forward", False, f"true with strategy {strategy!r}, which shards no weights")
+        if size is None and strategy in IN_BUCKETS:
+            object.__setattr__(self, "bucket_size_mb", IN_BUCKETS[strategy])
 
     @property
     def tokens(self) -> int:
@@ -104,7 +122,7 @@ class Job:
 
     @property
     def kernel(self) -> str:
-        """The attention kernel by a registered name."""
+        """The registered name of the attention kernel."""
         return "sdpa" if self.attention == "flash" else self.attention
 
     @property
@@ -113,36 +131,21 @@ class Job:
         return self.strategy in SHARDED
 
     @property
+    def weight_parts(self) -> int:
+        """Into how many parts weights and gradients are divided."""
+        return self.world_size if self.is_sharded else 1
+
+    @property
     def state_parts(self) -> int:
         """Into how many parts the optimizer state is divided."""
         return self.world_size if self.is_sharded or self.shard_optimizer else 1
 
     @property
     def gathers(self) -> int:
-        """How many times a step gathers the weights, if they are sharded."""
+        """How many times a step gathers sharded weights."""
         return 2 if self.reshard_after_forward else 1
 
     @property
     def checkpointing(self) -> tuple[str, int] | None:
-        """Policy (first, every or groups) and its K, or None for no block."""
+        """Policy (first, every or groups) and its K, or None without checkpointing."""
         return checkpointed_blocks(self.activation_checkpointing, "")
-
-
-def _check(job: Job) -> None:
-    check_types(job, "")
-    require_at_least(job, "", 1, "batch_size", "world_size", "loss_chunk_tokens")
-    narrow, budget = job.weight_dtype == "bf16", job.compile_memory_budget
-    require(not narrow or job.precision == "bf16", "weight_dtype", "bf16", f"fp32 with precision {job.precision!r}")
-    accepted = budget == 1 or (0 <= budget < 1 and job.compile)
-    require(accepted, "compile_memory_budget", budget, "from 0 to 1, and 1 without compile")
-    require(job.attention in ATTENTION, "attention", job.attention, f"one of {', '.join(ATTENTION)}")
-    require(job.strategy in STRATEGIES, "strategy", job.strategy, f"one of {', '.join(STRATEGIES)}")
-    checkpointed_blocks(job.activation_checkpointing, "")
-    size = job.bucket_size_mb
-    require(size is None or 0 < size < 1e9, "bucket_size_mb", size, "above 0 and below 1e9")
-    alone = job.strategy == "none" and job.world_size > 1
-    require(not alone, "strategy", job.strategy, f"another than 'none' with world_size {job.world_size}")
-    twice = job.shard_optimizer and job.is_sharded
-    require(not twice, "shard_optimizer", True, f"false with strategy {job.strategy!r}, which shards it anyway")
-    accepted = job.reshard_after_forward or job.is_sharded
-    require(accepted, "reshard_after_forward", False, f"true with strategy {job.strategy!r}, which shards no weights")

@@ -1,8 +1,8 @@
-"""Memory of a training step on one GPU: what is always there, what comes and goes, and when the peak is.
+"""Memory of a training step on one GPU: the constant part, the activations and gradients, and the moment of the peak.
 
 Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes per parameter (Rajbhandari et al. 2020, ZeRO,
 section 3.1, count mixed precision with float16 weights in the same way), or half of that in bfloat16. The peak is at
-one of a few moments, because between them, block by block, activations are freed and gradients appear at a steady pace.
+one of a few moments, because between them activations are freed and gradients appear steadily, block by block.
 """
 
 from collections.abc import Iterator
@@ -25,17 +25,17 @@ from .job import IN_BUCKETS, Job
 from .working import GIB, MIB, Section, Term, show, total
 
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
-# computes. A step has two: autograd's and the one that calls it.
+# computes. A step has two: its caller and autograd's.
 WORKSPACE = 32 * MIB
 LARGEST_BATCH = 1 << 20
-# Share of a card's memory that is reserved for what is not counted: the CUDA context, and what the allocator holds and
-# cannot use. The 8B step without recomputation ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB
-# of an H200, 8.4 %, reserved and unusable (results/h200/leaderboard-2026.jsonl, `fsdp none budget 0.75`).
+# Share of a card's memory that is reserved for the CUDA context and for fragmentation, which are not counted. The 8B
+# step without recomputation ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB of an H200, 8.4 %,
+# reserved and unusable (results/h200/leaderboard-2026.jsonl, `fsdp none budget 0.75`).
 RESERVE = 0.1
 
 
 def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """The parameters by size: how many there are, rows and columns; a norm's weight is one row."""
+    """Count, rows and columns of the parameters of each size; a norm's weight is one row."""
     d, layers = shape.d_model, shape.num_layers
     yield 2, shape.vocab_size, d
     yield 4 * layers, d, d
@@ -44,32 +44,30 @@ def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:
 
 
 def parameter_bytes(shape: ModelShape, number_bytes: int, parts: int = 1) -> float:
-    """Memory of one tensor per parameter, as the allocator gives it; matrices are divided into parts by rows."""
+    """Allocated memory of one tensor per parameter; matrices are divided into parts by rows."""
     sizes = ((count, -(-rows // parts) * columns) for count, rows, columns in tensors(shape))
     return sum(count * allocated_bytes(number_bytes * numel) for count, numel in sizes)
 
 
 def constant_terms(job: Job) -> list[Term]:
-    """What is always there from the first step on: weights, optimizer state, gradients that stay, and small tensors."""
-    s, n = job.shape, num_parameters(job.shape)
-    w = job.world_size if job.is_sharded else 1
+    """Memory in use from the first step on: weights, optimizer state, gradients in buckets, and small tensors."""
+    s, n, w, b = job.shape, num_parameters(job.shape), job.weight_parts, job.weight_bytes
     # The sharded optimizer packs weights into large tensors, so the allocator adds nothing.
     packed = job.shard_optimizer and job.world_size > 1
-    b = job.weight_bytes
     weights = b * n if packed else parameter_bytes(s, b, w)
     terms = [_of_all_weights("weights", b, job, w, weights)]
     if job.optimizer:
         state = 2 * parameter_bytes(s, b, w) / (job.state_parts / w)
         terms.append(_of_all_weights("optimizer state", 2 * b, job, job.state_parts, state))
-    if job.strategy in IN_BUCKETS:
-        buckets = _buckets(job)
+    if job.strategy in IN_BUCKETS:  # flat tensors of up to bucket_size_mb; a larger gradient is a bucket of its own
+        most, sizes = (job.bucket_size_mb or 0) * MIB, [(count, b * r * c) for count, r, c in tensors(s)]
+        together = sum(count * nbytes for count, nbytes in sizes if 2 * nbytes <= most)
+        buckets = together + sum(count * allocated_bytes(nbytes) for count, nbytes in sizes if nbytes > most / 2)
         working = f"{b} N = {b} x {n:,}{in_blocks(buckets, b * n)}, in buckets of {job.bucket_size_mb:g} MiB"
         terms.append(Term("gradients in buckets", working, buckets))
     length, half = s.context_length, s.d_model // s.num_heads // 2
-    small = 8 * length * half + 16 * job.tokens
-    terms.append(
-        Term("rotary tables, tokens", f"4 N_ctx d_head + 16 T = 4 x {length} x {2 * half} + 16 x {job.tokens:,}", small)
-    )
+    working = f"4 N_ctx d_head + 16 T = 4 x {length} x {2 * half} + 16 x {job.tokens:,}"
+    terms.append(Term("rotary tables, tokens", working, 8 * length * half + 16 * job.tokens))
     return [*terms, Term("workspace", "of cuBLAS, 32 MiB for each of two threads", 2 * WORKSPACE)]
 
 
@@ -85,70 +83,55 @@ def in_blocks(allocated: float, nbytes: float) -> str:
 
 
 def _of_all_weights(name: str, number_bytes: int, job: Job, parts: int, value: float) -> Term:
-    """A term of number_bytes per parameter, divided into parts, with what the allocator's blocks add."""
+    """A term of number_bytes per parameter, divided into parts."""
     n = num_parameters(job.shape)
     formula = f"{number_bytes} N{over(parts)} = {number_bytes} x {n:,}{over(parts)}"
     return Term(name, formula + in_blocks(value, number_bytes * n / parts), value)
-
-
-def _buckets(job: Job) -> float:
-    """Flat tensors of up to bucket_size_mb; a larger gradient is a bucket of its own."""
-    most, sizes = (job.bucket_size_mb or 0) * MIB, [(n, job.weight_bytes * r * c) for n, r, c in tensors(job.shape)]
-    alone = [(count, nbytes) for count, nbytes in sizes if nbytes > most / 2]
-    together = sum(count * nbytes for count, nbytes in sizes if 2 * nbytes <= most)
-    return together + sum(count * allocated_bytes(nbytes) for count, nbytes in alone)
 
 
 def gradient_term(job: Job) -> Term:
     """All gradients of this GPU's weights, unless buckets already hold them."""
     if job.strategy in IN_BUCKETS:
         return Term("gradients", "in their buckets", 0)
-    w = job.world_size if job.is_sharded else 1
-    b = job.weight_bytes
-    return _of_all_weights("gradients", b, job, w, parameter_bytes(job.shape, b, w))
+    value = parameter_bytes(job.shape, job.weight_bytes, job.weight_parts)
+    return _of_all_weights("gradients", job.weight_bytes, job, job.weight_parts, value)
 
 
 def copy_terms(job: Job) -> tuple[Term, Term]:
-    """Autocast's copies of weights: at the end of the forward pass, and those that backward still needs.
+    """Autocast's copies of weights: at the end of the forward pass, and during the backward pass.
 
     Autocast casts each weight once and keeps the copy until its context ends, after the loss. The graph keeps the
     copies of blocks that are not checkpointed until their backward. Compiled code casts by itself and keeps only the
-    latter. There are no copies if a strategy gathers weights in the dtype of computation, or if they have it already.
+    latter. There are no copies if the weights, or the gathered weights of a strategy, have the dtype of computation.
     """
     s = job.shape
     if job.precision == "fp32" or job.computes_narrow:
         nothing = Term("weight copies", "none", 0)
         return nothing, nothing
     rounding = parameter_bytes(s, 2) / (2 * num_parameters(s))
-    a_block = weight_copy_bytes(s, job.precision) * rounding
+    a_block, numbers = weight_copy_bytes(s, job.precision) * rounding, block_matrices(s)
     head = 0 if job.loss_chunk_tokens else 2 * s.vocab_size * s.d_model  # in chunks the loss casts by itself
-    kept = kept_blocks(job)[0]
-    cached = kept if job.compile else s.num_layers
 
     def copies(blocks: int) -> Term:
-        numbers = block_matrices(s)
         formula = "2 (4 d^2 + 3 d d_ff) L" + (" + 2 V d" if head else "")
         working = f"{formula} = 2 x {numbers:,} x {blocks}" + (f" + {head:,}" if head else "")
         value, exact = blocks * a_block + head, 2 * numbers * blocks + head
         return Term("weight copies", working + in_blocks(value, exact) if exact else "none", value)
 
-    return copies(cached), copies(kept)
+    kept = kept_blocks(job)[0]
+    return copies(kept if job.compile else s.num_layers), copies(kept)
 
 
 def head_term(job: Job) -> Term:
-    """What the last norm and the head save, without the weight's copy and the logits."""
+    """Activations of the last norm and the head, without the copy of the weight and the logits."""
     s, t, c = job.shape, job.tokens, job.number_bytes
+    factor = job.residual_number_bytes + c if job.compile else 8 + c
+    working = f"{factor} T d + 8 T = {factor} x {t * s.d_model:,} + 8 x {t:,}"
     if job.compile:
-        r = job.residual_number_bytes
-        return Term("last norm, head", _last_norm(job, r + c), (r + c) * t * s.d_model + 8 * t)
+        return Term("last norm, head", working, factor * t * s.d_model + 8 * t)
     copy = 0 if job.precision == "fp32" else c * s.vocab_size * s.d_model
     saved = head_bytes(s, job.batch_size, s.context_length, job.precision) - 4 * t * s.vocab_size - copy
-    return Term("last norm, head", _last_norm(job, 8 + c), saved)
-
-
-def _last_norm(job: Job, number_bytes: int) -> str:
-    t, d = job.tokens, job.shape.d_model
-    return f"{number_bytes} T d + 8 T = {number_bytes} x {t * d:,} + 8 x {t:,}"
+    return Term("last norm, head", working, saved)
 
 
 def logits_terms(job: Job) -> tuple[Term, Term, Term]:
@@ -160,12 +143,22 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
     float32 copy of it, 4 T V: the gradient of `gather` is scattered into zeros, which are in memory.
 
     In chunks of C tokens (`kernels.linear_cross_entropy`) there are C V logits and their gradient, 2 c C V, and in
-    eager mode three or so float32 tensors between them. For the weight there are a float32 gradient and what is added
+    eager mode about three float32 tensors between them. The weight has a float32 gradient and a product that is added
     to it, 8 V d, and a copy in the dtype of computation. The gradient, V d numbers, stays until its own backward.
     """
-    c, numbers = job.number_bytes, job.tokens * job.shape.vocab_size
+    s, c, numbers = job.shape, job.number_bytes, job.tokens * job.shape.vocab_size
     if job.loss_chunk_tokens is not None:
-        return _chunk_terms(job)
+        numbers, weight = job.logits_tokens * s.vocab_size, s.vocab_size * s.d_model
+        logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
+        products = c * numbers + (0 if c == 4 else 4) * weight  # the product is a separate tensor, then added
+        copy = 0 if c == 4 or job.computes_narrow else c
+        stays = 2 if job.computes_narrow else 4
+        working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
+        return (
+            Term("logits and loss", working, max(logits, products) + (4 + copy) * weight),
+            Term("gradient of the head", f"{stays} V d = {stays} x {weight:,}", stays * weight),
+            Term("logits", "none", 0),
+        )
     wide = 0 if job.compile or c == 4 else 4
     forward, backward = (0, 4 + c) if job.compile else (4, 12)
     at_loss, in_backward = c + wide + forward, c + wide + backward
@@ -173,21 +166,6 @@ def logits_terms(job: Job) -> tuple[Term, Term, Term]:
         Term("logits and loss", f"{at_loss} T V = {at_loss} x {numbers:,}", at_loss * numbers),
         Term("logits and loss", f"{in_backward} T V = {in_backward} x {numbers:,}", in_backward * numbers),
         Term("logits", f"{c} T V = {c} x {numbers:,}", c * numbers),
-    )
-
-
-def _chunk_terms(job: Job) -> tuple[Term, Term, Term]:
-    s, c = job.shape, job.number_bytes
-    numbers, weight = job.logits_tokens * s.vocab_size, s.vocab_size * s.d_model
-    logits = (2 * c if job.compile else 2 * c + 5 + (4 if c < 4 else 0)) * numbers
-    products = c * numbers + (0 if c == 4 else 4) * weight  # the product is a tensor of its own, then added
-    copy = 0 if c == 4 or job.computes_narrow else c
-    stays = (2 if job.computes_narrow else 4) * weight
-    working = f"max({logits:,}, {products:,}) of {job.logits_tokens:,} tokens + {4 + copy} V d, V d = {weight:,}"
-    return (
-        Term("logits and loss", working, max(logits, products) + (4 + copy) * weight),
-        Term("gradient of the head", f"{stays // weight} V d = {stays // weight} x {weight:,}", stays),
-        Term("logits", "none", 0),
     )
 
 
@@ -220,7 +198,7 @@ def unit_terms(job: Job) -> dict[str, Term]:
 
 
 def block_term(job: Job) -> Term:
-    """What the backward pass of a block needs for itself: `accounting.gradient_bytes`, and a matrix's gradient.
+    """Temporaries of a block's backward pass: `accounting.gradient_bytes`, and a matrix's gradient.
 
     That gradient is computed in the dtype of computation and then cast to float32: (c + 4) d d_ff under autocast.
     """
@@ -228,54 +206,50 @@ def block_term(job: Job) -> Term:
     wide = 0 if c == 4 or job.computes_narrow else c + 4
     r, td, factors = job.residual_number_bytes, job.tokens * s.d_model, 2 * c * job.tokens * s.d_ff
     beyond = gradient_bytes(s, job.batch_size, s.context_length, job.precision, job.kernel, on_gpu=True) - 4 * td
-    what, value = f"{r} T d + {2 * c} T d_ff", f"{r * td:,} + {beyond:,}"
+    formula, value = f"{r} T d + {2 * c} T d_ff", f"{r * td:,} + {beyond:,}"
     if beyond != factors:
         scores = 12 if job.kernel in PLAIN_ATTENTION else 8
-        what = f"{r} T d + {scores} B H N_ctx^2 less what is gone"
+        formula = f"{r} T d + {scores} B H N_ctx^2 less freed activations"
     matrix = wide * s.d_model * s.d_ff
-    working = f"{what} + {wide} d d_ff = {value} + {matrix:,}" if wide else f"{what} = {value}"
+    working = f"{formula} + {wide} d d_ff = {value} + {matrix:,}" if wide else f"{formula} = {value}"
     return Term("gradients in a block", working, r * td + beyond + matrix)
 
 
 def moments(job: Job) -> dict[str, list[Term]]:
-    """What is in memory at each of the moments at which the peak may be."""
+    """The memory in use at each moment at which the peak may be."""
     constant, grads = constant_terms(job), gradient_term(job)
     cached, held = copy_terms(job)
-    logits = logits_terms(job)
-    units = unit_terms(job)
+    at_loss, in_backward, after_loss = logits_terms(job)
+    units, block = unit_terms(job), block_term(job)
     saved, again = saved_bytes(job)
     kept, inputs, at_once = kept_blocks(job)
-    copies = 0 if job.computes_narrow else at_once * weight_copy_bytes(job.shape, job.precision)
-    entry = f" and {inputs} inputs of blocks" if inputs else ""
     whole = sum(block_parts(job).values())
+    entry = f" and {inputs} inputs of blocks" if inputs else ""
     activations = Term("activations", f"{kept} blocks x {whole:,}{entry}", saved)
+    copies = 0 if job.computes_narrow else at_once * weight_copy_bytes(job.shape, job.precision)
     working = f"{job.activation_checkpointing}: {again:,}, and {copies:,} of weights' copies"
-    recomputed = Term("made again", working, again + copies)
-    one = Term("activations", "the first block's", whole)
-    first = [activations, head_term(job)]
-    in_buckets = job.strategy in IN_BUCKETS
+    recomputed = Term("recomputed", working, again + copies)
+    one = Term("activations", "of the first block", whole)
     b, e, n = job.weight_bytes, job.shape.vocab_size * job.shape.d_model, num_parameters(job.shape)
-    head_grad = (
-        units["end"]
-        if job.is_sharded
-        else Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if in_buckets else b * e)
-    )
-    block = block_term(job)
+    head_grad = Term("gradient of the head", f"{b} V d = {b} x {e:,}", 0 if job.strategy in IN_BUCKETS else b * e)
+    if job.is_sharded:
+        head_grad = units["end"]
+    start = [*constant, activations]
     found = {
-        "the loss": [*constant, *first, cached, logits[0], units["loss"]],
-        "backward of the loss": [*constant, *first, held, logits[1], units["loss_backward"]],
+        "the loss": [*start, head_term(job), cached, at_loss, units["loss"]],
+        "backward of the loss": [*start, head_term(job), held, in_backward, units["loss_backward"]],
         "backward of the last block": [
-            *(*constant, activations, recomputed, held, logits[2], head_grad, block, units["last_backward"])
+            *(*start, recomputed, held, after_loss, head_grad, block, units["last_backward"])
         ],
-        "backward of the first block": [*constant, one, logits[2], grads, block, units["backward"]],
+        "backward of the first block": [*constant, one, after_loss, grads, block, units["backward"]],
     }
     if job.strategy == "flat" and job.world_size > 1:
         flat = Term("all gradients flat", f"{b} N = {b} x {n:,}", b * n)
-        found["gradients flattened"] = [*constant, logits[2], grads, flat]
+        found["gradients flattened"] = [*constant, after_loss, grads, flat]
     is_copied = job.sent_dtype != job.weight_dtype and not job.is_sharded and job.strategy not in ("none", "naive")
     wire = NUMBER_BYTES[job.sent_dtype] if is_copied else 0
-    sent = Term("gradients on their way", f"{wire} N = {wire} x {n:,}", wire * n)
-    found["the end of backward"] = [*constant, logits[2], grads, units["end"], sent]
+    sent = Term("gradients in transit", f"{wire} N = {wire} x {n:,}", wire * n)
+    found["the end of backward"] = [*constant, after_loss, grads, units["end"], sent]
     return found
 
 
@@ -291,9 +265,9 @@ def peak_bytes(job: Job) -> float:
 
 
 def part_bytes(job: Job) -> dict[str, float]:
-    """The parts that stay from step to step, what the forward pass leaves behind before the loss, and the peak.
+    """Weights, gradients and optimizer state, the activations at the end of the forward pass, and the peak.
 
-    Buckets count as gradients; copies of weights and logits count as what the forward pass leaves.
+    Buckets count as gradients; copies of weights and logits count as activations.
     """
     constant = {term.name: term.value for term in constant_terms(job)}
     left = (head_term(job), copy_terms(job)[0], logits_terms(job)[2])
@@ -328,34 +302,27 @@ def largest_batch(job: Job, memory_bytes: float) -> int:
     return low
 
 
-def _rounding(job: Job) -> str:
-    """Why terms of all weights are larger than their formulas."""
-    b, parts = job.weight_bytes, job.world_size if job.is_sharded else 1
-    more = constant_terms(job)[0].value * parts / (b * num_parameters(job.shape)) - 1
-    return (
-        f"tensors are counted in blocks of PyTorch's allocator: {'float32' if b == 4 else 'bfloat16'} weights take "
-        f"{more:.1%} more than {b} N{over(parts)} bytes"
-    )
-
-
 def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
-    """The parts at the moment of the peak, all moments, and the largest batch that fits a card."""
+    """The terms at the moment of the peak, the sum at each moment, and the largest batch that fits a card."""
     at = moments(job)
     sums = {name: sum(term.value for term in terms) for name, terms in at.items()}
     when = max(sums, key=lambda name: sums[name])
     terms = [term for term in at[when] if term.value]
+    b, parts = job.weight_bytes, job.weight_parts
+    more = terms[0].value * parts / (b * num_parameters(job.shape)) - 1
+    rounding = (
+        f"tensors are counted in blocks of PyTorch's allocator: {'float32' if b == 4 else 'bfloat16'} weights take "
+        f"{more:.1%} more than {b} N{over(parts)} bytes"
+    )
     sections = [
-        Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms)), (_rounding(job),)),
+        Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms)), (rounding,)),
         Section("At each moment", tuple(Term(name, "", value) for name, value in sums.items())),
     ]
     if memory_gib is not None:
         usable = (1 - RESERVE) * memory_gib
         batch = largest_batch(job, usable * GIB)
-        peak = show(peak_bytes(replace(job, batch_size=max(1, batch))), "bytes")
-        working = f"{peak} at its peak, of {usable:.4g} GiB" if batch else f"one takes {peak}, of {usable:.4g} GiB"
-        note = (
-            f"of {memory_gib:g} GiB {RESERVE:.0%} are kept back for what is not counted: the CUDA context, and what "
-            "the allocator holds and cannot use (fragmentation)"
-        )
+        needed = show(peak_bytes(replace(job, batch_size=max(1, batch))), "bytes")
+        working = f"{needed} at its peak, of {usable:.4g} GiB" if batch else f"one takes {needed}, of {usable:.4g} GiB"
+        note = f"{RESERVE:.0%} of {memory_gib:g} GiB is kept back for the CUDA context and fragmentation"
         sections.append(Section("Largest batch that fits", (Term("sequences a GPU", working, batch, ""),), (note,)))
     return sections
