@@ -1,4 +1,4 @@
-"""Arguments of the commands, parsed by jsonargparse; an error in them becomes one line that names the field."""
+"""Command-line parsing with jsonargparse. A mistake becomes one line that names the field."""
 
 import contextlib
 import difflib
@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from ..config.checks import describe_type
 
-# Options of other solutions of the assignment, and our names for the same things. Help does not list them.
+# Option names that other solutions of the assignment use, and ours. They work, but the help does not list them.
 _OURS = {
     "seq_len": "context_length",
     "seq_lens": "context_length",
@@ -31,16 +31,14 @@ _OURS = {
 }
 _DTYPES = {f"{module}{theirs}": ours for module in ("", "torch.")
            for theirs, ours in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))}  # fmt: skip
-_MODES = {"full_step": "train_step"}
 _OUR_VALUES = {
     **dict.fromkeys(("dtype", "precision", "weight_dtype", "grad_dtype"), _DTYPES),
-    "mode": _MODES,
+    "mode": {"full_step": "train_step"},
 }
 
 
 def make_parser(command: str, description: str) -> ArgumentParser:
-    """The parser of `cs336 COMMAND`."""
-    # The docstring under each field of a dataclass becomes its help.
+    """The parser of `cs336 COMMAND`. The docstring under each field of a dataclass becomes its help."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     return ArgumentParser(
         prog=f"cs336 {command}",
@@ -53,10 +51,10 @@ def make_parser(command: str, description: str) -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    """Parse arguments into options. Raises ValueError with one line that names what is wrong."""
+    """Parse arguments into options. Raises ValueError with one line that names the wrong field."""
     try:
-        words = _plain_integers(in_our_words(arguments, parser), parser)
-        return parser.instantiate(parser.parse_args(_positionals_first(words, parser)))
+        words = _positionals_first(in_our_words(arguments, parser), parser)
+        return parser.instantiate(parser.parse_args(words))
     except ArgumentError as error:
         raise ValueError(_one_line(str(error), parser)) from error
     except (OverflowError, RecursionError) as error:
@@ -64,53 +62,37 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
 
 
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """The arguments, with other solutions' names of options and values replaced by ours, where we have them.
+    """Translate arguments: other solutions' names of options and values to ours, and whole numbers to integers.
 
-    A parser's own options stay as they are: `--config` is a file in `cs336 train`. Raises ValueError if an option is
-    given under two names, or if an option that takes several values is given twice, because only the last would count.
+    A name that the parser itself knows is kept: `--config` is a file in `cs336 train`. Raises ValueError for an option
+    given under two names, and for a list option given twice, because only the last would count.
     """
-    names: dict[str, str] = {}
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
+    hints = {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
+    integers = {name for name, hint in hints.items() if hint is int or int in get_args(hint)}
+    names: dict[str, str] = {}
     words: list[str] = []
-    values: dict[str, str] = {}
+    field = ""
     for word in arguments:
+        if not word.startswith("--"):
+            words.append(_our_value(field, word, integers))
+            continue
         option, equals, value = word.partition("=")
-        if option.startswith("--"):
-            ours = f"--{_OURS.get(option[2:])}"
-            given, option = option, ours if option not in known and ours in known else option
-            name = known.get(option, option)
-            if name in names and name in lists and names[name] == given:
-                raise ValueError(f"{given} is given twice: give all its values after one")
-            if names.setdefault(name, given) != given:
-                raise ValueError(f"{names[name]} and {given} are one option: give one of them")
-            values = _OUR_VALUES.get(known.get(option, ""), {})
-            words.append(f"{option}{equals}{values.get(value, value)}")
-        else:
-            words.append(values.get(word, word))
+        ours = f"--{_OURS.get(option[2:])}"
+        given, option = option, ours if option not in known and ours in known else option
+        field = known.get(option, "")
+        name = field or option
+        if name in names and name in lists and names[name] == given:
+            raise ValueError(f"{given} is given twice: give all its values after one")
+        if names.setdefault(name, given) != given:
+            raise ValueError(f"{names[name]} and {given} are one option: give one of them")
+        words.append(f"{option}{equals}{_our_value(field, value, integers)}")
     return words
 
 
-def _plain_integers(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """The words, with 3.0 and 1e3 written as 3 and 1000 where a field takes an integer, also inside a JSON object."""
-    fields = {option: "" if action.dest == "config" else action.dest
-              for action in parser._actions for option in action.option_strings}  # fmt: skip
-    hints = {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
-    integers = {name for name, hint in hints.items() if hint is int or int in get_args(hint)}
-    plain, before = [], ""
-    for word in words:
-        if word.startswith("--"):
-            option, equals, value = word.partition("=")
-            plain.append(option + equals + _plain_integer(fields.get(option, ""), value, integers))
-            before = "" if equals else option
-        else:
-            plain.append(_plain_integer(fields[before], word, integers) if before in fields else word)
-            before = ""
-    return plain
-
-
-def _plain_integer(field: str, text: str, integers: set[str]) -> str:
-    """A field's value, or the values in a JSON object of fields, with whole numbers as integers where they belong."""
+def _our_value(field: str, text: str, integers: set[str]) -> str:
+    """Translate the value of a field: float32 is fp32, and for an integer 3.0 and 1e3 are 3 and 1000, also in JSON."""
 
     def plain(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -118,19 +100,19 @@ def _plain_integer(field: str, text: str, integers: set[str]) -> str:
         if name in integers and isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
-        whole = name in integers and isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63
-        return int(value) if whole else value
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63
+        return int(value) if name in integers and is_whole else value
 
     try:
         value = json.loads(text)
     except ValueError:
-        return text
-    changed = plain(field, value)
+        return _OUR_VALUES.get(field, {}).get(text, text)
+    changed = plain("" if field == "config" else field, value)
     return text if json.dumps(changed) == json.dumps(value) else json.dumps(changed)
 
 
 def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """The words with positionals moved to the front: argparse fills a `*` one at its first chance, even empty."""
+    """Move positionals to the front, because argparse fills a `*` positional at its first chance, even with nothing."""
     if not any(action.nargs == "*" and not action.option_strings for action in parser._actions):
         return list(words)
     takes_value = {option for action in parser._actions for option in action.option_strings if action.nargs is None}
@@ -148,19 +130,19 @@ def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str
     return [*found, *options]
 
 
-def add_folder(parser: ArgumentParser, name: str, is_quick: bool, what: str) -> None:
-    """Add the option --out, by default runs/NAME; a quick run uses runs/quick/NAME, so that the two do not mix."""
+def add_folder(parser: ArgumentParser, name: str, is_quick: bool, help: str) -> None:
+    """Add the option --out with default runs/NAME, or runs/quick/NAME for quick runs, to keep the two apart."""
     usual, quick = f"runs/{name}", f"runs/quick/{name}"
-    parser.add_argument("--out", type=str, default=quick if is_quick else usual, help=f"{what}; with --quick {quick}.")
+    parser.add_argument("--out", type=str, default=quick if is_quick else usual, help=f"{help}; with --quick {quick}.")
 
 
 def field_names(parser: ArgumentParser) -> list[str]:
-    """The names of the fields that a parser knows, without its built-in options."""
+    """The names of a parser's fields, without its built-in options."""
     return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})
 
 
 def unknown_field(name: str, parser: ArgumentParser) -> str:
-    """The message for an unknown field, with the nearest known field; other solutions' names for a field count too."""
+    """The message for an unknown field. Suggests the nearest known field, also by the names of other solutions."""
     known = {field: field for field in field_names(parser)}
     known |= {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings
               if action.dest in known}  # fmt: skip
@@ -174,14 +156,14 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
 
 
 def wrong_choice(name: str, given: str, choices: Sequence[str]) -> str:
-    """The message for a value that is none of some words, with the nearest of them."""
+    """The message for a value that is not among the choices. Suggests the nearest one."""
     near = difflib.get_close_matches(given.lower(), choices, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{name} is {given!r}: {hint}it must be one of {', '.join(choices)}"
 
 
 def _one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message as one line without Python types; for an unknown field, with the nearest known one."""
+    """Rewrite jsonargparse's message as one line without Python types."""
     message = " ".join(message.split())
     if found := re.search(r"unrecognized arguments: --([\w.-]+)", message):
         return unknown_field(found[1], parser)
@@ -196,23 +178,23 @@ def _one_line(message: str, parser: ArgumentParser) -> str:
         return wrong_choice(name, found["given"], choices)
     if found := re.match(r"Group '(\w+)' does not accept option '(\w+)'", message):
         return unknown_field(f"{found[1]}.{found[2]}", parser)
-    # If there are several keys, the last is the field: a group given as JSON repeats the message of its field.
+    # The last key is the field: a group given as JSON repeats the message of its field.
     if found := re.match(r'.*Parser key "(?P<name>[^"]+)"(?: element \d+)?: (?P<rest>.*)', message):
         return _wrong_type(found["name"], found["rest"], parser)
     return message
 
 
 def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
-    """The message for a field or group of the wrong type; `said` is jsonargparse's message about it."""
+    """The message for a field or group of the wrong type. `said` is jsonargparse's message."""
     hints = {action.dest: action._typehint for action in parser._actions if hasattr(action, "_typehint")}
     if name not in hints:
         given = re.search(r"Unable to load config (['\"])(?P<value>.*?)\1", said)
         return f"{name} is {given['value']}: it must be a JSON object" if given else f"{name}: {said}"
     if inside := re.search(r"NestedArg\(key='(\w+)'", said):
         return unknown_field(f"{name}.{inside[1]}", parser)
-    # For a union, the messages of each of its types come before the value.
+    # For a union, the messages of all its types come before the value.
     value = re.search(r"Given value type: .*?Given value:(.*)", said) or re.search(r"Got value:(.*)", said)
-    if value is None:  # Python itself does not show it: an integer of thousands of digits
+    if value is None:  # Python refuses to print an integer of thousands of digits
         return f"{name} must be {describe_type(hints[name])}"
     part = get_origin(hints[name]) is tuple and not re.match(r"Expected a (<class ')?tuple", said)
     shown = value[1].strip() or "''"
@@ -220,6 +202,6 @@ def _wrong_type(name: str, said: str, parser: ArgumentParser) -> str:
 
 
 def check_png(name: str, path: str) -> None:
-    """Raise ValueError if a picture is to be written into a file of another kind, which it would replace."""
+    """Raise ValueError for a picture whose file name is not a PNG's: it could replace another file."""
     if Path(path).suffix.lower() not in ("", ".png"):
         raise ValueError(f"{name} is {path!r}: it must be a PNG file (.png)")
