@@ -379,7 +379,7 @@ def test_a_checkpoint_without_all_that_a_run_goes_on_from_is_one_line(tmp_path: 
     forge_manifest(checkpoint_path(config, 10), lambda manifest: manifest["trainer"]["scaler"].pop("growth_factor"))
     longer = dataclasses.replace(config.train, max_steps=12)
     with pytest.raises(
-        ValueError, match=r"step_00000010 does not hold all that a run goes on from: no 'growth_factor'"
+        ValueError, match=r"step_00000010 .*no 'growth_factor'"
     ):
         train(resumed(config, train=longer))
 
