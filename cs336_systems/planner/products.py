@@ -1,4 +1,4 @@
-"""Matrix products on a card, one by one: what rounding to tiles and waves, and their bytes, leave of its rate."""
+"""The matrix products of a step on a card: their time after rounding to tiles and waves, and by their bytes."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85
 
 
 def products(job: Job) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """How many products (M x K) (K x N) a forward pass has, by M, N and K: those with weights, without attention."""
+    """Counts and sizes M, N, K of the products (M x K) (K x N) with weights in a forward pass, without attention."""
     s, t = job.shape, job.tokens
     yield 4 * s.num_layers, (t, s.d_model, s.d_model)
     yield 2 * s.num_layers, (t, s.d_ff, s.d_model)

@@ -1,10 +1,8 @@
-"""The time of a training step, part by part: a roofline, so what good kernels would take on a card that is kept busy.
+"""The time of a training step, part by part: a roofline, as good kernels would take on a card that is kept busy.
 
 Products are bound by operations, everything else by the bytes it reads and writes (Williams et al. 2009). Launch
 overhead on the host is not included, so an eager step may take longer; one recorded as a CUDA graph does not.
 """
-
-from cs336_basics.shape import ModelShape
 
 from ..config.checks import require
 from .accounting import (
@@ -39,7 +37,7 @@ PASSES = 4
 # Plain attention. The share of the rate of large products that products of heads of 64 and 80 reach (eager: 32 of 50
 # TFLOP/s), and how often the scores pass through memory, forward and backward. Eager: from the kernels in
 # results/h200/profile-kernels and 2.7B/profile-kernels. Compiled: a product writes or reads the scores, each fused
-# kernel reads and writes them, and the rate is that of the forward passes in results/h200/compiled.
+# kernel reads and writes them, and the rate is taken from the forward passes in results/h200/compiled.
 SCORES_RATE = {False: 0.64, True: 0.8}
 SCORES_PASSES = {False: (10, 13), True: (4, 7)}
 
@@ -48,7 +46,7 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
     """Bytes that a block's elementwise operations read and write: forward and backward.
 
     T tokens, c bytes per number. Compiled, everything between two products is one kernel, which reads its inputs and
-    writes what the products and the backward pass need:
+    writes the inputs of the products and of the backward pass:
 
         forward    ln1 4 + c; rotary 4 c; o by tokens 2 c; sum and ln2 4 + 2 c; sum 8 + 2 c   (16 + 11 c) T d
                    silu(w1 x) w3 x                                                            3 c T d_ff
@@ -64,17 +62,12 @@ def elementwise_bytes(job: Job) -> tuple[int, int]:
     as much.
     """
     td, tf = job.tokens * job.shape.d_model, job.tokens * job.shape.d_ff
-    forward, backward = _elementwise_factors(job)
-    return forward[0] * td + forward[1] * tf, backward[0] * td + backward[1] * tf
-
-
-def _elementwise_rate(job: Job, card: Card) -> float:
-    """Bytes/s for what `elementwise_bytes` counts. In float32, types are not mixed."""
-    return card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
+    (d, d_ff), (d_back, d_ff_back) = _elementwise_factors(job)
+    return d * td + d_ff * tf, d_back * td + d_ff_back * tf
 
 
 def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes that `elementwise_bytes` counts, forward and backward: how many T d, and how many T d_ff."""
+    """The factors of T d and of T d_ff in `elementwise_bytes`, forward and backward."""
     c = job.number_bytes
     if job.compile:
         r, tokens_again = job.residual_number_bytes, 4 if job.holds_scores else 6
@@ -88,7 +81,7 @@ def _elementwise_factors(job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
 def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
     """Seconds of attention itself in all layers, forward and backward.
 
-    flash: 2 L B N^2 d operations forward, what the causal mask leaves, and 2.5 times as many backward (Dao 2023,
+    flash: 2 L B N^2 d operations forward, the visible half, and 2.5 times as many backward (Dao 2023,
     FlashAttention-2, section 4.1), at the card's measured rate for the length. naive: float32 products of all scores,
     4 L B N^2 d and twice that, which do not reach the rate of large products, and SCORES_PASSES over the scores,
     4 B H N^2 bytes. Compiled, everything between two products is one kernel.
@@ -104,15 +97,26 @@ def attention_seconds(job: Job, card: Card) -> tuple[float, float]:
     return 2 * flops / rate + forward * scores, 4 * flops / rate + backward * scores
 
 
+def _attention_term(job: Job, card: Card) -> Term:
+    s, n = job.shape, job.shape.context_length
+    flops = attention_product_flops(s, job.batch_size, n)
+    working = f"{3.5 * flops / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
+    if job.holds_scores:
+        rate, passes = SCORES_RATE[job.compile] * card.matmul_fp32, sum(SCORES_PASSES[job.compile])
+        scores = 4 * s.num_layers * job.batch_size * s.num_heads * n * n
+        of_scores = f"{passes} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
+        working = f"{6 * flops / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
+    return Term("attention", working, sum(attention_seconds(job, card)), "s")
+
+
 def compute_terms(job: Job, card: Card) -> list[Term]:
     """Forward and backward passes, without communication."""
-    s, layers = job.shape, job.shape.num_layers
+    s, layers, nm = job.shape, job.shape.num_layers, matmul_parameters(job.shape)
     forward, backward = products_seconds(job, card)
-    attention = attention_seconds(job, card)
-    rate = _elementwise_rate(job, card)
+    # In float32, types are not mixed.
+    rate = card.bandwidth * (MIXED_RATE if job.number_bytes < 4 and not job.compile else 1)
     small = [layers * size / rate for size in elementwise_bytes(job)]
-    nm = matmul_parameters(s)
-    w = job.world_size if job.is_sharded else 1
+    w = job.weight_parts
     casts = 0 if job.precision == "fp32" or job.weight_bytes == 2 else 12 * nm / w
     loss_numbers = (4 if job.compile else 40) * job.number_bytes // 2
     loss, loss_formula = loss_numbers * job.tokens * s.vocab_size, f"{loss_numbers} T V"
@@ -124,42 +128,30 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     terms = [
         Term("products, forward", f"2 N_m T = {operations / 1e12:.4g} TFLOP, in tiles and waves", forward, "s"),
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
-        Term("attention", _attention_working(job, card), sum(attention), "s"),
-        Term("elementwise", _by_rate("", elementwise, rate), sum(small), "s"),
-        _passed("casts of weights and gradients", f"12 N_m{over(w)}", casts, card),
-        _passed("loss", loss_formula, loss, card),
+        _attention_term(job, card),
+        Term("elementwise", _by_rate(elementwise, rate), sum(small), "s"),
+        _through_memory("casts of weights and gradients", f"12 N_m{over(w)}", casts, card),
+        _through_memory("loss", loss_formula, loss, card),
     ]
-    kept = kept_blocks(job)[0]
-    if kept < layers:
-        once = (forward, attention[0], small[0])
+    recomputed = layers - kept_blocks(job)[0]
+    if recomputed:
+        once = (forward, attention_seconds(job, card)[0], small[0])
         a_pass = " + ".join(f"{seconds * 1e3:.4g}" for seconds in once)
-        working = f"{layers - kept} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
-        terms.append(Term("forward again", working, (layers - kept) / layers * sum(once), "s"))
+        working = f"{recomputed} / {layers} blocks x ({a_pass}) ms of products, attention, elementwise"
+        terms.append(Term("forward again", working, recomputed / layers * sum(once), "s"))
     kernels = KERNELS[job.compile] * layers
     return [*terms, Term("between kernels", f"{kernels} x {GAP_S * 1e6:g} us", kernels * GAP_S, "s")]
 
 
-def _by_rate(formula: str, nbytes: float, rate: float) -> str:
-    """A formula of bytes with its value, divided by bytes/s."""
-    equals = f"{formula} = " if formula else ""
-    return f"{equals}{nbytes / 1e9:.4g} GB / {rate / 1e12:.4g} TB/s"
+def _by_rate(nbytes: float, rate: float) -> str:
+    """Bytes divided by bytes/s."""
+    return f"{nbytes / 1e9:.4g} GB / {rate / 1e12:.4g} TB/s"
 
 
-def _passed(name: str, formula: str, nbytes: float, card: Card) -> Term:
+def _through_memory(name: str, formula: str, nbytes: float, card: Card) -> Term:
     """The time that bytes take to pass through memory."""
-    working = _by_rate(formula, nbytes, card.bandwidth) if nbytes else "none"
+    working = f"{formula} = {_by_rate(nbytes, card.bandwidth)}" if nbytes else "none"
     return Term(name, working, nbytes / card.bandwidth, "s")
-
-
-def _attention_working(job: Job, card: Card) -> str:
-    s, n = job.shape, job.shape.context_length
-    a_product = attention_product_flops(s, job.batch_size, n)
-    if job.holds_scores:
-        rate, passes = SCORES_RATE[job.compile] * card.matmul_fp32, sum(SCORES_PASSES[job.compile])
-        scores = 4 * s.num_layers * job.batch_size * s.num_heads * n * n
-        of_scores = f"{passes} passes over {scores / 1e9:.4g} GB of scores / {card.bandwidth / 1e12:g} TB/s"
-        return f"{6 * a_product / 1e12:.4g} TFLOP in float32 / {rate / 1e12:.4g} TFLOP/s + {of_scores}"
-    return f"{3.5 * a_product / 1e12:.4g} TFLOP / {card.attention_rate(n) / 1e12:.4g} TFLOP/s"
 
 
 def update_terms(job: Job, card: Card) -> list[Term]:
@@ -167,23 +159,22 @@ def update_terms(job: Job, card: Card) -> list[Term]:
 
     Fused AdamW reads weight, gradient and two moments and writes all but the gradient: 7 float32 numbers per parameter.
     """
-    n, w = num_parameters(job.shape), job.world_size if job.is_sharded else 1
-    terms, b = [], job.weight_bytes
+    n, b, w, parts = num_parameters(job.shape), job.weight_bytes, job.weight_parts, job.state_parts
+    terms = []
     if job.clip:
-        terms.append(_passed("gradient norm and clipping", f"{3 * b} N{over(w)}", 3 * b * n / w, card))
+        terms.append(_through_memory("gradient norm and clipping", f"{3 * b} N{over(w)}", 3 * b * n / w, card))
     if job.optimizer:
-        parts = job.state_parts
-        terms.append(_passed("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
+        terms.append(_through_memory("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
     return terms
 
 
 def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
-    """What sharing the work adds: exposed communication, the cost of hiding the rest, copies.
+    """The cost of sharing the work: exposed communication, interference of the rest, copies.
 
-    Transfers after the backward pass (naive, flat) are fully exposed. Of transfers during it, the last bucket, the
-    overhead of every call (as in `communication.added_seconds`), and what is longer than the backward pass are exposed.
-    Hidden transfers take CHANNELS multiprocessors from the backward pass, and PASSES times their bytes of its memory
-    bandwidth. Gradients that are sent in another dtype are cast to it and back.
+    Transfers after the backward pass (naive, flat) are fully exposed. During it, the last bucket, the overhead of every
+    call (as in `communication.added_seconds`) and any time beyond the backward pass are exposed. Hidden transfers take
+    CHANNELS multiprocessors from the backward pass, and PASSES times their bytes of its memory bandwidth. Gradients
+    that are sent in another dtype are cast to it and back.
     """
     if job.world_size == 1:
         return []
@@ -199,12 +190,12 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     copies = b * {"flat": 4, **dict.fromkeys(IN_BUCKETS, 2 if job.cuda_graph else 4)}.get(job.strategy, 0)
     if job.sent_dtype != job.weight_dtype and not job.is_sharded:
         copies += 2 * (NUMBER_BYTES[job.sent_dtype] + b)
-    passing = _by_rate("", PASSES * all_sent.bytes_a_gpu, card.bandwidth)
+    passing = _by_rate(PASSES * all_sent.bytes_a_gpu, card.bandwidth)
     costs = f"{hidden * 1e3:.4g} ms x {CHANNELS} / {card.multiprocessors} multiprocessors + {passing}, {PASSES} passes"
     terms = [
         Term("communication exposed", working, left + all_sent.overhead_s, "s"),
-        Term("what hiding it costs", costs if hidden else "none", interference if hidden else 0, "s"),
-        _passed("copies of gradients", f"{copies} N", copies * n, card),
+        Term("cost of hiding the rest", costs if hidden else "none", interference if hidden else 0, "s"),
+        _through_memory("copies of gradients", f"{copies} N", copies * n, card),
     ]
     if job.shard_optimizer:
         share = b * n * (job.world_size - 1) / job.world_size
@@ -232,41 +223,37 @@ def step_sections(job: Job, card: Card) -> list[Section]:
     known = [precision for precision in NUMBER_BYTES if card.peak(precision) is not None]
     accepted = f"{' or '.join(known)}, which a {card.name} has"
     require(not known or job.precision in known, "precision", job.precision, accepted)
-    s = job.shape
-    n, flops = num_parameters(s), training_flops(s, job.batch_size, s.context_length)
-    nm, b, parts = matmul_parameters(s), job.weight_bytes, job.state_parts
-    moved, gradients = 7 * b, parameter_bytes(s, b)
-    terms = step_terms(job, card)
+    s, t, b, parts = job.shape, job.tokens, job.weight_bytes, job.state_parts
+    n, nm, flops = num_parameters(s), matmul_parameters(s), training_flops(s, job.batch_size, s.context_length)
+    d, layers = s.d_model, s.num_layers
+    a_block, gradients = block_matrices(s) + 2 * d, parameter_bytes(s, b)
+    all_parameters = (
+        f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = 2 x {s.vocab_size:,} x {d:,} + {layers} x {a_block:,} + {d:,}"
+    )
+    of_d, of_d_ff = (sum(of_pass) for of_pass in zip(*_elementwise_factors(job), strict=True))
+    elementwise = (
+        f"L ({of_d} T d + {of_d_ff} T d_ff) = {layers} x ({of_d} x {t * d:,} + {of_d_ff} x {t * s.d_ff:,}), "
+        "forward and backward"
+    )
     counts = [
-        Term("N, parameters", _parameters_working(s), n, ""),
+        Term("N, parameters", all_parameters, n, ""),
         Term("N_m, in products", f"without embedding and norms: V d + L (4 d^2 + 3 d d_ff) = N - {n - nm:,}", nm, ""),
-        Term("operations", f"3 (2 N_m T + 2 L B N_ctx^2 d) = 3 (2 x {nm:,} x {job.tokens:,} + 2 x {s.num_layers} x "
-             f"{job.batch_size} x {s.context_length}^2 x {s.d_model})", flops, "FLOP"),
-        Term("bytes of the optimizer", f"{moved} N{over(parts)} = {moved} x {n:,}{over(parts)}", moved * n / parts),
-        Term("bytes of elementwise", _elementwise_working(job), s.num_layers * sum(elementwise_bytes(job))),
+        Term("operations", f"3 (2 N_m T + 2 L B N_ctx^2 d) = 3 (2 x {nm:,} x {t:,} + 2 x {layers} x "
+             f"{job.batch_size} x {s.context_length}^2 x {d})", flops, "FLOP"),
+        Term("bytes of the optimizer", f"{7 * b} N{over(parts)} = {7 * b} x {n:,}{over(parts)}", 7 * b * n / parts),
+        Term("bytes of elementwise", elementwise, layers * sum(elementwise_bytes(job))),
         Term("gradients", f"{b} N = {b} x {n:,}{in_blocks(gradients, b * n)}", gradients),
     ]  # fmt: skip
     if job.world_size > 1:
         all_sent = sent(job, card)
         counts.append(Term("sent by a GPU", all_sent.working, all_sent.bytes_a_gpu))
+    terms = step_terms(job, card)
     step = terms[-1].value
-    rate = Term("rate", f"{flops / 1e12:.4g} TFLOP / {step * 1e3:.4g} ms", flops / step, "FLOP/s")
-    rates = [Term("tokens/s a GPU", f"{job.tokens:,} / {step * 1e3:.4g} ms", job.tokens / step, ""), rate]
+    rates = [
+        Term("tokens/s a GPU", f"{t:,} / {step * 1e3:.4g} ms", t / step, ""),
+        Term("rate", f"{flops / 1e12:.4g} TFLOP / {step * 1e3:.4g} ms", flops / step, "FLOP/s"),
+    ]
     if (peak := card.peak(job.precision)) is not None:
         rates.append(Term("MFU", f"of the datasheet's {peak / 1e12:g} TFLOP/s", flops / step / peak, "share"))
     time = Section(f"Time on {card.name}, {job.world_size} GPU{'s' * (job.world_size > 1)}", tuple(terms))
     return [Section("Counts of a step, a GPU", tuple(counts)), time, Section("Rates", tuple(rates))]
-
-
-def _parameters_working(s: ModelShape) -> str:
-    a_block = block_matrices(s) + 2 * s.d_model
-    numbers = f"2 x {s.vocab_size:,} x {s.d_model:,} + {s.num_layers} x {a_block:,} + {s.d_model:,}"
-    return f"2 V d + L (4 d^2 + 3 d d_ff + 2 d) + d = {numbers}"
-
-
-def _elementwise_working(job: Job) -> str:
-    """L (a T d + b T d_ff), by `_elementwise_factors`."""
-    s = job.shape
-    d, d_ff = (sum(of_pass) for of_pass in zip(*_elementwise_factors(job), strict=True))
-    numbers = f"{d} x {job.tokens * s.d_model:,} + {d_ff} x {job.tokens * s.d_ff:,}"
-    return f"L ({d} T d + {d_ff} T d_ff) = {s.num_layers} x ({numbers}), forward and backward"

@@ -7,7 +7,7 @@ from typing import Any
 
 MIB, GIB = 2**20, 2**30
 SUM = "sum"
-"""The working of a term that is the sum of those before it."""
+"""The working of a term that adds up the terms before it."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Term:
 
 @dataclass(frozen=True)
 class Section:
-    """Terms under a heading; `total` is the name of the last term if that is the sum of the others."""
+    """Terms under a heading, and notes below them."""
 
     title: str
     terms: tuple[Term, ...]
     notes: tuple[str, ...] = ()
 
     def value(self, name: str) -> float:
-        """The value of the term of this name. Raises KeyError where there is none."""
+        """The value of the term of this name. Raises KeyError if there is none."""
         return {term.name: term.value for term in self.terms}[name]
 
 
@@ -43,36 +43,29 @@ def show(value: float, unit: str, like: float | None = None) -> str:
 
     like: a value of bytes or seconds whose unit is used instead.
     """
-    scaled = {"FLOP": (1e12, "TFLOP"), "FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
     if not math.isfinite(value):
         return "-" if math.isnan(value) else "none"
-    if unit in ("bytes", "s", "share"):
-        if unit == "share":
-            return f"{value:.1%}"
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "bytes":
         # A value by itself reads well as 0.34 GiB; as the largest of a list it would leave the others without digits.
-        return _bytes(value, 10 * value if like is None else like) if unit == "bytes" else _seconds(value, like)
+        size = abs(10 * value if like is None else like)
+        scale, name = next((each for each in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")) if size >= each[0]), (1, "B"))
+        return f"{value / scale:,.{0 if scale == 1 else 2}f} {name}"
+    if unit == "s":
+        in_ms = abs(value if like is None else like) >= 1e-4
+        return f"{value * 1e3:,.3f} ms" if in_ms else f"{value * 1e6:,.2f} us"
+    scaled = {"FLOP": (1e12, "TFLOP"), "FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
     if unit in scaled:
         return f"{value / scaled[unit][0]:,.4g} {scaled[unit][1]}"
     digits = ",.0f" if float(value).is_integer() else ",.1f" if abs(value) >= 1000 else ",.4g"
-    number = f"{value:{digits}}"
-    return f"{number} {unit}".strip()
-
-
-def _bytes(value: float, like: float) -> str:
-    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
-        if abs(like) >= size:
-            return f"{value / size:,.2f} {name}"
-    return f"{value:,.0f} B"
-
-
-def _seconds(value: float, like: float | None) -> str:
-    return f"{value * 1e3:,.3f} ms" if abs(value if like is None else like) >= 1e-4 else f"{value * 1e6:,.2f} us"
+    return f"{value:{digits}} {unit}".strip()
 
 
 def shown(terms: Sequence[Term]) -> list[str]:
-    """The values of a section's terms: bytes share one unit, and so do seconds, if they add up or are not far apart.
+    """The values of a section's terms. Bytes share one unit if they add up or are within a factor of 1000; so do times.
 
-    Far apart means by a factor of 1000. Terms add up if the last is their sum; the unit is that of the largest.
+    Terms add up if the last is their sum. The shared unit suits the largest.
     """
     like: dict[str, float | None] = {}
     for unit in ("bytes", "s"):
