@@ -1,4 +1,4 @@
-"""The `cs336` command: a file for each large subcommand, `main.py` to find them."""
+"""The `cs336` command. `main.py` finds the subcommands."""
 
 from .train import load_config
 

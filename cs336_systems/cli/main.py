@@ -1,8 +1,8 @@
 """The command `cs336`: finds the subcommand, runs it, and turns errors into exit codes.
 
-A user's mistake prints one line on stderr and exits with code 2, a failed run prints one line and exits with 1. A run
-stopped by SIGINT exits with 0 after it has saved. After SIGTERM the code is 143 (128 + 15) and after a hang-up 129, so
-that a scheduler sees that the run was not finished.
+A user's mistake prints one line on stderr and exits with 2. A failed run prints one line and exits with 1. A run that
+SIGINT stops saves a checkpoint and exits with 0. After SIGTERM the code is 143 (128 + 15) and after a hang-up 129, so
+that a scheduler knows that the run is not finished.
 """
 
 import os
@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from ..machine.console import Ended, by_command, launched_rank, start_console
 from .arguments import wrong_choice
 
-# Command: the function in this folder that runs it, and its line in the help. Imported when needed: most load PyTorch.
+# The function that runs each command, and its line in the help. Imported when needed, because most load PyTorch.
 COMMANDS = {
     "train": ("train:train", "train a language model: text in, trained model out"),
     "speedrun": ("speedrun.command:speedrun", "choose and train the best model for a time budget"),
@@ -25,12 +25,10 @@ COMMANDS = {
     "plan": ("plan:plan", "predict memory, time and communication by arithmetic"),
     "report": ("report:report", "make tables and plots of runs and measurements"),
 }
+_USAGE = "usage: cs336 COMMAND ...\n\n{}\n\ncs336 COMMAND --help explains each.".format(
+    "\n".join(f"  {name:<11}{description}" for name, (_, description) in COMMANDS.items())
+)
 _INTERRUPTED = RuntimeError("interrupted")
-
-
-def _usage() -> str:
-    commands = "\n".join(f"  {name:<11}{description}" for name, (_, description) in COMMANDS.items())
-    return f"usage: cs336 COMMAND ...\n\n{commands}\n\ncs336 COMMAND --help explains each."
 
 
 def run_command(command: str, arguments: Sequence[str]) -> int:
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         start_console(quiet=bool(launched_rank()))
-    except ValueError as error:  # `_fail` would raise it again
+    except ValueError as error:  # a wrong RANK, which `_fail` would also look at
         print(f"cs336: {error}", file=sys.stderr)
         sys.exit(2)
     if arguments == ["--version"]:
@@ -56,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"cs336: {wrong_choice('the word after cs336', arguments[0], list(COMMANDS))}", file=sys.stderr)
             sys.exit(2)
         asked = bool(arguments) and arguments[0] in ("-h", "--help")
-        print(_usage(), file=sys.stdout if asked else sys.stderr)
+        print(_USAGE, file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
     try:
         code = run_command(arguments[0], arguments[1:])
-        if sys.stdout is not None:  # it is None if it was closed beforehand: `>&-`
+        if sys.stdout is not None:  # it is None if the shell closed it: `>&-`
             sys.stdout.flush()
         sys.exit(code)
     except Ended as ended:
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)
     except (RuntimeError, OSError) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps one that comes while a class is made
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps an interrupt inside a class body
             _fail(_INTERRUPTED, 130)
         _fail(error, 1)
 
@@ -85,6 +83,6 @@ def _fail(error: BaseException, code: int) -> None:
         from ..parallel.failure import leave_failure
 
         leave_failure(error)
-        os._exit(code)  # a normal exit may wait forever for ranks of the process group that are gone
+        os._exit(code)  # a normal exit may wait forever for dead ranks
     print(f"cs336: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(code)

@@ -9,7 +9,7 @@ from .arguments import make_parser, parse
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Run `cs336 generate`: print a sample; return the exit code."""
+    """Run `cs336 generate`, which prints a sample, and return the exit code."""
     parser = make_parser("generate", "Sample from a trained model.")
     parser.add_argument("run", type=str, help="Run folder or checkpoint.")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda or cuda:N.")
@@ -33,21 +33,15 @@ def generate(arguments: Sequence[str]) -> int:
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Run `cs336 export`; return the exit code."""
+    """Run `cs336 export` and return the exit code."""
     parser = make_parser("export", "Write a trained model in another format.")
     parser.add_argument("run", type=str, help="Run folder or checkpoint.")
     parser.add_argument(
         "--format", choices=["hf"], default="hf", help="hf: a folder that LlamaForCausalLM.from_pretrained loads."
     )
     parser.add_argument("--out", type=str, default=None, help="Folder to write (default: hf in the run folder).")
-    parser.add_argument(
-        "--overwrite",
-        type=bool,
-        nargs="?",
-        const=True,
-        default=False,
-        help="Also replace a model in --out that is not an earlier export.",
-    )
+    parser.add_argument("--overwrite", type=bool, nargs="?", const=True, default=False,
+                        help="Also replace a model in --out that is not an earlier export.")  # fmt: skip
     options = parse(parser, arguments)
     from cs336_basics.huggingface import check_export_folder
 
@@ -64,7 +58,7 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def import_hf(arguments: Sequence[str]) -> int:
-    """Run `cs336 import-hf`; return the exit code."""
+    """Run `cs336 import-hf` and return the exit code."""
     parser = make_parser("import-hf", "Make a run folder from a Hugging Face Llama of the same architecture.")
     parser.add_argument("folder", type=str, help="Folder with config.json and model.safetensors.")
     parser.add_argument("--out", type=str, required=True, help="Run folder to make; train it with --init_from.")

@@ -1,4 +1,4 @@
-"""`cs336 report`: text and plots from what runs and measurements have written. Reads arguments, calls `report/`."""
+"""`cs336 report`: tables, plots and documents from runs and row files. Reads arguments and calls `report/`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,17 +23,16 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def make_report(arguments: Sequence[str]) -> str:
-    """The text of `cs336 report ARGUMENTS`, which also fills the blocks of the documents."""
-    parser = make_parser("report", "Text and plots from what runs and measurements have written.")
+    """The text that `cs336 report ARGUMENTS` prints. `update` puts such texts into documents."""
+    parser = make_parser("report", "Tables, plots and documents from runs and measurements.")
     parser.add_argument(
         "what",
         choices=["runs", "rows", "tables", "headline", "streams", "summary", "update", "writeup"],
-        help="runs: a table of run folders. rows: tables of .jsonl files of measurements. tables: the same as files, "
-        "with CSV and plots, in --out. headline: what in them can be compared with a peer in the same run; with "
-        "--out also two pictures of it. streams: what ran at the same time in "
-        "a step of cs336 bench ddp --traces. summary: how a run ended. update: make the blocks of Markdown documents "
-        "again. writeup: answers to the handout's problems, from the row files in --results, as Markdown, HTML and PDF "
-        "in --out.",
+        help="runs: a table of run folders. rows: tables of row files (.jsonl). tables: the same in --out, with CSV "
+        "and plots. headline: measurements beside a peer's from the same run; with --out also two pictures. streams: "
+        "overlap of the GPU's streams in a step of cs336 bench ddp --traces. summary: the end of a run. update: "
+        "regenerate the tables in Markdown documents. writeup: answers to the handout's problems, from the row files "
+        "in --results, as Markdown, HTML and PDF in --out.",
     )
     parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
     parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
@@ -42,21 +41,21 @@ def make_report(arguments: Sequence[str]) -> str:
         "--links_from",
         type=str,
         default=None,
-        help="With writeup: the folder that links to row files start from, if the document will be moved there "
-        "(default: --out).",
+        help="With writeup: the folder from which links to row files start, if the document will be moved (default: "
+        "--out).",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="With writeup: first measure what the folder has no rows of (needs a GPU and an hour or more; a second "
-        "call continues).",
+        help="With writeup: first measure the rows that the folder lacks. This needs a GPU and an hour or more; a "
+        "second call continues.",
     )
     parser.add_argument(
         "--out",
         type=str,
         default=None,
-        help="The folder to write into (default: runs/tables for tables, runs/writeup for writeup, no pictures for "
-        "headline). Files in it that no report wrote are not replaced.",
+        help="Folder to write to (default: runs/tables for tables, runs/writeup for writeup, no pictures for "
+        "headline). Files that no report wrote are not replaced.",
     )
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):
@@ -86,7 +85,7 @@ def make_report(arguments: Sequence[str]) -> str:
             return write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
 
         written, failed = write(), []
-        if options.measure:  # hours: that the report can be written is known before
+        if options.measure:  # measuring takes hours, so try first whether the report can be written
             failed = measure_missing(results)
             written = write()
         return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))

@@ -1,4 +1,4 @@
-"""`cs336 train`: a JSON file and options become a RunConfig, which is trained."""
+"""`cs336 train`: a JSON file and command-line options become a RunConfig, which is trained."""
 
 import dataclasses
 import functools
@@ -12,56 +12,31 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from ..config.data import DataConfig, without_derived_paths
-from ..config.model import SIZE_FIELDS, ModelConfig
-from ..config.run import (
-    CheckpointConfig,
-    LogConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    SampleConfig,
-    TrainConfig,
-    without_derived_rate,
-)
+from ..config.data import without_derived_paths
+from ..config.model import SIZE_FIELDS
+from ..config.run import GROUPS, RunConfig, without_derived_rate
 from ..machine.console import launched_rank, program, say
 from .arguments import field_names, make_parser, parse, unknown_field
 
-_GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "train": TrainConfig,
-    "parallel": ParallelConfig,
-    "checkpoint": CheckpointConfig,
-    "sample": SampleConfig,
-    "log": LogConfig,
-}
 _EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
 
 
-@functools.cache  # otherwise reading the help out of the docstrings would take most of the time of each parse
+@functools.cache  # reading the help from the docstrings takes most of the time of a parse
 def train_parser() -> ArgumentParser:
     """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
     parser = make_parser("train", "Train a language model: text in, trained model out.")
     parser.add_argument("--config", action="config", help="JSON file with any of the fields below.")
     parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration and stop.")
-    parser.add_class_arguments(RunConfig, skip={"skip_data", *_GROUPS})
-    parser.add_argument(
-        "--skip_data",
-        type=bool,
-        nargs="?",
-        const=True,
-        default=False,
-        help="Use the token files as they are, and make none.",
-    )
-    for name, cls in _GROUPS.items():
-        parser.add_class_arguments(cls, name)
+    parser.add_class_arguments(RunConfig, skip={"skip_data", *GROUPS})
+    parser.add_argument("--skip_data", type=bool, nargs="?", const=True, default=False,
+                        help="Use the token files as they are. Do not make any.")  # fmt: skip
+    for name, group in GROUPS.items():
+        parser.add_class_arguments(group, name)
     return parser
 
 
 def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
-    """The RunConfig that command-line arguments describe, and whether only to print it.
+    """Parse arguments into a RunConfig and whether --print_config is given.
 
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
@@ -73,36 +48,43 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
         if not any(word.startswith(("--config", "--model")) for word in words) and "is missing" in str(error):
             raise ValueError(f"{error}, or give --config FILE, such as configs/text.json") from error
         raise
-    fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *_GROUPS)}
+    fields = {name: built[name] for name in ("run_dir", "resume", "init_from", "skip_data", *GROUPS)}
     return RunConfig(**fields), built.print_config
 
 
 def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """The arguments with --config moved to the front, so that fields on the command line win wherever they stand.
+    """Move --config to the front, so that fields on the command line override the file wherever they stand.
 
-    The name of each file is replaced by its fields, because a pipe can be read only once.
+    The name of a file is replaced by its content, because a pipe can be read only once.
     """
     files, others = [], []
     while arguments:
         word = arguments.pop(0)
         if word == "--config" and arguments:
-            files.append(arguments.pop(0))
+            files.append(Path(arguments.pop(0)))
         elif word.startswith("--config="):
-            files.append(word.removeprefix("--config="))
+            files.append(Path(word.removeprefix("--config=")))
         else:
             others.append(word)
-    read = [(Path(file), _read_config(Path(file), parser)) for file in files]
-    naming = [(path, content["run_dir"]) for path, content in read if "run_dir" in content]
     given = {word.partition("=")[0] for word in others}
-    if naming and "--run_dir" not in given:
-        _check_run_dir(*naming[-1])
-    if "--model.size" in given:  # it says all of these
-        for _, content in read:
+    contents = {file: _read_config(file, parser) for file in files}
+    for content in contents.values():
+        if "--model.size" in given:  # it replaces the sizes in the file
             content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
-    return [word for _, content in read for word in ("--config", json.dumps(content))] + others
+    with_folder = [file for file, content in contents.items() if "run_dir" in content]
+    if with_folder and "--run_dir" not in given:
+        file = with_folder[-1]
+        run_dir = contents[file]["run_dir"]
+        if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != file.parent.resolve():
+            raise ValueError(
+                f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
+                f"{shlex.quote(str(file.parent))} to continue it there, or another --run_dir for a new run"
+            )
+    return [word for file in files for word in ("--config", json.dumps(contents[file]))] + others
 
 
 def _is_of_run(file: Path) -> bool:
+    """Whether a file is the config.json in the folder of a run."""
     if file.name != "config.json":
         return False
     from ..training.folder import is_run
@@ -110,18 +92,8 @@ def _is_of_run(file: Path) -> bool:
     return is_run(file.parent)
 
 
-def _check_run_dir(file: Path, run_dir: Any) -> None:
-    """Raise ValueError for a run's config.json that lies in another folder than its run_dir: the run was moved."""
-    here = file.parent
-    if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != here.resolve():
-        raise ValueError(
-            f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
-            f"{shlex.quote(str(here))} to go on with it there, or another --run_dir for a new run"
-        )
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Raises ValueError for a name given twice, because one value would be lost."""
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict. Raises ValueError for a repeated name, of which `json` would drop one value."""
     counts = Counter(name for name, _ in pairs)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"it has {twice[0]!r} twice: it must be given once")
@@ -129,9 +101,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
-    """The fields of a file, without those that are to follow from others.
+    """Read a configuration file, without values that are derived from other fields.
 
-    Raises ValueError or FileNotFoundError naming the file, and the field, if it cannot be used.
+    Raises ValueError or FileNotFoundError that names the file and, for a wrong field, the field.
     """
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
@@ -139,17 +111,16 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
         raise ValueError(f"config file {path} is a folder: it must be a JSON file")
     try:
         # Editors on Windows put a byte-order mark in front.
-        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config file {path} does not hold a JSON object")
     seen: set[str] = set()
     for name, value in content.items():
-        if name in _GROUPS and not isinstance(value, dict):
+        if name in GROUPS and not isinstance(value, dict):
             raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
-        fields = [f"{name}.{key}" for key in value] if name in _GROUPS else [name]
-        for field in fields:
+        for field in [f"{name}.{key}" for key in value] if name in GROUPS else [name]:
             if field not in field_names(parser):
                 raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
             if field in seen:
@@ -160,16 +131,14 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
     if "optimizer" in content:
         content["optimizer"] = without_derived_rate(content["optimizer"])
     if _is_of_run(path):
-        content.pop("resume", None)  # earlier versions kept here what one command was given
+        content.pop("resume", None)  # earlier versions saved it, but it belongs to a single command
     return content
 
 
 def load_config(path: str | Path, **overrides: Any) -> RunConfig:
-    """A RunConfig from a JSON file; fields are overridden by dotted name: load_config(p, **{"train.max_steps": 5})."""
-    arguments = [
-        f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in overrides.items()
-    ]
-    return parse_run_config(["--config", str(path), *arguments])[0]
+    """Read a RunConfig from a JSON file. Overrides have dotted names: load_config(p, **{"train.max_steps": 5})."""
+    words = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in overrides.items()]
+    return parse_run_config(["--config", str(path), *words])[0]
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -183,10 +152,10 @@ def train(arguments: Sequence[str]) -> int:
 
     started = time.perf_counter()
     result = train(config)
-    if launched_rank():  # one of several processes that torchrun has started
+    if launched_rank():  # rank 0 reports for all
         return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
     if result.interrupted is not None:
-        # config.json has the number of processes if the command started them; torchrun has to be told again.
+        # config.json knows how many processes this command started. torchrun must be told again.
         again = program() if launched_rank() is None else "start torchrun as before with -m cs336_systems"
         command = f"{again} train --config {shlex.quote(f'{result.run_dir}/config.json')} --resume auto"
         say(f"stopped by {result.interrupted} at step {result.step}; to go on: {command}")

@@ -350,8 +350,13 @@ class RunConfig:
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """Rebuild a configuration from `to_dict`, also after a round trip through JSON."""
         given = dict(values)
-        for name, group in get_type_hints(cls).items():
-            if dataclasses.is_dataclass(group) and name in given:
-                fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given[name].items()}
-                given[name] = group(**fields)  # type: ignore[operator]
+        for name in GROUPS.keys() & given.keys():
+            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given[name].items()}
+            given[name] = GROUPS[name](**fields)
         return cls(**given)
+
+
+GROUPS: dict[str, type] = {
+    name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
+}
+"""The groups of fields in a run: model, data, train and so on."""
