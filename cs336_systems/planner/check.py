@@ -1,4 +1,4 @@
-"""Predictions beside measurements: memory and time of rows, how far off they are, and which aims they meet."""
+"""Predictions beside measurements: the memory and time of rows, their errors, and the aims that they meet."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from ..config.model import ModelConfig
 from .accounting import matmul_parameters
 from .cards import CARDS, Card
 from .communication import collective_seconds
-from .comparison import AIMS, HELD_BEFORE_BACKWARD, PEAK, PEAKS, Comparison, error, verdict_lines
+from .comparison import AIMS, HELD_BEFORE_BACKWARD, PEAK, PEAKS, Comparison, Pair, error, verdict_lines
 from .job import Job
 from .measured_memory import NO_STEPS, measured_memory
 from .memory import WORKSPACE
@@ -23,7 +23,7 @@ _HEADER = ("row", "measured GiB", "predicted", "error", "measured ms", "predicte
 
 
 def compare(row: Measured) -> Comparison:
-    """A row's measured and predicted numbers, or the reason why there are none."""
+    """A row's measured and predicted numbers, or a note with the reason why there are none."""
     name = _name(row)
     try:
         return _compare(name, row)
@@ -32,16 +32,16 @@ def compare(row: Measured) -> Comparison:
     except ValueError as found:
         reason = str(found)
     except (TypeError, AttributeError, ArithmeticError, MemoryError) as found:  # rows may come from anywhere
-        reason = f"the row has a value that cannot be: {found}"
+        reason = f"the row has an impossible value: {found}"
     return Comparison(name=name, note=reason)
 
 
 def _name(row: Measured) -> str:
-    """The case, what distinguishes its rows, and the variant. No word is repeated: some variants name their kernel."""
+    """The case, the fields that distinguish its rows, and the variant. No word is repeated."""
     config = row.config
     fields = [str(config.get(field, "")) for field in ("size", "context_length", "attention", "bytes")]
     case, last = row.case, ""
-    if case == "all-reduce":  # it has rows of other collectives too, and each names its own
+    if case == "all-reduce":  # its rows measure other collectives too
         case = str(config.get("collective", case))
     elif case == "attention":
         fields = ["x".join(str(config[field]) for field in ("length", "head_size") if field in config)]
@@ -58,12 +58,12 @@ def _compare(name: str, row: Measured) -> Comparison:
         return _compare_collective(name, row, card)
     job = None if row.case in NO_STEPS or is_forward(row) else job_of(row)
     if is_of_cpu(row):  # its peak is that of the whole process, and it has no card's rates
-        raise ValueError("of a CPU nothing is predicted")
+        raise ValueError("no prediction for a CPU")
     memory_of, memory = measured_memory(row)
     if job is None:
         note = "no prediction for its time" if "step_ms" in row.metrics else ""
         if memory_of == HELD_BEFORE_BACKWARD and memory is not None and memory[0] - memory[1] == 2 * WORKSPACE:
-            note = "of what is measured 64 MiB are cuBLAS's workspaces"  # the first row of a process may have them
+            note = "64 MiB of the measured memory are cuBLAS's workspaces"  # in the first row of a process
         return Comparison(name=name, is_step=False, memory_of=memory_of, memory=memory, note=note)
     step = row.metrics.get("step_ms", {})
     milliseconds = step.get("p50", step.get("mean"))
@@ -72,19 +72,19 @@ def _compare(name: str, row: Measured) -> Comparison:
         return replace(found, note=_UNKNOWN)
     if milliseconds is None:
         return found
-    seconds = positive("step_ms", milliseconds) / 1e3, step_seconds(job, card)
-    return replace(found, is_large_alone=_is_large_alone(job, card), slowed_by=_slowed_by(row), seconds=seconds)
+    return replace(
+        found,
+        is_large_alone=_is_large_alone(job, card),
+        slowed_by=" and ".join((row.env.get("gpu_after") or {}).get("slowed_by") or ()),
+        seconds=(positive("step_ms", milliseconds) / 1e3, step_seconds(job, card)),
+    )
 
 
 def _is_large_alone(job: Job, card: Card) -> bool:
-    """Whether the blocks have as many weights as those of size large, on one H200; the vocabulary does not count."""
+    """Whether the blocks have at least as many weights as in size large, on one H200; the vocabulary does not count."""
     large = ModelConfig(size="large").shape
     sizes = [matmul_parameters(replace(shape, vocab_size=0)) for shape in (job.shape, large)]
     return job.world_size == 1 and card == CARDS["H200"] and sizes[0] >= sizes[1]
-
-
-def _slowed_by(row: Measured) -> str:
-    return " and ".join((row.env.get("gpu_after") or {}).get("slowed_by") or ())
 
 
 def _compare_collective(name: str, row: Measured, card: Card | None) -> Comparison:
@@ -99,18 +99,10 @@ def _compare_collective(name: str, row: Measured, card: Card | None) -> Comparis
     return Comparison(name=name, is_step=False, seconds=(measured, collective_seconds(kind, nbytes, world_size, card)))
 
 
-def summary(errors: Sequence[float | None]) -> str:
-    """The mean and the maximum of the absolute errors."""
-    known = [abs(e) for e in errors if e is not None and math.isfinite(e)]
-    if not known:
-        return "nothing to compare"
-    return f"mean {sum(known) / len(known):.1%}, max {max(known):.1%} of {len(known)} rows"
-
-
 def check_text(found: Sequence[Comparison]) -> str:
-    """All rows by file with measurement, prediction and error, and below them a summary of the errors."""
+    """All rows by file with measurement, prediction and error; below them the mean errors and the aims."""
     compared = [each for each in found if each.memory or each.seconds]
-    lines = [_HEADER, *(_line(each) for each in compared)]
+    lines = [_HEADER, *(_cells(each) for each in compared)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADER))]
     table, file = [], ""
     for each, line in zip([None, *compared], lines, strict=True):
@@ -119,55 +111,61 @@ def check_text(found: Sequence[Comparison]) -> str:
             table.append(f"{file}:")
         cells = [line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, 7)), line[7]]
         table.append("  ".join(cells).rstrip())
+
+    def summary(label: str, pairs: Sequence[Pair | None]) -> str:
+        known = [abs(e) for pair in pairs if (e := error(pair)) is not None and math.isfinite(e)]
+        errors = f"mean {sum(known) / len(known):.1%}, max {max(known):.1%} of {len(known)} rows" if known else ""
+        return f"{label:<35} {errors or 'nothing to compare'}"
+
     steps = [each for each in found if each.is_step]
-    recorded = [each for each in steps if each.recorded]
-    transfers = [each for each in found if not each.is_step and each.seconds]
-    peaks, kept = ([each for each in found if (each.memory_of in PEAKS) is is_peak] for is_peak in (True, False))
-    sent = [f"collectives:                        {summary([error(each.seconds) for each in transfers])}"]
-    saved = [f"memory kept for backward:           {summary([error(each.memory) for each in kept])}"]
+    transfers = [each.seconds for each in found if not each.is_step and each.seconds]
+    kept = [each.memory for each in found if each.memory_of not in PEAKS]
     left_out = Counter(each.note for each in found if each not in compared)
     return "\n".join([
         *table,
         *(f"not compared, {count} rows: {note}" for note, count in left_out.items()),
         "",
-        f"peak memory:                        {summary([error(each.memory) for each in peaks])}",
-        *(saved if kept else []),
-        f"step time, recorded as CUDA graphs: {summary([error(each.seconds) for each in recorded])}",
-        f"step time, all:                     {summary([error(each.seconds) for each in steps])}",
-        *(sent if transfers else []),
+        summary("peak memory:", [each.memory for each in found if each.memory_of in PEAKS]),
+        *([summary("memory kept for backward:", kept)] if kept else []),
+        summary("step time, recorded as CUDA graphs:", [each.seconds for each in steps if each.recorded]),
+        summary("step time, all:", [each.seconds for each in steps]),
+        *([summary("collectives:", transfers)] if transfers else []),
         "The predicted time is the GPU's. Without a CUDA graph (*) the host may take longer to launch the kernels.",
         "",
         *verdict_lines(found),
     ])  # fmt: skip
 
 
-def _line(each: Comparison) -> tuple[str, ...]:
-    def pair(values: tuple[float, float] | None, unit: float, digits: int) -> tuple[str, str, str]:
+def _cells(each: Comparison) -> tuple[str, ...]:
+    def pair(values: Pair | None, unit: float, digits: int) -> tuple[str, str, str]:
         if values is None:
             return "-", "-", "-"
-        return f"{values[0] / unit:.{digits}f}", f"{values[1] / unit:.{digits}f}", f"{values[1] / values[0] - 1:+.1%}"
+        return f"{values[0] / unit:.{digits}f}", f"{values[1] / unit:.{digits}f}", f"{error(values):+.1%}"
 
-    short = 2 if each.memory_of == PEAK else 4  # a block or attention may keep only a few MiB
+    digits = 2 if each.memory_of == PEAK else 4  # a block or attention may keep only a few MiB
     star = "*" if each.is_step and not each.recorded and each.seconds is not None else ""
     mark = ", ".join(filter(None, (each.note or star, "" if each.memory_of == PEAK else each.memory_of)))
     times = pair(each.seconds, 1e-3, 1 if each.is_step else 3)
-    return (each.name, *pair(each.memory, GIB, short), *times, mark)
+    return (each.name, *pair(each.memory, GIB, digits), *times, mark)
 
 
 def check_json(found: Sequence[Comparison]) -> list[dict[str, Any]]:
     """The same as plain JSON types; `aims` says for each aim whether the row meets it, null if it does not apply."""
 
-    def pair(values: tuple[float, float] | None) -> dict[str, float] | None:
-        return (
-            None
-            if values is None
-            else {"measured": values[0], "predicted": values[1], "error": values[1] / values[0] - 1}
-        )
+    def pair(values: Pair | None) -> dict[str, float | None] | None:
+        return values and {"measured": values[0], "predicted": values[1], "error": error(values)}
 
     return [
-        {"row": each.name, "file": each.file, "recorded": each.recorded, "note": each.note}
-        | {"memory_bytes": pair(each.memory), "step_s": pair(each.seconds)}
-        | {"memory_of": each.memory_of, "slowed_by": each.slowed_by}
-        | {"aims": {aim.name: aim.met(each) for aim in AIMS}}
+        {
+            "row": each.name,
+            "file": each.file,
+            "recorded": each.recorded,
+            "note": each.note,
+            "memory_bytes": pair(each.memory),
+            "step_s": pair(each.seconds),
+            "memory_of": each.memory_of,
+            "slowed_by": each.slowed_by,
+            "aims": {aim.name: aim.met(each) for aim in AIMS},
+        }
         for each in found
     ]

@@ -1,4 +1,4 @@
-"""A row's measured and predicted numbers side by side, and which aims of the planner they meet."""
+"""A row's measured and predicted numbers side by side, and the planner's aims that they meet."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A row's memory in bytes and time in s, measured and predicted; None where there is no such pair."""
+    """A row's memory in bytes and time in s, measured and predicted; None for a number without a pair."""
 
     name: str
     file: str = ""
-    """The file that the row is from, if there are several."""
+    """The row's file, if there are several."""
     recorded: bool = False
     """Whether the step was recorded as a CUDA graph, so that it is not host-bound."""
     is_step: bool = True
-    """Whether the row is of a training step, and not of a part of one or of one collective."""
+    """Whether the row measures a training step, not a part of one or a collective."""
     is_large_alone: bool = False
-    """Whether the step is of a model of size large or above, on one H200."""
+    """Whether the model is of size large or above, on one H200."""
     slowed_by: str = ""
-    """What lowered the GPU's clock at the end of the measurement."""
+    """Why the GPU's clock was lowered at the end of the measurement."""
     memory_of: str = PEAK
-    """Which memory is compared: one of PEAKS, or what is kept for the backward pass."""
+    """The memory that is compared: one of PEAKS, or memory kept for the backward pass."""
     memory: Pair | None = None
     seconds: Pair | None = None
     note: str = ""
@@ -42,17 +42,17 @@ def error(pair: Pair | None) -> float | None:
 
 @dataclass(frozen=True)
 class Aim:
-    """How far off predictions may be, and for which rows."""
+    """The largest acceptable error of predictions, and the rows to which it applies."""
 
     name: str
     text: str
     within: float
     pair: Callable[[Comparison], Pair | None]
-    """The pair of a row that the aim is about; None where it does not apply."""
+    """The pair of numbers of a row; None for a row to which the aim does not apply."""
     is_time: bool = False
 
     def met(self, each: Comparison) -> bool | None:
-        """Whether a row meets it; None where it does not apply, and where the error is not finite."""
+        """Whether a row meets the aim; None if it does not apply or the error is not finite."""
         found = error(self.pair(each))
         return None if found is None or not math.isfinite(found) else abs(found) <= self.within
 
@@ -71,38 +71,24 @@ _SHOWN = 10
 
 
 def verdict_lines(found: Sequence[Comparison]) -> list[str]:
-    """How many rows meet each aim, and below it those that miss it, the largest error first: at most 10."""
+    """For each aim the number of rows that meet it, and below it the rows that miss it: the 10 largest errors first."""
     lines = []
     for aim in AIMS:
-        counts = _counts(aim, found)
-        verdict = f"{counts['met']} of {counts['rows']} rows" if counts["rows"] else "no row that it applies to"
-        if aim.is_time and counts["recorded_rows"]:
-            verdict += f" ({counts['recorded_met']} of the {counts['recorded_rows']} recorded as CUDA graphs)"
-        missed = [each for each in found if aim.met(each) is False]
-        missed.sort(key=lambda each: -abs(error(aim.pair(each)) or 0))
-        lines += [f"aim: {aim.text}: {verdict}", *(_missed_line(aim, each) for each in missed[:_SHOWN])]
+        known = [(each, met) for each in found if (met := aim.met(each)) is not None]
+        recorded = [met for each, met in known if each.recorded]
+        verdict = f"{sum(met for _, met in known)} of {len(known)} rows" if known else "no row that it applies to"
+        if aim.is_time and recorded:
+            verdict += f" ({sum(recorded)} of the {len(recorded)} recorded as CUDA graphs)"
+        lines.append(f"aim: {aim.text}: {verdict}")
+        missed = [(error(aim.pair(each)) or 0, each) for each, met in known if not met]
+        missed.sort(key=lambda each: -abs(each[0]))
+        for off, each in missed[:_SHOWN]:
+            why = []
+            if aim.is_time and off < 0:
+                why += [] if each.recorded else ["the host may set the pace"]
+                why += [f"the GPU's clock was lowered by {each.slowed_by}"] if each.slowed_by else []
+            where = f" in {each.file}" if each.file else ""
+            lines.append(f"  {off:+.1%}  {each.name}{where}{': ' if why else ''}{', and '.join(why)}")
         if len(missed) > _SHOWN:
             lines.append(f"  and {len(missed) - _SHOWN} more")
     return lines
-
-
-def _counts(aim: Aim, found: Sequence[Comparison]) -> dict[str, int]:
-    all_met = [(aim.met(each), each.recorded) for each in found]
-    known = [(met, recorded) for met, recorded in all_met if met is not None]
-    counts = {"rows": len(known), "met": sum(met for met, _ in known)}
-    if aim.is_time:
-        counts |= {
-            "recorded_rows": sum(recorded for _, recorded in known),
-            "recorded_met": sum(met and recorded for met, recorded in known),
-        }
-    return counts
-
-
-def _missed_line(aim: Aim, each: Comparison) -> str:
-    off = error(aim.pair(each)) or 0
-    why = []
-    if aim.is_time and off < 0:
-        why += [] if each.recorded else ["the host may set the pace"]
-        why += [f"the GPU's clock was lowered by {each.slowed_by}"] if each.slowed_by else []
-    where = f" in {each.file}" if each.file else ""
-    return f"  {off:+.1%}  {each.name}{where}{': ' if why else ''}{', and '.join(why)}"

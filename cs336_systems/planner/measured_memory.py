@@ -1,6 +1,4 @@
-"""Which memory a row has measured, by its case, and its prediction: from shapes alone, with nothing fitted."""
-
-from typing import Any
+"""The memory that a row of each case measures, and its prediction: from shapes alone, with nothing fitted."""
 
 from cs336_basics.shape import ModelShape
 
@@ -17,49 +15,47 @@ NO_STEPS = ("residuals", "attention")
 
 
 def measured_memory(row: Measured) -> tuple[str, Pair | None]:
-    """Which memory it is, and its measured and predicted bytes; None if a step's row has no peak.
+    """The kind of memory, and its measured and predicted bytes; None if a step's row has no peak.
 
-    Raises ValueError saying why for a row without a prediction.
+    Raises ValueError with the reason for a row without a prediction.
     """
     if row.case == "residuals":
         return SAVED_BY_BLOCK, _saved_by_block(row)
     if row.case == "attention":
         return HELD_BEFORE_BACKWARD, _held_before_backward(row)
-    if row.case == "checkpointing":
-        return PEAK_OF_ACTIVATIONS, _peak_of_activations(row)
+    if row.case == "checkpointing":  # the peak of forward and backward beyond weights and gradients
+        _, predicted = counted_activations(workload_job(row.config), on_gpu=not is_of_cpu(row))
+        return PEAK_OF_ACTIVATIONS, (positive("peak_bytes", row.metrics["peak_bytes"]), float(predicted))
     job = workload_job(row.config) if is_forward(row) else job_of(row)
     peak = row.metrics.get("peak_memory_bytes")
-    if row.case == "profile-memory":  # its own peak counts what tensors requested, this one what they got
+    if row.case == "profile-memory":  # its peak_bytes counts requested bytes, this one allocated bytes
         peak = row.metrics["allocator"]["peak_allocated_bytes"]
     if peak is None:
         return PEAK, None
-    predicted = float(forward_peak_bytes(job) if is_forward(row) else peak_bytes(job))
-    return PEAK, (positive("peak_memory_bytes", peak), predicted)
+    return PEAK, (
+        positive("peak_memory_bytes", peak),
+        float(forward_peak_bytes(job) if is_forward(row) else peak_bytes(job)),
+    )
 
 
 def _saved_by_block(row: Measured) -> Pair:
-    """What one block saves for its backward pass, including its input and excluding copies of weights.
+    """The activations that one block saves, including its input and excluding copies of weights.
 
-    Predicted by `activations.block_parts`; the row's bytes are those that saved-tensor hooks have seen.
+    Predicted by `activations.block_parts`; measured with saved-tensor hooks.
     """
-    shape = _block_shape(row.config)
+    names = ("context_length", "d_model", "d_ff", "num_heads")
+    shape = ModelShape(**{name: row.config[name] for name in names}, vocab_size=1, num_layers=1)
     same = ("batch_size", "precision", "attention", "compile")
     job = Job(shape=shape, **{name: row.config[name] for name in same})
     saved = positive("saved_bytes", row.metrics["saved_bytes"]) + positive("input_bytes", row.metrics["input_bytes"])
     return saved, float(sum(block_parts(job).values()))
 
 
-def _block_shape(config: dict[str, Any]) -> ModelShape:
-    """The shape of a model with one such block and a vocabulary of one: blocks know neither layers nor vocabulary."""
-    names = ("context_length", "d_model", "d_ff", "num_heads")
-    return ModelShape(**{name: config[name] for name in names}, vocab_size=1, num_layers=1)
-
-
 def _held_before_backward(row: Measured) -> Pair:
-    """What is in memory between the forward and the backward pass of naive attention, eager or compiled.
+    """Memory in use between the forward and the backward pass of naive attention, eager or compiled.
 
-    S + M + 6 x 4 B N D bytes, with a matrix of scores S = 4 B N^2 and a mask M = N^2 if it is causal: what
-    `accounting.naive_attention_bytes` counts as saved, of which k and v are inputs, plus q, o and the gradient of o.
+    S + M + 6 x 4 B N D bytes, with a matrix of scores S = 4 B N^2 and a mask M = N^2 if it is causal: the saved tensors
+    in `accounting.naive_attention_bytes`, of which k and v are inputs, plus q, o and the gradient of o.
     """
     config = row.config
     kernel, dtype = config.get("kernel"), config.get("dtype")
@@ -69,12 +65,3 @@ def _held_before_backward(row: Measured) -> Pair:
     counted = naive_attention_bytes(batch, length, length, head_size, config["is_causal"])
     name = "memory_before_backward_bytes"
     return positive(name, row.metrics[name]), float(counted["saved_for_backward"] + 3 * 4 * batch * length * head_size)
-
-
-def _peak_of_activations(row: Measured) -> Pair:
-    """The peak of a forward and a backward pass beyond weights and gradients, which are always in memory.
-
-    `counted_activations` is the prediction, as for `cs336 plan checkpointing`.
-    """
-    _, peak = counted_activations(workload_job(row.config), on_gpu=not is_of_cpu(row))
-    return positive("peak_bytes", row.metrics["peak_bytes"]), float(peak)

@@ -1,4 +1,4 @@
-"""What the planner reads from measured rows: the job that ran, the card, times of all-reduces, what buckets add."""
+"""Facts that the planner reads from measured rows: the job, the card, times of all-reduces, overheads of buckets."""
 
 import math
 from collections.abc import Iterable, Mapping, Sized
@@ -18,11 +18,11 @@ from .working import MIB
 ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting")
 """Cases whose rows are training steps on several GPUs: config has run and devices."""
 WORKLOADS = ("model", "checkpointing", "profile-memory")
-"""Cases whose rows are of one GPU and of a step or a part of it: config has mode."""
+"""Cases whose rows measure one GPU and a step or a part of it: config has mode."""
 
 
 class Measured(Protocol):
-    """The attributes of a row that are read; `bench.case.Row` has them."""
+    """The attributes of `bench.row.Row` that the planner reads."""
 
     @property
     def case(self) -> str: ...
@@ -39,7 +39,7 @@ class Measured(Protocol):
 
 
 def job_of(row: Measured) -> Job:
-    """The job that ran. Raises ValueError saying why for a row without a prediction."""
+    """The job that ran. Raises ValueError with the reason for a row without a prediction."""
     if row.case in (*ON_RANKS, "train-step", "leaderboard-2026"):
         return training_job(row.case, row.variant, row.config)
     if is_forward(row):
@@ -55,51 +55,53 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     train, parallel = run["train"], dict(run.get("parallel", {}))
     alone = case == "train-step" or variant.startswith("alone")
     world_size = 1 if alone else config["devices"]
-    strategy = "none"
-    if not alone:
-        chosen = ParallelConfig(strategy=parallel["strategy"], bucket_size_mb=parallel["bucket_size_mb"])
-        strategy, parallel["bucket_size_mb"] = chosen.strategy_for(world_size), chosen.group_size_mb()
     batch, rest = divmod(train["batch_size"], world_size)
     if rest or train["gradient_accumulation_steps"] != 1:
         raise ValueError("no prediction for uneven batches and for accumulation")
-    if not alone and parallel.get("nccl_max_ctas"):
-        raise ValueError("no prediction for a limited number of NCCL's thread blocks")
-    if strategy == "overlap" and "nccl_max_ctas" not in parallel:
-        parallel["bucket_size_mb"] = None  # in rows from before that field existed, it ignored the size
+    sharing: dict[str, Any] = {}
+    if not alone:
+        chosen = ParallelConfig(strategy=parallel["strategy"], bucket_size_mb=parallel["bucket_size_mb"])
+        strategy, bucket_size_mb = chosen.strategy_for(world_size), chosen.group_size_mb()
+        if parallel.get("nccl_max_ctas"):
+            raise ValueError("no prediction for a limited number of NCCL's thread blocks")
+        if strategy == "overlap" and "nccl_max_ctas" not in parallel:
+            bucket_size_mb = None  # in rows from before that field existed, it ignored the size
+        sharing = dict(
+            strategy=ALIASES.get(strategy, strategy),
+            world_size=world_size,
+            shard_optimizer=parallel.get("shard_optimizer", False),
+            reshard_after_forward=parallel.get("reshard_after_forward", True),
+            bucket_size_mb=bucket_size_mb,
+            grad_dtype=parallel["grad_dtype"],
+        )
     return Job(
         shape=ModelConfig(**run["model"]).shape,
         batch_size=batch,
         precision=train["precision"],
         attention=run["model"]["attention"],
-        weight_dtype=train.get("weight_dtype", "fp32"),  # older rows have none of these
+        weight_dtype=train.get("weight_dtype", "fp32"),  # older rows lack some fields
         activation_checkpointing=train.get("activation_checkpointing", "none"),
         loss_chunk_tokens=train.get("loss_chunk_tokens"),
         compile=train["compile"],
         compile_memory_budget=train.get("compile_memory_budget", 1.0),
         cuda_graph=train["cuda_graph"],
-        strategy=ALIASES.get(strategy, strategy),
-        world_size=world_size,
-        shard_optimizer=parallel.get("shard_optimizer", False) and not alone,
-        reshard_after_forward=alone or parallel.get("reshard_after_forward", True),
-        bucket_size_mb=None if alone else parallel["bucket_size_mb"],
-        grad_dtype="same" if alone else parallel["grad_dtype"],
+        **sharing,
     )
 
 
 def is_forward(row: Measured) -> bool:
-    """Whether a row is of a forward pass alone, without gradients."""
+    """Whether a row measures a forward pass alone, without gradients."""
     return row.case in WORKLOADS and row.config["mode"] == "forward"
 
 
 def workload_job(config: Mapping[str, Any]) -> Job:
     """The job of a row of WORKLOADS, for any part of a step. Raises ValueError for one without a prediction."""
-    if config["mode"] == "train_step" and config.get("optimizer", "torch_fused") != "torch_fused":
+    has_optimizer = config["mode"] == "train_step"
+    if has_optimizer and config.get("optimizer", "torch_fused") != "torch_fused":
         raise ValueError(f"no prediction for the optimizer {config['optimizer']}")
     shape = ModelShape(**{name: config[name] for name in SHAPE_FIELDS})
     same = ("batch_size", "precision", "attention", "activation_checkpointing", "compile")
-    return Job(
-        shape=shape, **{name: config[name] for name in same}, optimizer=config["mode"] == "train_step", clip=False
-    )
+    return Job(shape=shape, **{name: config[name] for name in same}, optimizer=has_optimizer, clip=False)
 
 
 def is_of_cpu(row: Measured) -> bool:
@@ -118,9 +120,9 @@ def card_by_name(gpu: str) -> Card | None:
 
 
 def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[float], list[float]]:
-    """Bytes and seconds of measured all-reduces over world_size ranks: of NCCL if there are any, else of any backend.
+    """Bytes and seconds of measured all-reduces over world_size ranks: with NCCL if there are any, or any backend.
 
-    Reads rows of the case all-reduce, except those of other collectives: config bytes, world_size, backend; metrics
+    Reads rows of the case all-reduce, except for other collectives: config bytes, world_size, backend; metrics
     time_ms. Raises ValueError if there are none.
     """
     found = [
@@ -131,7 +133,7 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
         and row.config.get("collective", "all-reduce") == "all-reduce"
     ]
     if not found:
-        raise ValueError(f"world_size is {world_size}: the row file has no all-reduce of so many ranks")
+        raise ValueError(f"world_size is {world_size}: the row file has no all-reduce over so many ranks")
     chosen = [row for row in found if row.config.get("backend") == "nccl"] or found
     try:
         times = [positive("time_ms", row.metrics["time_ms"]["p50"]) / 1e3 for row in chosen]
@@ -150,43 +152,40 @@ def positive(name: str, value: Any) -> float:
 def overheads_beside(
     rows: Iterable[Measured], nbytes: float, world_size: int
 ) -> tuple[list[tuple[str, float, float]], str]:
-    """`measured_overheads` of steps with nbytes of gradients on world_size GPUs, and which rows are left out.
+    """`measured_overheads` of steps with nbytes of gradients on world_size GPUs, and a note on the rows left out.
 
-    Raises ValueError saying what the file has and what is wanted if it has no such steps.
+    Raises ValueError with the file's rows and the wanted ones if it has no such steps.
     """
     by_kind: dict[str, list[Measured]] = {}
     wanted = f"{nbytes / 1e9:.4g} GB of gradients on {world_size} GPUs"
     for row in rows:
-        sent, ranks = _gradients(row)
-        kind = f"{row.case} of {sent / 1e9:.4g} GB on {ranks} GPUs" if sent else row.case
-        if math.isclose(sent, nbytes, rel_tol=0.01) and ranks == world_size:
-            kind = wanted
+        kind = row.case
+        if kind in ("ddp", "bucket-size"):
+            try:
+                sent = 4 * num_parameters(ModelConfig(**row.config["run"]["model"]).shape)
+                ranks = row.config["devices"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"a row of the case {kind} has no run.model and devices") from error
+            is_wanted = math.isclose(sent, nbytes, rel_tol=0.01) and ranks == world_size
+            kind = wanted if is_wanted else f"{kind} of {sent / 1e9:.4g} GB on {ranks} GPUs"
         by_kind.setdefault(kind, []).append(row)
     found = measured_overheads(by_kind.get(wanted, []))
     if not found:
-        there = _counted(by_kind) or "no rows"
         accepted = f"rows of ddp or bucket-size with {wanted}, with buckets and alone"
-        raise ValueError(f"it has {there}: it must have {accepted}")
+        raise ValueError(f"it has {_counted(by_kind) or 'no rows'}: it must have {accepted}")
     others = _counted({kind: rows for kind, rows in by_kind.items() if kind != wanted})
-    return found, f"left out of what was measured: {others}" if others else ""
+    return found, f"left out of the measured rows: {others}" if others else ""
 
 
 def _counted(by_kind: Mapping[str, Sized]) -> str:
     return ", ".join(f"{len(rows)} rows of {kind}" for kind, rows in by_kind.items())
 
 
-def _gradients(row: Measured) -> tuple[float, int]:
-    """Bytes of gradients and number of ranks of a row of ddp or bucket-size; zeros for any other row."""
-    if row.case not in ("ddp", "bucket-size"):
-        return 0, 0
-    try:
-        return 4 * num_parameters(ModelConfig(**row.config["run"]["model"]).shape), row.config["devices"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a row of the case {row.case} has no run.model and devices") from error
-
-
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:
-    """From rows of ddp and bucket-size: how a step ran, bytes of a bucket, seconds more than the step on one GPU."""
+    """How a step ran, bytes of a bucket, and seconds more than the step on one GPU, from rows of ddp and bucket-size.
+
+    A variant is `bucketed:SIZE`, with `+graph` or ` compiled` behind it; its step on one GPU is `alone` with the same.
+    """
     done = {row.variant: row for row in rows if row.case in ("ddp", "bucket-size") and row.status == "ok"}
     found = []
     for variant, row in done.items():
