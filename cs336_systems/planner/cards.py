@@ -1,4 +1,4 @@
-"""What cards reach: ceilings that were measured, or assumed to be a share of the datasheet."""
+"""Cards and their ceilings: measured, or assumed to be a share of the datasheet."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from ..config.checks import require
 from ..machine.peaks import peak_flops
 
 # Share of the datasheet that large bfloat16 products (790 of 989 TFLOP/s) and device copies (4.3 of 4.8 TB/s) reach on
-# an H200; assumed of the other cards.
+# an H200; assumed for the other cards.
 _OF_MATMUL, _OF_BANDWIDTH = 0.8, 0.9
 # One all-reduce of float32 between two H200 over NVLink, bytes and seconds: results/h200/all-reduce.jsonl.
 MEASURED_ALL_REDUCE = ((1e6, 0.05638e-3), (1e7, 0.05454e-3), (1e8, 0.3679e-3), (1e9, 3.087e-3))
@@ -17,7 +17,7 @@ MEASURED_ALL_REDUCE = ((1e6, 0.05638e-3), (1e7, 0.05454e-3), (1e8, 0.3679e-3), (
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A GPU as a roofline model describes it (Williams et al. 2009), and what connects several."""
+    """A GPU as a roofline model describes it (Williams et al. 2009), and the link between several."""
 
     name: str
     memory_gib: float
@@ -30,14 +30,14 @@ class Card:
     bandwidth: float
     """Bytes/s of memory, read and written together."""
     attention: tuple[tuple[int, float], ...]
-    """FLOP/s of flash attention, forward and backward together, by length (what the causal mask leaves is counted)."""
+    """FLOP/s of flash attention, forward and backward together, by length. Only unmasked pairs count."""
     latency_s: float
-    """Seconds that an all-reduce between two GPUs takes in addition to the time of its bytes."""
+    """Seconds of an all-reduce between two GPUs beside the time of its bytes."""
     link: float
     """Bytes/s of a large all-reduce between two GPUs."""
 
     def peak(self, precision: str) -> float | None:
-        """The datasheet's FLOP/s, to which MFU refers."""
+        """The datasheet's FLOP/s, on which MFU is based."""
         return peak_flops(self.name, precision)
 
     def attention_rate(self, length: int) -> float:
@@ -60,7 +60,7 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     """
     if len(set(sizes)) < 2 or any(t <= 0 for t in seconds):
         raise ValueError(f"all-reduce times are given for {len(set(sizes))} sizes: they must be for two, and above 0")
-    # The normal equations of t = o + x / w with weights 1 / t^2.
+    # The normal equations of t = o + x / w, weighted by 1 / t^2.
     weights = [1 / t**2 for t in seconds]
     total = math.fsum(weights)
     mean_x = math.fsum(w * x for w, x in zip(weights, sizes, strict=True)) / total
@@ -72,30 +72,28 @@ def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     return max(0.0, mean_t - slope * mean_x), 1 / slope
 
 
-def _card(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float) -> Card:
-    """A card known only by its datasheet; attention runs at half the rate of large products, from 4096 tokens on."""
-    # A T4 has no bfloat16.
-    matmul = _OF_MATMUL * (peak_flops(name, "bf16") or peak_flops(name, "fp16") or math.nan)
-    rates = ((1024, 0.26 * matmul), (4096, 0.5 * matmul))
-    latency_s, _ = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
-    return Card(name=name, memory_gib=memory_gib, multiprocessors=multiprocessors, matmul=matmul,
-                matmul_fp32=_OF_MATMUL * (peak_flops(name, "fp32") or math.nan), bandwidth=_OF_BANDWIDTH * bandwidth,
-                attention=rates, latency_s=latency_s, link=link)  # fmt: skip
-
-
 def _cards() -> dict[str, Card]:
     latency_s, link = fit_transfer(*zip(*MEASURED_ALL_REDUCE, strict=True))
+
+    def by_datasheet(name: str, memory_gib: float, multiprocessors: int, bandwidth: float, link: float) -> Card:
+        # A T4 has no bfloat16. Attention is assumed to run at half the rate of large products, from 4096 tokens on.
+        matmul = _OF_MATMUL * (peak_flops(name, "bf16") or peak_flops(name, "fp16") or math.nan)
+        return Card(name=name, memory_gib=memory_gib, multiprocessors=multiprocessors, matmul=matmul,
+                    matmul_fp32=_OF_MATMUL * (peak_flops(name, "fp32") or math.nan),
+                    bandwidth=_OF_BANDWIDTH * bandwidth, attention=((1024, 0.26 * matmul), (4096, 0.5 * matmul)),
+                    latency_s=latency_s, link=link)  # fmt: skip
+
     h200 = Card(name="H200", memory_gib=139, multiprocessors=132, matmul=790e12, matmul_fp32=50e12, bandwidth=4.3e12,
                 attention=((1024, 206e12), (4096, 391e12), (16384, 434e12)),  # sdpa, results/h200/kernels.jsonl
                 latency_s=latency_s, link=link)  # fmt: skip
-    # Links: NVLink at the H200's share of the datasheet (900 GB/s in both directions), PCIe 4 where there is no NVLink.
+    # Links: NVLink at the H200's share of the datasheet (900 GB/s in both directions), or PCIe 4 without NVLink.
     others = [
-        _card("B200", 178, 148, 8.0e12, 2 * link),
-        _card("H100", 79, 132, 3.35e12, link),
-        _card("A100", 79, 108, 2.04e12, link * 600 / 900),
-        _card("L40S", 44, 142, 0.864e12, 20e9),
-        _card("RTX 4090", 23.5, 128, 1.008e12, 10e9),
-        _card("T4", 14.5, 40, 0.32e12, 5e9),  # PCIe 3
+        by_datasheet("B200", 178, 148, 8.0e12, 2 * link),
+        by_datasheet("H100", 79, 132, 3.35e12, link),
+        by_datasheet("A100", 79, 108, 2.04e12, link * 600 / 900),
+        by_datasheet("L40S", 44, 142, 0.864e12, 20e9),
+        by_datasheet("RTX 4090", 23.5, 128, 1.008e12, 10e9),
+        by_datasheet("T4", 14.5, 40, 0.32e12, 5e9),  # PCIe 3
     ]
     return {card.name: card for card in (h200, *others)}
 
@@ -104,13 +102,13 @@ CARDS = _cards()
 
 
 def get_card(name: str, **ceilings: Any) -> Card:
-    """A card by name, with some of its ceilings replaced. Raises ValueError naming what is wrong.
+    """A card by name, with some of its ceilings replaced. Raises ValueError naming an unknown card or bad ceiling.
 
     With a different rate of products or bandwidth it is another card, without a datasheet. Its attention is faster by
     the same factor as its products.
     """
-    what = "what another has is said by --memory_gib or by ceilings, as --matmul_tflops"
-    require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}; {what}")
+    another = "describe another card by --memory_gib or by ceilings such as --matmul_tflops"
+    require(name in CARDS, "card", name, f"one of {', '.join(CARDS)}; {another}")
     for field, value in ceilings.items():
         require(0 < value < math.inf, field, value, "above 0 and finite")
     card = CARDS[name]

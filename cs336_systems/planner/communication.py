@@ -1,4 +1,4 @@
-"""What communication costs: collectives by the alpha-beta model, a strategy's transfers, the best bucket size."""
+"""The cost of communication: collectives by the alpha-beta model, a strategy's transfers, the best bucket size."""
 
 import math
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from .working import MIB, Section, Term
 def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta: float) -> float:
     """Seconds of a ring collective over w ranks: nbytes in the whole tensor, alpha s per step, beta bytes/s per link.
 
-    all-gather and reduce-scatter: (w - 1) (alpha + nbytes / (w beta)), for w - 1 steps that each send a w-th.
-    all-reduce: one after the other, so twice that (Thakur et al. 2005, "Optimization of Collective Communication
-    Operations in MPICH", sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the least possible).
-    alternate all-reduce, the 2026 handout's: (w - 1) (alpha + nbytes / beta), because each step sends on a rank's whole
-    tensor. A single rank takes no time.
+    all-gather and reduce-scatter: (w - 1) (alpha + nbytes / (w beta)): w - 1 steps send a w-th of the tensor each.
+    all-reduce: a reduce-scatter and an all-gather, so twice that (Thakur et al. 2005, "Optimization of Collective
+    Communication Operations in MPICH", sections 3.1 and 4; Patarasuk & Yuan 2009 show that its bandwidth term is the
+    least possible). alternate all-reduce, from the 2026 handout: (w - 1) (alpha + nbytes / beta), because each step
+    sends on a rank's whole tensor. A single rank takes no time.
     """
     w = world_size
     steps_and_share = {
@@ -33,15 +33,15 @@ def ring_seconds(kind: str, nbytes: float, world_size: int, alpha_s: float, beta
 
 
 def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) -> float:
-    """`ring_seconds` over GPUs of a card whose all-reduce between two takes o + bytes / w: beta is w, latencies from o.
+    """`ring_seconds` over GPUs of a card whose all-reduce between two GPUs takes o + bytes / w: beta is w.
 
     An all-reduce over more GPUs has latency o as well: NCCL does not send small tensors round a ring, and for 1 MB four
     H200 take no longer than two (results/h200/all-reduce.jsonl). A gather or a scatter has latency o / 2 per step of
-    its ring, but at most o. A gather can be done as an all-reduce of each rank's part amid zeros, and a scatter as an
-    all-reduce of which each rank keeps its part, so neither need take longer (Träff, Gropp & Thakur 2010,
-    "Self-Consistent MPI Performance Guidelines"). For 1 MB a gather takes 0.027 ms over two GPUs and 0.043 over four,
-    an all-reduce 0.056 and 0.046. A latency of log2(w) o / 2 has the same error, 17.4 % on average, but lets gathers
-    over eight take longer than an all-reduce; (w - 1) o / 2 has 17.9.
+    its ring, but at most o: a gather can be done as an all-reduce of each rank's part amid zeros, and a scatter as an
+    all-reduce of which each rank keeps its part (Träff, Gropp & Thakur 2010, "Self-Consistent MPI Performance
+    Guidelines"). For 1 MB a gather takes 0.027 ms over two GPUs and 0.043 over four, an all-reduce 0.056 and 0.046.
+    The mean error is 17.4 %. A latency of log2(w) o / 2 has the same, but lets gathers over eight GPUs take longer than
+    an all-reduce; (w - 1) o / 2 has 17.9 %.
     """
     latency_s = min(ring_seconds(kind, 0, world_size, card.latency_s / 2, card.link), card.latency_s)
     return latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)
@@ -60,31 +60,22 @@ class Sent:
 
 
 def sent(job: Job, card: Card) -> Sent:
-    """What is sent in a step, by `collective_seconds`, with the time of bytes and the overhead of calls separate.
+    """The transfers of a step, by `collective_seconds`, with the time of bytes and the overhead of calls separate.
 
     Data parallelism all-reduces all gradients. FSDP gathers weights forward and, unless they stay whole, backward, and
     reduce-scatters gradients, in the dtype of computation.
     """
     n, w = num_parameters(job.shape), job.world_size
-    gather_share = (w - 1) / w
     if job.is_sharded:
-        times = job.gathers + 1
-        nbytes, calls = job.number_bytes * n, times * (job.shape.num_layers + 2)
-        one = ring_seconds("all-gather", nbytes, w, 0, card.link)
-        volume, working = (
-            times * gather_share * nbytes,
-            f"{times} x {job.number_bytes} N (w - 1) / w = {times} x {job.number_bytes} x {n:,} x {w - 1} / {w}",
-        )
-        last = one / (job.shape.num_layers + 2)
-        overhead = calls * collective_seconds("all-gather", 0, w, card)
-        return Sent(times * one, overhead, last, calls, volume, working)
-    size = NUMBER_BYTES[job.sent_dtype]
-    nbytes, calls = size * n, num_calls(job)
-    seconds = ring_seconds("all-reduce", nbytes, w, 0, card.link)
-    overhead = calls * collective_seconds("all-reduce", 0, w, card)
-    volume = 2 * gather_share * nbytes
-    working = f"2 x {size} N (w - 1) / w = 2 x {size} x {n:,} x {w - 1} / {w}"
-    return Sent(seconds, overhead, seconds / calls, calls, volume, working)
+        kind, size, times, units = "all-gather", job.number_bytes, job.gathers + 1, job.shape.num_layers + 2
+    else:  # an all-reduce sends every byte twice
+        kind, size, times, units = "all-reduce", NUMBER_BYTES[job.sent_dtype], 2, num_calls(job)
+    one = ring_seconds(kind, size * n, w, 0, card.link)
+    passes = times if job.is_sharded else 1
+    calls = passes * units
+    working = f"{times} x {size} N (w - 1) / w = {times} x {size} x {n:,} x {w - 1} / {w}"
+    overhead_s = calls * collective_seconds(kind, 0, w, card)
+    return Sent(passes * one, overhead_s, one / units, calls, times * ((w - 1) / w) * (size * n), working)
 
 
 def num_calls(job: Job) -> int:
@@ -106,7 +97,7 @@ def num_calls(job: Job) -> int:
 
 
 def added_seconds(nbytes: float, bandwidth: float, overhead_s: float, num_buckets: float) -> float:
-    """What communication adds after the backward pass: s / (w n) + o n. The handout's model of DDP in buckets.
+    """Seconds that communication takes after the backward pass: s / (w n) + o n. The handout's model of DDP in buckets.
 
     s bytes of gradients are sent in n buckets of s / n bytes; an all-reduce takes o + bytes / w. The model assumes that
     computing the gradients of a bucket takes as long as sending its bytes, t = s / (w n). The first bucket is ready
@@ -125,7 +116,7 @@ def best_num_buckets(nbytes: float, bandwidth: float, overhead_s: float) -> floa
 
 
 def best_bucket_bytes(nbytes: float, bandwidth: float, overhead_s: float) -> float:
-    """s / n* = sqrt(s w o): the bucket size that adds least; 0 if a call costs nothing."""
+    """The bucket size that adds least time, s / n* = sqrt(s w o); 0 if a call costs nothing."""
     return nbytes / best_num_buckets(nbytes, bandwidth, overhead_s)
 
 
@@ -135,10 +126,10 @@ def bucket_overhead(nbytes: float, bandwidth: float, overhead_s: float, bucket_b
 
 
 def all_reduce_cost(card: Card, world_size: int) -> tuple[float, float]:
-    """Overhead o in s and bandwidth w in bytes/s of an all-reduce over world_size GPUs, based on what two reach.
+    """Overhead o in s and bandwidth w in bytes/s of an all-reduce over world_size GPUs, from the numbers for two.
 
-    As in `collective_seconds`: a ring sends 2 (world_size - 1) / world_size bytes per byte, and a call costs as much as
-    over two.
+    As in `collective_seconds`: a ring sends 2 (world_size - 1) / world_size bytes per byte, and a call over more GPUs
+    has the same overhead.
     """
     return card.latency_s, card.link * world_size / (2 * (world_size - 1))
 
@@ -150,16 +141,16 @@ def overhead_sections(
     measured: Sequence[tuple[str, float, float]] = (),
     gradients: str = "4 N",
 ) -> list[Section]:
-    """The optimum, what some bucket sizes add, and what was measured (how, bytes of a bucket, seconds added).
+    """The best number of buckets, the time that some bucket sizes add, and measured times.
 
-    gradients: the formula of s.
+    measured: how a step ran, bytes of a bucket, seconds added. gradients: the formula of s.
     """
     best = best_num_buckets(nbytes, bandwidth, overhead_s)
     size = best_bucket_bytes(nbytes, bandwidth, overhead_s)
     given = (
         Term("s, gradients", gradients, nbytes),
         Term("w, all-reduce", "bytes/s of a large one", bandwidth, "bytes/s"),
-        Term("o, a call", "time beside that of its bytes", overhead_s, "s"),
+        Term("o, a call", "time beside the time of its bytes", overhead_s, "s"),
     )
     added = added_seconds(nbytes, bandwidth, overhead_s, best) if math.isfinite(best) else 0.0
     optimum = (
@@ -172,25 +163,25 @@ def overhead_sections(
         count = max(1, math.ceil(nbytes / (mib * MIB)))
         working = f"n = {count}: {nbytes / (bandwidth * count) * 1e3:.4g} ms + {overhead_s * count * 1e3:.4g} ms"
         rows.append(Term(f"{mib} MiB", working, bucket_overhead(nbytes, bandwidth, overhead_s, mib * MIB), "s"))
-    note = "assumed: computing a bucket's gradients takes as long as sending them"
-    least = "a gradient larger than a bucket travels by itself, so small buckets are fewer than this in a real model"
+    assumed = "assumed: computing a bucket's gradients takes as long as sending them"
+    fewer = "a gradient larger than a bucket travels by itself, so a real model has fewer small buckets than this"
     sections = [
         Section("Given", given),
-        Section("Optimum", optimum, (note,)),
-        Section("Added by size", tuple(rows), (least,)),
+        Section("Optimum", optimum, (assumed,)),
+        Section("Added by size", tuple(rows), (fewer,)),
     ]
     if measured:
         found = (Term(f"{size / MIB:g} MiB", how, added, "s") for how, size, added in measured)
         more = (
-            "the model counts what is sent after the backward pass; what is sent during it takes memory bandwidth and",
-            "multiprocessors from the products beside it, and an eager step waits for the host at every call",
+            "the model counts transfers after the backward pass; during it, transfers take memory bandwidth and",
+            "multiprocessors from the products beside them, and an eager step waits for the host at every call",
         )
         sections.append(Section("Measured", tuple(found), more))
     return sections
 
 
 def collective_section(nbytes: float, world_size: int, card: Card) -> Section:
-    """The collectives on a tensor by `collective_seconds`, and the all-reduce that sends whole tensors."""
+    """The collectives on a tensor by `collective_seconds`, and the alternate all-reduce, which sends whole tensors."""
     k, o, beta = world_size, card.latency_s, card.link
     alpha, step_s = min(o, (k - 1) * o / 2), nbytes / (k * beta)
     gather = f"min(o, (k - 1) o / 2) + (k - 1) s / (k beta) = {_ms(alpha)} + {k - 1} x {_ms(step_s)}"
@@ -204,8 +195,8 @@ def collective_section(nbytes: float, world_size: int, card: Card) -> Section:
              ring_seconds("alternate all-reduce", nbytes, k, o / 2, beta), "s"),
     ]  # fmt: skip
     notes = (
-        "o / 2 is what a step of a ring takes beside its bytes: an all-reduce of two GPUs has two; over more it costs",
-        "o as well, as was measured, and a gather or a scatter no more than that",
+        "a step of a ring takes o / 2 beside its bytes; an all-reduce over two GPUs has two steps; over more GPUs it",
+        "takes o as well, as measured, and a gather or a scatter no more than that",
     )
     return Section(f"Collectives of s = {nbytes:,.0f} bytes over k = {k} GPUs, in rings", tuple(terms), notes)
 

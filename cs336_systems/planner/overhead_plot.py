@@ -1,4 +1,4 @@
-"""The plot of what communication adds, over the bucket size."""
+"""The plot of the time that communication adds to a step, over the bucket size."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def plot_overhead(
     measured: Sequence[tuple[str, float, float]],
     out: Path,
 ) -> None:
-    """Draw s / (w n) + o n over the bytes of a bucket, its minimum, and what was measured, into a PNG.
+    """Draw s / (w n) + o n over the bytes of a bucket, its minimum, and the measured times, into a PNG.
 
     measured: how a step ran, bytes of a bucket, seconds added. Raises ValueError if the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Feed-forward layers alone on many devices: memory, and when communication hides behind matrix products.
+"""Feed-forward layers on many devices: memory, and when matrix products hide communication.
 
 The handout's problem communication_accounting (2025), by the rules of Austin et al. 2025, "How to Scale Your Model",
 part 5, "How to parallelize a Transformer for training". The letters are theirs: B tokens in a batch over all devices;
@@ -48,7 +48,7 @@ class FeedForward:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices and what connects them; the defaults are the handout's TPU v5p and its mesh."""
+    """Devices and their links; the defaults are the handout's TPU v5p and its mesh."""
 
     x: int = 16
     """Devices along the FSDP dimension."""
@@ -82,7 +82,7 @@ class Mesh:
 
 
 def device_bytes(model: FeedForward, tokens: int, n_fsdp: int) -> float:
-    """(16 P + A / 2) / N_FSDP + A / 2, where A is the activations of a device's tokens, half of which are sharded."""
+    """(16 P + A / 2) / N_FSDP + A / 2: A is the activations of a device's tokens, and half of them are sharded."""
     half = tokens * model.activation_bytes / 2
     return (model.state_bytes + half) / n_fsdp + half
 
@@ -90,7 +90,7 @@ def device_bytes(model: FeedForward, tokens: int, n_fsdp: int) -> float:
 def devices_needed(model: FeedForward, tokens: int, limit: float) -> int | None:
     """The least N_FSDP for which a device needs less than `limit` bytes: N > (16 P + A/2) / (limit - A/2).
 
-    None if the half of the activations that is not sharded already exceeds the limit.
+    None if the unsharded half of the activations exceeds the limit.
     """
     half = tokens * model.activation_bytes / 2
     if half >= limit:
@@ -102,9 +102,9 @@ def forward_seconds(model: FeedForward, mesh: Mesh, batch: float) -> tuple[float
     """A block's forward pass with B tokens over all devices: T_math, T_FSDP and T_TP in s.
 
     T_math = 4 B D F / (N C): two products of 2 B D F operations. T_FSDP = 4 D F / (Y W_ici M_X): both weights, 2 D F
-    bytes each, of which tensor parallelism leaves a Y-th, are gathered over X. T_TP = 4 B D / (X W_ici M_Y): the input
-    is gathered over Y before the first product and the output reduce-scattered after the second, 2 B D bytes each, of
-    which data parallelism leaves an X-th. A gather of V bytes takes V / (W_ici M), however many devices there are.
+    bytes each, divided by Y, are gathered over X. T_TP = 4 B D / (X W_ici M_Y): the input is gathered over Y before the
+    first product and the output reduce-scattered after the second, 2 B D bytes each, divided by X. A gather of V bytes
+    takes V / (W_ici M) for any number of devices.
     """
     d, f = model.d_model, model.d_ff
     math_s = 4 * batch * d * f / (mesh.devices * mesh.flops)
@@ -154,19 +154,20 @@ def parallelism_sections(
         if needed is not None:
             working += f"; {device_bytes(model, tokens, needed) / 1e9:.1f} GB a device"
         sharded.append(Term(f"{tokens} tokens a device", working, math.nan if needed is None else needed, ""))
-    expression = "a device: (16 P + A / 2) / N_FSDP + A / 2, A = tokens a device x 2 (D + F) blocks"
-    section = Section(f"(b) Least N_FSDP below {device_gb:g} GB", tuple(sharded), (expression,))
+    formula = "a device: (16 P + A / 2) / N_FSDP + A / 2, A = tokens a device x 2 (D + F) blocks"
+    section = Section(f"(b) Least N_FSDP below {device_gb:g} GB", tuple(sharded), (formula,))
     return [memory, section, _compute_bound_section(model, mesh)]
 
 
 def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
+    """The batch from which the forward pass is bound by its products, and the limit if there is none."""
     alpha, n = mesh.intensity, mesh.devices
     together, turns = least_device_batch(model, mesh), least_device_batch(model, mesh, together=False)
     tensor = alpha * mesh.y / (model.d_ff * mesh.m_y) if mesh.y > 1 else 0.0
     share = f"alpha Y / (F M_Y) = {alpha:.1f} x {mesh.y} / ({model.d_ff} x {mesh.m_y})"
     gather = f"alpha / (Y M_X) = {alpha:.1f} / ({mesh.y} x {mesh.m_x})" if mesh.x > 1 else "X = 1: nothing is gathered"
     after, of_all = f"{together:.1f} / (1 - {tensor:.3f})", f"x N = {mesh.x} x {mesh.y} = {n}"
-    too_long = f"whatever B is, T_TP is {tensor:.3f} T_math"
+    too_long = f"for any B, T_TP is {tensor:.3f} T_math"
     terms = [
         Term("alpha", f"C / W_ici = {mesh.flops:g} / {mesh.w_ici:g}", alpha, "operations a byte"),
         Term("T_TP / T_math", share if mesh.y > 1 else "Y = 1: nothing is sent along it", tensor, ""),
@@ -175,28 +176,22 @@ def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
         Term("B / N, in turns", after if math.isfinite(turns) else too_long, turns, "tokens"),
         Term("B, in turns", of_all if math.isfinite(turns) else too_long, turns * n, "tokens"),
     ]
+    if tensor > 1:
+        most = model.d_ff * mesh.m_y / alpha
+        limit = f"tensor parallelism: T_TP is longer than T_math for any B; Y may be at most F M_Y / alpha = {most:.1f}"
+    elif mesh.x > 1:
+        limit = "FSDP: its gathers take the same time for any B, so B must be large enough"
+    elif mesh.y > 1:
+        limit = "none: weights are not gathered, and T_TP is shorter than T_math for any B"
+    else:
+        limit = "none: one device sends nothing"
     notes = [
         "overlapped: transfers along X and along Y run at once, so that the longer counts",
         "in turns: T_FSDP + T_TP counts, as in the source's edition of February 2025",
-        _limit(model, mesh, tensor),
+        f"limit: {limit}",
     ]
     if 0 < together < math.inf:
         math_s, fsdp_s, tensor_s = (show(t, "s") for t in forward_seconds(model, mesh, together * n))
-        notes.append(f"from B, overlapped, on, a block: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
+        notes.append(f"at B, overlapped, a block takes: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
         notes.append(f"for that B the best X is {best_split(model, mesh, together * n):.1f}")
     return Section("(c) Forward pass bound by products from", tuple(terms), tuple(notes))
-
-
-def _limit(model: FeedForward, mesh: Mesh, tensor: float) -> str:
-    """What keeps the forward pass from being bound by its products."""
-    if tensor > 1:
-        most = model.d_ff * mesh.m_y / mesh.intensity
-        return (
-            f"the limit is tensor parallelism: T_TP is longer than T_math, which no B changes; Y may be at most "
-            f"F M_Y / alpha = {most:.1f}"
-        )
-    if mesh.x > 1:
-        return "the limit is FSDP: its gathers take as long however small B is, so B must be large enough"
-    if mesh.y > 1:
-        return "nothing limits B: weights are not gathered, and T_TP is shorter than T_math whatever B is"
-    return "nothing limits B: one device sends nothing"

@@ -1,8 +1,8 @@
-"""A gated feed-forward layer over many devices: up to how many does communication still hide behind its products?
+"""A gated feed-forward layer over many devices: how many can it use before communication takes longer than products?
 
-The handout's calculations of 2026 (section 8), with its letters: B tokens in a batch, D = d_model, F = d_ff, C
-operations/s per device, W bytes/s that a device sends, to any other. The layer is y = (f(x W1) * x W2) W3, with 2 bytes
-per number. Elementwise work is not counted, transfers are rings, and computation overlaps with them.
+The calculations of the 2026 handout (section 8), with its letters: B tokens in a batch, D = d_model, F = d_ff, C
+operations/s per device, W bytes/s that a device sends. The layer is y = (f(x W1) * x W2) W3, with 2 bytes per number.
+Elementwise work is not counted, transfers are rings, and computation overlaps with them.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _PASSES: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer, its batch, and the devices; the defaults are those of the 8B model and of an H100 with NVLink."""
+    """A layer, its batch, and the devices; the defaults describe the 8B model and an H100 with NVLink."""
 
     batch: int = 65536
     """B, tokens in the batch over all devices."""
@@ -61,7 +61,7 @@ class Layer:
 
 
 def device_flops(layer: Layer, direction: Direction, devices: int) -> float:
-    """6 B D F / N forward, 12 B D F / N backward, however the layer is divided, because nothing is computed twice."""
+    """6 B D F / N forward, 12 B D F / N backward, for any division of the layer: nothing is computed twice."""
     return _PRODUCTS[direction] * 2 * layer.batch * layer.d_model * layer.d_ff / devices
 
 
@@ -83,7 +83,7 @@ def tensor_parallel_seconds(layer: Layer, n_tp: int, n_fsdp: int = 1) -> float:
 
 
 def fsdp_intensity(layer: Layer) -> float:
-    """p = B W / C: how much time computing with a layer's weights takes, relative to sending them."""
+    """p = B W / C: the time of computing with a layer's weights, relative to sending them."""
     return layer.batch * layer.egress / layer.flops
 
 
@@ -103,7 +103,7 @@ def most_fsdp(layer: Layer) -> float:
 def most_tensor_parallel(layer: Layer, direction: Direction) -> float:
     """The most devices of tensor parallelism: forward N <= 1 + 3 F W / (2 C), backward N <= 1 + 3 F W / C.
 
-    From 6 B D F / (N C) >= 4 (N - 1) / N B D / W, whose left side doubles in the backward pass.
+    From 6 B D F / (N C) >= 4 (N - 1) / N B D / W; the left side doubles in the backward pass.
     """
     return 1 + _PRODUCTS[direction] / _PRODUCTS["forward"] * tensor_intensity(layer)
 
@@ -130,7 +130,7 @@ def tensor_parallel_backward() -> tuple[str, ...]:
     return (
         "dz(i) = dy W3(i)^T",
         "dx2(i) = dz(i) * f(x1(i));  dx1(i) = dz(i) * f'(x1(i)) * x2(i)",
-        "dW3(i) = z(i)^T dy;  dW2(i) = x^T dx2(i);  dW1(i) = x^T dx1(i): of its own columns and rows, nothing to send",
+        "dW3(i) = z(i)^T dy;  dW2(i) = x^T dx2(i);  dW1(i) = x^T dx1(i): each device keeps its own, nothing to send",
         "dx = all-reduce over i of (dx1(i) W1(i)^T + dx2(i) W2(i)^T)",
     )
 
@@ -176,13 +176,13 @@ def tensor_parallel_section(layer: Layer) -> Section:
     """The handout's tp_calcs, with the equations of (a) as notes."""
     n = layer.devices
     terms, verdicts = [], []
-    what = {"forward": ("y", "3 F W / (2 C)"), "backward": ("dx", "3 F W / C")}
+    by_pass = {"forward": ("y", "3 F W / (2 C)"), "backward": ("dx", "3 F W / C")}
     for each in _PASSES:
-        sent, bound = what[each]
+        sent, bound = by_pass[each]
         seconds, most = tensor_parallel_seconds(layer, n), most_tensor_parallel(layer, each)
         terms += _products(layer, each, f"{_OPERATIONS[each]}: a share of the columns or rows of each product")
         terms.append(Term(f"{each}, communication", f"2 (N - 1) / N 2 B D / W: {sent} all-reduced", seconds, "s"))
-        terms.append(Term(f"{each}, at most", f"N <= 1 + {bound}, whatever B", most, "devices"))
+        terms.append(Term(f"{each}, at most", f"N <= 1 + {bound}, for any B", most, "devices"))
         verdicts.append(_verdict(layer, each, seconds))
     notes = (*verdicts, "backward on device i:", *(f"  {line}" for line in tensor_parallel_backward()))
     return Section(f"Tensor parallel over N = {n}", tuple(terms), notes)
@@ -197,7 +197,7 @@ def both_section(layer: Layer) -> Section:
         *_products(layer, "forward", "6 B D F / N"),
         Term("FSDP axis", "(N_FSDP - 1) / N_FSDP 6 D F / (N_TP W)", fsdp, "s"),
         Term("TP axis", "2 (N_TP - 1) / N_TP 2 B D / (N_FSDP W)", tensor, "s"),
-        Term("communication", "the longer of both, which go on together", max(fsdp, tensor), "s"),
+        Term("communication", "the longer of both, which run at once", max(fsdp, tensor), "s"),
         Term("p", "B W / C", p, ""),
         Term("q", "3 F W / (2 C)", q, ""),
     ]
@@ -216,7 +216,7 @@ def both_section(layer: Layer) -> Section:
 
 
 def scaling_sections(layer: Layer) -> list[Section]:
-    """All sections; the all-reduce is of the weights' gradients."""
+    """All sections; the first all-reduces the weights' gradients."""
     ring = alternate_ring_section(layer.weight_bytes, layer.devices, layer.egress)
     parts = (data_parallel_section, fsdp_section, tensor_parallel_section, both_section)
     return [ring, *(part(layer) for part in parts)]
@@ -233,7 +233,7 @@ def _products(layer: Layer, direction: Direction, working: str) -> list[Term]:
 
 
 def _verdict(layer: Layer, direction: Direction, sent_s: float) -> str:
-    """Whether sent_s seconds of communication hide behind the products of a pass, over all devices."""
+    """Whether the products of a pass over all devices hide sent_s seconds of communication."""
     computing_s = device_flops(layer, direction, layer.devices) / layer.flops
     both = f"{show(sent_s, 's')} of communication beside {show(computing_s, 's')} of computing"
     too_long = sent_s > computing_s * (1 + 1e-9)  # equal up to rounding counts as hidden
