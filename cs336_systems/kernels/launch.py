@@ -135,3 +135,16 @@ def _movable(x: Tensor) -> bool:
 def has_copy_engine(device: torch.device) -> bool:
     """Whether tiles can be moved by descriptor: Hopper and later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def check_device(q: Tensor, kernel: str) -> None:
+    """Raise a ValueError if a Triton kernel cannot run on q's device, which must be CUDA or, interpreted, a CPU."""
+    if INTERPRET and q.device.type in ("cpu", "cuda"):
+        return
+    if not q.is_cuda:
+        raise ValueError(
+            f"q is on {q.device}: {kernel} needs a CUDA device, or a CPU and TRITON_INTERPRET=1 in the environment, "
+            "with which Triton's interpreter runs it slowly"
+        )
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: {kernel} needs compute capability 8.0")

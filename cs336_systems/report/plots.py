@@ -23,6 +23,7 @@ KERNEL_COLORS = {
     "flex": "#2ca02c",
     "fa4": "#e377c2",
     "flash_triton_compiled": "#f4a582",
+    "flash_triton_simple": "#7f1d1d",
 }
 """Plain attention grey, this project's kernels warm, those of others cool."""
 KERNEL_MARKERS = dict(zip(KERNEL_COLORS, "sDPov^<>XhHpd*8", strict=False))

@@ -18,7 +18,15 @@ def installed(name: str) -> bool:
 
 
 def test_every_name_is_that_of_a_function_or_of_what_is_not_installed() -> None:
-    ours = {"naive", "vectorized_torch", "flash_torch", "flash_triton", "flash_triton_compiled", "flash_cuda"}
+    ours = {
+        "naive",
+        "vectorized_torch",
+        "flash_torch",
+        "flash_triton",
+        "flash_triton_simple",
+        "flash_triton_compiled",
+        "flash_cuda",
+    }
     assert {*ours, "sdpa", "flex", "fa4"} <= set(ATTENTION)
     assert len(ATTENTION) == len(list(ATTENTION))
     for name in ATTENTION:

@@ -17,6 +17,7 @@ _PLACES = {
     "vectorized_torch": "reference:vectorized_torch",
     "flash_torch": "flash_torch:flash_torch",
     "flash_triton": "flash_triton:flash_triton",
+    "flash_triton_simple": "flash_triton_simple:flash_triton_simple",
     "flash_triton_compiled": "flash_triton:flash_triton_compiled",
     "flash_cuda": "flash_cuda:flash_cuda",
     "sdpa": "peers:sdpa",

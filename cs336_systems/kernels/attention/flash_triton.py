@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...machine.hardware import allows_tf32
-from ..launch import INTERPRET, Launch, can_use_descriptors, has_copy_engine
+from ..launch import INTERPRET, Launch, can_use_descriptors, check_device, has_copy_engine
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
@@ -257,15 +257,7 @@ def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     _check_served(q, k, v, is_causal)
-    if INTERPRET and q.device.type in ("cpu", "cuda"):
-        return
-    if not q.is_cuda:
-        raise ValueError(
-            f"q is on {q.device}: flash_triton needs a CUDA device, or a CPU and TRITON_INTERPRET=1 in the "
-            "environment, with which Triton's interpreter runs it slowly"
-        )
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: flash_triton needs compute capability 8.0")
+    check_device(q, "flash_triton")
 
 
 def _forward_launch(q: Tensor, k: Tensor, v: Tensor, o: Tensor, is_causal: bool) -> Launch:
