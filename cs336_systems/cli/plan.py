@@ -1,4 +1,4 @@
-"""`cs336 plan`: what a model, a step and its communication need, by arithmetic. Reads arguments, asks the planner."""
+"""`cs336 plan`: memory, time and communication by arithmetic."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,16 +14,7 @@ from ..planner.job import ALIASES, Job
 from ..planner.working import Section, as_json, as_text
 from .arguments import check_png, make_parser, parse
 
-_STEP = ("batch_size", "precision", "weight_dtype", "attention", "activation_checkpointing", "loss_chunk_tokens",
-         "compile", "compile_memory_budget", "cuda_graph")  # fmt: skip
-_SHARED = ("strategy", "world_size", "shard_optimizer", "reshard_after_forward", "bucket_size_mb", "grad_dtype")
-_OPTIONS: dict[str, tuple[Any, str]] = {
-    "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
-    "context_length": (int, "Tokens per sequence (default: the size's, else 512)."),
-    "d_model": (int, "Width of the residual stream, if no size is given."),
-    "d_ff": (int, "Width of the feed-forward layer."),
-    "num_layers": (int, "Number of Transformer blocks."),
-    "num_heads": (int, "Number of attention heads."),
+_JOB = {
     "batch_size": (int, "Sequences per GPU (default: 4)."),
     "precision": (str, "Autocast type: fp32, bf16 or fp16 (default: bf16)."),
     "weight_dtype": (str, "Type of weights, gradients and optimizer state: fp32 or bf16 (default: fp32)."),
@@ -43,10 +34,19 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "grad_dtype": (str, "Type in which gradients are sent: same, fp32, bf16 or fp16 (default: same)."),
 }
+_OPTIONS: dict[str, tuple[Any, str]] = {
+    "vocab_size": (int, "Size of the vocabulary (default: the size's, else 10,000)."),
+    "context_length": (int, "Tokens per sequence (default: the size's, else 512)."),
+    "d_model": (int, "Width of the residual stream, if no size is given."),
+    "d_ff": (int, "Width of the feed-forward layer."),
+    "num_layers": (int, "Number of Transformer blocks."),
+    "num_heads": (int, "Number of attention heads."),
+    **_JOB,
+}
 
 
-def _parser(what: str, description: str, *names: str) -> Any:
-    parser = make_parser(f"plan {what}", description)
+def _parser(command: str, description: str, *names: str) -> Any:
+    parser = make_parser(f"plan {command}", description)
     if "context_length" in names:
         parser.add_argument("--size", type=str, default=None, help="Named size of the model (default: small).")
     for name in names:
@@ -60,53 +60,32 @@ def _parser(what: str, description: str, *names: str) -> Any:
     return parser
 
 
-def _add_card(parser: Any) -> None:
-    parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)} (default: H200).")
-    parser.add_argument("--matmul_tflops", type=float, default=None, help="Rate that large 16-bit products reach.")
-    parser.add_argument("--bandwidth_tb_s", type=float, default=None, help="Memory, reads and writes together.")
-    parser.add_argument(
-        "--link_gb_s", type=float, default=None, help="Bytes of a large all-reduce of two GPUs, over its time."
-    )
-    parser.add_argument("--latency_us", type=float, default=None, help="Time of a small all-reduce of two GPUs.")
+def _in_range(name: str, value: float | None, least: str = "1e-6") -> None:
+    require(value is None or float(least) <= value < 1e9, name, value, f"at least {least} and below 1e9")
 
 
-def _card(options: Any) -> Card:
-    scaled = {"matmul": ("matmul_tflops", 1e12), "bandwidth": ("bandwidth_tb_s", 1e12), "link": ("link_gb_s", 1e9),
-              "latency_s": ("latency_us", 1e-6)}  # fmt: skip
-    given: dict[str, float] = {}
-    for field, (name, unit) in scaled.items():
-        value = getattr(options, name)
-        require(value is None or 1e-6 <= value < 1e9, name, value, "at least 1e-6 and below 1e9")
-        if value is not None:
-            given[field] = value * unit
-    return get_card(options.card, **given)
+def _job(options: Any) -> Job:
+    """The job that the options describe. Raises ValueError naming the wrong option."""
+    given = {name: value for name in _JOB if (value := getattr(options, name, None)) is not None}
+    if "strategy" in given:
+        given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
+    elif (world_size := given.get("world_size", 1)) > 1:
+        auto = ParallelConfig()
+        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
+    size = _size(options)
+    model: dict[str, Any] = {"context_length": MODEL_SIZES.get(size or "", {}).get("context_length", 512)}
+    model |= {name: value for name in SHAPE_FIELDS if (value := getattr(options, name)) is not None}
+    try:
+        shape = ModelConfig(size=size, **model).shape
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.", "")) from error
+    return Job(shape=shape, **given)
 
 
 def _size(options: Any) -> str | None:
     """The named size; small if neither a name nor a shape is given."""
-    own = any(getattr(options, name) is not None for name in SIZE_FIELDS)
-    return options.size or (None if own else "small")
-
-
-def _context_length(options: Any) -> int:
-    """The size's own, else 512."""
-    return MODEL_SIZES.get(_size(options) or "", {}).get("context_length", 512)
-
-
-def _job(options: Any) -> Job:
-    """The job that the options describe. Raises ValueError naming the option that is wrong."""
-    given = {name: value for name in (*_STEP, *_SHARED) if (value := getattr(options, name, None)) is not None}
-    if "strategy" in given:
-        given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
-    if "strategy" not in given and (world_size := given.get("world_size", 1)) > 1:
-        auto = ParallelConfig()
-        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
-    model = {name: value for name in SHAPE_FIELDS if (value := getattr(options, name)) is not None}
-    try:
-        shape = ModelConfig(size=_size(options), **({"context_length": _context_length(options)} | model)).shape
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.", "")) from error
-    return Job(shape=shape, **given)
+    has_shape = any(getattr(options, name) is not None for name in SIZE_FIELDS)
+    return options.size or (None if has_shape else "small")
 
 
 def _print(sections: Sequence[Section], options: Any) -> int:
@@ -117,19 +96,18 @@ def _print(sections: Sequence[Section], options: Any) -> int:
 def _print_plan(
     sections: Sequence[Section], summary: dict[str, Any], job: Job, card: Card, memory_gib: float, options: Any
 ) -> int:
-    """Print what is planned, then the sections; JSON also has a summary whose names stay the same."""
+    """Print the assumptions, then the sections. JSON also has a summary with stable names."""
     from ..planner.summary import planned, planned_section
 
-    what = (job, _size(options), card.name, memory_gib)
+    assumed = (job, _size(options), card.name, memory_gib)
     if options.json:
-        print(json.dumps({"planned": planned(*what), "summary": summary, "sections": as_json(sections)}, indent=2))
+        print(json.dumps({"planned": planned(*assumed), "summary": summary, "sections": as_json(sections)}, indent=2))
         return 0
-    first = planned_section(*what)
+    first = planned_section(*assumed)
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
-        note = "of one GPU, where nothing is shared: --world_size has their number"
+        note = "one GPU shares nothing: set the number of GPUs with --world_size"
         first = replace(first, notes=(*first.notes, note))
-    print(as_text([first, *sections]))
-    return 0
+    return _print([first, *sections], options)
 
 
 def _memory(arguments: Sequence[str]) -> int:
@@ -149,18 +127,34 @@ def _memory(arguments: Sequence[str]) -> int:
 
 def _step(arguments: Sequence[str]) -> int:
     parser = _parser("step", "Operations, bytes and time of a training step, and MFU.", *_OPTIONS)
-    _add_card(parser)
+    parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)} (default: H200).")
+    ceilings = {
+        "matmul_tflops": ("matmul", 1e12, "Rate of large 16-bit products."),
+        "bandwidth_tb_s": ("bandwidth", 1e12, "Bandwidth of memory, reads and writes together."),
+        "link_gb_s": ("link", 1e9, "Bytes of a large all-reduce between two GPUs, divided by its time."),
+        "latency_us": ("latency_s", 1e-6, "Time of a small all-reduce between two GPUs."),
+    }
+    for name, (_, _, text) in ceilings.items():
+        parser.add_argument(f"--{name}", type=float, default=None, help=f"{text} (default: the card's).")
     options = parse(parser, arguments)
     from ..planner.step import step_sections
     from ..planner.summary import step_summary
 
-    job, card = _job(options), _card(options)
+    job = _job(options)
+    given: dict[str, float] = {}
+    for name, (field, unit, _) in ceilings.items():
+        value = getattr(options, name)
+        _in_range(name, value)
+        if value is not None:
+            given[field] = value * unit
+    card = get_card(options.card, **given)
     return _print_plan(step_sections(job, card), step_summary(job, card), job, card, card.memory_gib, options)
 
 
 def _activation(arguments: Sequence[str]) -> int:
     names = (*SHAPE_FIELDS, "batch_size", "precision", "attention", "compile")
-    options = parse(_parser("activation", "The size of an activation, and what a block saves.", *names), arguments)
+    parser = _parser("activation", "The size of one activation, and the activations that a block saves.", *names)
+    options = parse(parser, arguments)
     from ..planner.activations import activation_sections
 
     return _print(activation_sections(_job(options)), options)
@@ -187,7 +181,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
         "--bandwidth_gb_s",
         type=float,
         default=None,
-        help="w, bandwidth of an all-reduce (default: of H200 over NVLink, from what two reach).",
+        help="w, bandwidth of an all-reduce (default: from two H200 over NVLink).",
     )
     parser.add_argument("--overhead_ms", type=float, default=None, help="o, overhead of a call (default: as for w).")
     parser.add_argument(
@@ -211,7 +205,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     measured: list[tuple[str, float, float]] = []
     left_out = ""
     if options.measured:
-        rows = _read([options.measured])
+        rows = _read(options.measured)
         try:
             measured, left_out = overheads_beside(rows, nbytes, world_size)
         except ValueError as error:
@@ -227,26 +221,23 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
 
 
 def _transfer(options: Any, world_size: int) -> tuple[float, float]:
-    """o in s and w in bytes/s: as given, fitted to rows, or from what two H200 reach."""
-    if options.rows:
-        from ..planner.rows import transfer_points
+    """o in s and w in bytes/s: as given, fitted to rows, or from two H200."""
+    from ..planner.communication import all_reduce_cost
+    from ..planner.rows import transfer_points
 
-        rows = _read([options.rows])
+    overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
+    if options.rows:
+        rows = _read(options.rows)
         try:
             overhead_s, bandwidth = fit_transfer(*transfer_points(rows, world_size))
         except ValueError as error:
             raise ValueError(f"rows is {options.rows!r}: {error}") from error
-    else:
-        from ..planner.communication import all_reduce_cost
-
-        overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
-    for name, unit in (("overhead_ms", 1e-3), ("bandwidth_gb_s", 1e9)):
-        value, least = getattr(options, name), 0 if name == "overhead_ms" else 1e-6
-        require(value is None or least <= value < 1e9, name, value, f"at least {least:g} and below 1e9")
-        if value is not None and name == "overhead_ms":
-            overhead_s = value * unit
-        elif value is not None:
-            bandwidth = value * unit
+    _in_range("overhead_ms", options.overhead_ms, least="0")
+    _in_range("bandwidth_gb_s", options.bandwidth_gb_s)
+    if options.overhead_ms is not None:
+        overhead_s = options.overhead_ms * 1e-3
+    if options.bandwidth_gb_s is not None:
+        bandwidth = options.bandwidth_gb_s * 1e9
     return overhead_s, bandwidth
 
 
@@ -262,18 +253,18 @@ def _parallelism(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpu_gb", type=float, default=80.0, help="Memory of a GPU in (a), in 10^9 bytes.")
     options = parse(parser, arguments)
     for name in ("device_gb", "gpu_gb"):
-        require(1e-6 <= getattr(options, name) < 1e9, name, getattr(options, name), "at least 1e-6 and below 1e9")
-    model = FeedForward(**{name: getattr(options, name) for name in ("d_model", "d_ff", "num_blocks")})
-    mesh = Mesh(**{name: getattr(options, name) for name in ("x", "y", "m_x", "m_y", "w_ici", "flops")})
+        _in_range(name, getattr(options, name))
+    model, mesh = (
+        cls(**{field.name: getattr(options, field.name) for field in fields(cls)}) for cls in (FeedForward, Mesh)
+    )
     return _print(parallelism_sections(model, mesh, options.device_gb, options.gpu_gb), options)
 
 
 def _scaling(arguments: Sequence[str]) -> int:
     from ..planner.scaling import Layer, scaling_sections
 
-    parser = make_parser("plan scaling", "A gated feed-forward layer: on how many devices products hide communication.")
+    parser = _parser("scaling", "A gated feed-forward layer: on how many devices products hide communication.")
     parser.add_class_arguments(Layer)
-    parser.add_argument("--json", type=bool, nargs="?", const=True, default=False, help="Print JSON.")
     options = parse(parser, arguments)
     layer = Layer(**{field.name: getattr(options, field.name) for field in fields(Layer)})
     return _print(scaling_sections(layer), options)
@@ -289,11 +280,8 @@ def _check(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     from ..planner.check import check_json, check_text, compare
 
-    found = []
     files = [file for path in options.results for file in _row_files(path)]
-    for file in files:
-        name = file if len(files) > 1 else ""
-        found += [replace(compare(row), file=name) for row in _read([file])]
+    found = [replace(compare(row), file=file if len(files) > 1 else "") for file in files for row in _read(file)]
     print(json.dumps(check_json(found), indent=2) if options.json else check_text(found))
     return 0
 
@@ -302,27 +290,26 @@ def _row_files(path: str) -> list[str]:
     """The file itself, or all row files below a folder, sorted. Raises ValueError for a folder without one."""
     if not Path(path).is_dir():
         return [path]
-    found = sorted(str(file) for file in Path(path).rglob("*.jsonl") if file.is_file() and _has_rows(file))
+    found = []
+    for file in sorted(Path(path).rglob("*.jsonl")):
+        if file.is_file():
+            with file.open("rb") as opened:
+                if b'"case"' in opened.readline():  # a run's metrics.jsonl has none
+                    found.append(str(file))
     require(bool(found), "results", path, "a row file, or a folder with row files (.jsonl) below it")
     return found
 
 
-def _has_rows(file: Path) -> bool:
-    """Whether the first line of a file has a case, which that of a run's metrics.jsonl does not."""
-    with file.open("rb") as opened:
-        return b'"case"' in opened.readline()
-
-
-def _read(paths: Sequence[str]) -> list[Any]:
+def _read(path: str) -> list[Any]:
     from ..bench.row import read_rows
 
-    return [row for path in paths for row in read_rows(Path(path))]
+    return list(read_rows(Path(path)))
 
 
-_WHAT: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "memory": (_memory, "memory of a training step, and the largest batch"),
     "step": (_step, "operations, bytes, time and MFU of a training step"),
-    "activation": (_activation, "the size of an activation, and what a block saves"),
+    "activation": (_activation, "the size of one activation, and the activations that a block saves"),
     "checkpointing": (_checkpointing, "memory by the size of the checkpointed groups"),
     "ddp-overhead": (_ddp_overhead, "time that gradient buckets add to a step, and the best size"),
     "parallelism": (_parallelism, "feed-forward layers on many devices"),
@@ -333,10 +320,10 @@ _WHAT: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 def plan(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. Raises ValueError for wrong arguments."""
-    if arguments and arguments[0] in _WHAT:
-        return _WHAT[arguments[0]][0](arguments[1:])
-    about = "; ".join(f"{name}: {text}" for name, (_, text) in _WHAT.items())
-    parser = make_parser("plan", "What a model, a step and its communication need, by arithmetic.")
-    parser.add_argument("what", choices=list(_WHAT), help=f"{about}. cs336 plan WHAT --help explains each.")
+    if arguments and arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]][0](arguments[1:])
+    about = "; ".join(f"{name}: {text}" for name, (_, text) in _COMMANDS.items())
+    parser = make_parser("plan", "Memory, time and communication of a training step, by arithmetic.")
+    parser.add_argument("what", choices=list(_COMMANDS), help=f"{about}. cs336 plan WHAT --help explains each.")
     parse(parser, arguments)
     return 2

@@ -217,7 +217,7 @@ def test_what_is_not_predicted_says_why(row: Any, note: str) -> None:
 def test_of_a_cpu_nothing_is_predicted() -> None:
     row = model_row()
     row.env = {"gpu": None}
-    assert compare(row) == Comparison(name=compare(row).name, note="of a CPU nothing is predicted")
+    assert compare(row) == Comparison(name=compare(row).name, note="no prediction for a CPU")
 
 
 def test_an_unknown_card_has_memory_but_no_time() -> None:
@@ -295,16 +295,16 @@ def test_collectives_over_gloo_and_of_unknown_cards_are_not_predicted() -> None:
     "case, where, value, message",
     [
         ("all-reduce", ("metrics", "time_ms", "p50"), 0, "time_ms is 0: it must be a number above 0"),
-        ("all-reduce", ("metrics", "time_ms"), None, "the row has a value that cannot be: "),
-        ("train-step", ("metrics", "step_ms"), 5, "the row has a value that cannot be: "),
+        ("all-reduce", ("metrics", "time_ms"), None, "the row has an impossible value: "),
+        ("train-step", ("metrics", "step_ms"), 5, "the row has an impossible value: "),
         ("train-step", ("metrics", "step_ms", "p50"), "x", "step_ms is 'x': it must be a number above 0"),
         ("train-step", ("metrics", "step_ms", "p50"), -3.5, "step_ms is -3.5: it must be a number above 0"),
         ("train-step", ("metrics", "peak_memory_bytes"), [], r"peak_memory_bytes is \[\]: it must be a number above 0"),
         ("train-step", ("metrics", "peak_memory_bytes"), math.nan, "peak_memory_bytes is nan: it must be"),
         ("train-step", ("env", "gpu"), -1, "an unknown card"),
-        ("model", ("config", "context_length"), 0, "the row has a value that cannot be: "),
-        ("model", ("config", "d_model"), math.inf, "the row has a value that cannot be: "),
-        ("model", ("config", "num_heads"), None, "the row has a value that cannot be: "),
+        ("model", ("config", "context_length"), 0, "the row has an impossible value: "),
+        ("model", ("config", "d_model"), math.inf, "the row has an impossible value: "),
+        ("model", ("config", "num_heads"), None, "the row has an impossible value: "),
     ],
     ids=str,
 )

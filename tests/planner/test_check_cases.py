@@ -180,7 +180,7 @@ def test_what_attention_holds_before_its_backward_pass(row: Any) -> None:
     if row is ATTENTION[0]:
         measured, predicted = compare(row).memory or (0, 0)
         assert measured - predicted == 64 * MIB
-        assert compare(row).note == "of what is measured 64 MiB are cuBLAS's workspaces"
+        assert compare(row).note == "64 MiB of the measured memory are cuBLAS's workspaces"
     else:
         assert found == 0
         assert compare(row).note == ""
@@ -209,11 +209,11 @@ def test_attention_by_hand() -> None:
     [
         (measured_row("attention", config={"kernel": "sdpa"}), "no prediction for the case attention with kernel sdpa"),
         (measured_row("attention", config={"dtype": "bf16"}), "no prediction for the case attention with kernel naive"),
-        (measured_row("attention", config={"length": None}), "the row has a value that cannot be"),
-        (measured_row("attention", env={"gpu": None}), "of a CPU nothing is predicted"),
+        (measured_row("attention", config={"length": None}), "the row has an impossible value"),
+        (measured_row("attention", env={"gpu": None}), "no prediction for a CPU"),
         (measured_row("residuals", config={"attention": "flex"}), "attention is 'flex': it must be one of"),
         (measured_row("residuals", metrics={"saved_bytes": 0}), "saved_bytes is 0: it must be a number above 0"),
-        (measured_row("residuals", env={"gpu": None}), "of a CPU nothing is predicted"),
+        (measured_row("residuals", env={"gpu": None}), "no prediction for a CPU"),
         (measured_row("checkpointing", config={"compile": True}), "no prediction for the case checkpointing with comp"),
         (measured_row("model", config={"compile": True}), "no prediction for a forward pass alone of compiled blocks"),
         (

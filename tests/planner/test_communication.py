@@ -216,7 +216,7 @@ def test_overheads_of_other_gradients_and_ranks_are_left_out_and_named() -> None
     assert [size / 2**20 for _, size, _ in found] == [10, 25]
     # small has 128,625,408 parameters of 4 bytes.
     assert left_out == (
-        "left out of what was measured: 3 rows of ddp of 7.993 GB on 4 GPUs, 3 rows of ddp of 0.5145 GB on 2 GPUs, "
+        "left out of the measured rows: 3 rows of ddp of 7.993 GB on 4 GPUs, 3 rows of ddp of 0.5145 GB on 2 GPUs, "
         "1 rows of all-reduce"
     )
     assert overheads_beside(steps(2), nbytes, 2)[1] == ""

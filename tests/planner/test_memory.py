@@ -131,7 +131,7 @@ def test_gradients_in_buckets_stay() -> None:
 def test_what_is_computed_again_has_its_copies_of_weights() -> None:
     def again(**given: Any) -> float:
         terms = moments(job(activation_checkpointing="groups_2", **given))["backward of the last block"]
-        return next(term.value for term in terms if term.name == "made again")
+        return next(term.value for term in terms if term.name == "recomputed")
 
     saved = saved_bytes(job(activation_checkpointing="groups_2"))[1]
     assert again() == saved + 2 * 2 * (4 * 16 * 16 + 3 * 16 * 32)  # two blocks, two bytes a number
@@ -324,7 +324,7 @@ def test_a_tenth_of_a_cards_memory_is_kept_back() -> None:
     ]  # fmt: skip
     section = memory_sections(Job(shape=XL), 80)[-1]
     assert section.value("sequences a GPU") == largest_batch(Job(shape=XL), 72 * 2**30)
-    assert "of 80 GiB 10% are kept back" in section.notes[0]
+    assert "10% of 80 GiB is kept back" in section.notes[0]
 
 
 def test_the_8b_step_that_ran_out_of_memory_may_not_fit_and_those_that_ran_fit() -> None:

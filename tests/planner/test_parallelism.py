@@ -87,7 +87,7 @@ def test_a_working_gives_its_value_where_a_dimension_has_one_device() -> None:
     working, turns = terms["B / N, in turns"]
     assert working == "1277.8 / (1 - 0.000)"
     assert turns == pytest.approx(1277.78, abs=0.01)
-    assert "the limit is FSDP" in notes
+    assert "limit: FSDP" in notes
     assert "one device sends nothing" in bound(x=1, y=1)[1]
 
 
@@ -95,10 +95,10 @@ def test_the_limit_of_tensor_parallelism_is_said() -> None:
     # alpha Y / F = 2555.56 x 64 / 53248 = 3.072; F / alpha = 20.84.
     terms, notes = bound(x=64, y=64)
     for name in ("B / N, overlapped", "B, overlapped", "B / N, in turns", "B, in turns"):
-        assert terms[name] == ("whatever B is, T_TP is 3.072 T_math", math.inf)
-    assert "the limit is tensor parallelism" in notes
+        assert terms[name] == ("for any B, T_TP is 3.072 T_math", math.inf)
+    assert "limit: tensor parallelism" in notes
     assert "Y may be at most F M_Y / alpha = 20.8" in notes
-    assert "the limit is FSDP" in bound(x=64, y=20)[1]
+    assert "limit: FSDP" in bound(x=64, y=20)[1]
 
 
 def test_too_much_tensor_parallelism_is_never_bound_by_products() -> None:

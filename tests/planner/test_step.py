@@ -163,14 +163,14 @@ def test_what_hiding_costs_and_copies_by_hand() -> None:
     # meanwhile. Four passes of 2 (2 - 1) / 2 x 4 N bytes through memory at 4.3 TB/s are 7.435 ms.
     graph = parts(strategy="bucketed", world_size=2, cuda_graph=True)
     hidden = 7_992_940_800 / H200.link * 97 / 98
-    assert graph["what hiding it costs"] == pytest.approx(hidden * 24 / 132 + 7.435e-3, rel=1e-4)
+    assert graph["cost of hiding the rest"] == pytest.approx(hidden * 24 / 132 + 7.435e-3, rel=1e-4)
     # Gradients are copied into buckets, 8 bytes a parameter; without a graph they are zeroed and added to, 16.
     assert graph["copies of gradients"] == pytest.approx(8 * num_parameters(XL) / 4.3e12)
     assert parts(strategy="bucketed", world_size=2)["copies of gradients"] == 2 * graph["copies of gradients"]
     # Flattened and copied back: 16. Nothing is hidden.
     flat = parts(strategy="flat", world_size=2)
     assert flat["copies of gradients"] == pytest.approx(16 * num_parameters(XL) / 4.3e12)
-    assert flat["what hiding it costs"] == 0
+    assert flat["cost of hiding the rest"] == 0
     # In bfloat16 half of that each; cast to float32 for the way and back, 2 (2 + 4) bytes more.
     narrow: dict[str, Any] = dict(world_size=2, weight_dtype="bf16")
     assert parts(strategy="flat", **narrow)["copies of gradients"] == flat["copies of gradients"] / 2
