@@ -1,1 +1,1 @@
-"""The best model for a time and a machine: which one (choice.py), how fast it is (measure.py), its run (run.py)."""
+"""`cs336 speedrun`: the scaling laws and the search (choice.py), a trial (measure.py), the run (run.py)."""

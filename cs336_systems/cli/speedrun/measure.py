@@ -1,4 +1,4 @@
-"""Times some steps of any run in separate processes, so that a crash or a lack of memory takes down nothing else."""
+"""Time some steps of a run in a separate process, so that a crash or a lack of memory takes down nothing else."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from .choice import Timing, Trial, TrialFailed
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """A run whose steps are timed, on random weights and tokens."""
+    """A run to time, on random weights and tokens."""
 
     name: str
     run: str
@@ -56,28 +56,28 @@ CASE = Case(
 
 
 _STEPS = {"cuda": (3, 10), "cpu": (1, 3)}
-"""Steps of a trial by device: before those that are measured, and measured."""
+"""Warm-up steps and measured steps of a trial, by device."""
 
 
 def trial_s(step_s: float, device: str) -> float:
-    """How long the steps of a trial take, with the one that all ranks start together."""
+    """Time of all steps of a trial, including one that all ranks start together."""
     return (sum(_STEPS[device]) + 1) * step_s
 
 
-def time_trial(trial: Trial, run: RunConfig, device: str, tell: Callable[[Row], None]) -> Timing | None:
-    """Time a trial's run on `device`, cpu or cuda; None if memory does not suffice. `tell` gets its row.
+def time_trial(trial: Trial, run: RunConfig, device: str, write_row: Callable[[Row], None]) -> Timing | None:
+    """Time a trial's run on `device` (cpu or cuda) and pass its row to `write_row`.
 
-    Raises TrialFailed for any other failure.
+    Returns None if memory runs out. Raises TrialFailed for any other failure.
     """
     warmup, steps = _STEPS[device]
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
                        devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
     try:
-        with Worker(CASE.module) as worker:  # which an interrupt ends at once, wherever it is
+        with Worker(CASE.module) as worker:  # an interrupt ends it at once
             (row,) = worker.measure([config])
     except WorkerEndedError as error:
         row = failed(CASE.name, config.name, row_config(config), error)
-    tell(row)
+    write_row(row)
     if row.status == "error":
         raise TrialFailed(row.error)
     if row.status == "oom":

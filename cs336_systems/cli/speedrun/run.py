@@ -1,4 +1,4 @@
-"""One speedrun up to its training: the data, the search, the configuration, and the commands to train it."""
+"""A speedrun up to its training: make the data, search, write the configuration, print the commands."""
 
 import contextlib
 import dataclasses
@@ -7,12 +7,10 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cs336_basics.data import write_json
 from cs336_basics.shape import ModelShape
@@ -35,36 +33,28 @@ from .measure import time_trial, trial_s
 logger = logging.getLogger(__name__)
 
 _SHAPE = {f"model.{name}" for name in ("size", *SIZE_FIELDS)}
+# Fields that the user may not set, and why.
 _CHOSEN = {
-    "parallel.devices": "--devices says it",
-    **dict.fromkeys(("train.batch_size", "train.gradient_accumulation_steps"), "the batch is what is looked for"),
-    **dict.fromkeys(("train.max_steps", "train.max_minutes"), "--minutes or --epochs says it"),
+    "parallel.devices": "--devices sets it",
+    **dict.fromkeys(("train.batch_size", "train.gradient_accumulation_steps"), "the search chooses the batch"),
+    **dict.fromkeys(("train.max_steps", "train.max_minutes"), "--minutes or --epochs sets it"),
 }
-# By source: the tokenizer's vocabulary size, and the prompt of the sample at the end.
+# By source: the size of the vocabulary, and the prompt for the sample at the end.
 _VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
 _PROMPTS = {"tinystories": "Once upon a time", "stories": "One day"}
-_GIVEN = "given"  # the name of a size that the command line gives field by field
-_SEARCH_SHARE = 0.2  # of the time, in which all trials are to be over
-_STEPS_SHARE = 0.93  # of what is left: the rest is for validations, a checkpoint and the sample
+_GIVEN = "given"  # the name of a size that the user gives field by field
+_SEARCH_SHARE = 0.2  # of the time goes to the search, at most
+_STEPS_SHARE = 0.93  # of the rest goes to training steps; validations, a checkpoint and the sample take the remainder
 _VALIDATIONS = 10
-_MEMORY_SHARE = 0.85  # of a card's, or of half a machine's, because the planner does not count what an allocator wastes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """How steps are computed on a device."""
-
-    precision: str
-    compile: bool
-    cuda_graph: bool
+_MEMORY_SHARE = 0.85  # of the memory is planned for, because the planner does not count the allocator's waste
 
 
 class Speedrun:
-    """One search, and the run that it leads to.
+    """One search for the best model, and the run that follows from it.
 
-    make_config: makes a run from arguments of `cs336 train` and adds those of the user, whose names are in `given`.
+    make_config: makes a run from arguments of `cs336 train` and the user's own fields, whose names are in `given`.
     Exactly one of `minutes` (for search and training together) and `epochs` (passes over the text) is a number. Raises
-    ValueError naming what is wrong.
+    ValueError that names a wrong option or field.
     """
 
     def __init__(
@@ -91,54 +81,81 @@ class Speedrun:
             "optimizer.implementation": "torch_fused",
             "checkpoint.keep_last": 2,
         }
-        first = self._config(self.sizes[0], {})
+        first = self._config(self.sizes[0])
         source = first.data.source
         self.fields |= {"model.vocab_size": _VOCAB_SIZES[source], "sample.prompt": _PROMPTS.get(source, "")}
         self.device = select_device(first.train.device)
-        accepted = "auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which)"
+        accepted = "auto, cpu or cuda (CUDA_VISIBLE_DEVICES selects cards)"
         require(self.device.index is None, "train.device", first.train.device, accepted)
         self.devices = devices if devices is not None else max(1, gpu_count()) if self.device.type == "cuda" else 1
         require(self.devices >= 1, "devices", self.devices, "at least 1")
         check_devices(first.train.device, self.devices, "devices")
         if self.devices > 1:
             self.fields["parallel.devices"] = self.devices
-        # flash_triton is tried too, because it is faster than PyTorch's choice on some cards and at some lengths.
+        # flash_triton is faster than PyTorch's choice on some cards and at some lengths.
         self.kernels: tuple[str, ...] = ("auto", "flash_triton") if self.device.type == "cuda" else ("auto",)
         if "model.attention" in given:
             self.kernels = (first.model.attention,)
             get_attention(*self.kernels)
-        self.ways = _ways(self.device)
+        # Ways to compute a step, fastest first. Trials drop those that do not work here: not every machine can compile.
+        ways = [("bf16", True, True), ("bf16", True, False), ("bf16", False, False)]
+        if self.device.type != "cuda":
+            ways = [("fp32", False, False)]
+        else:
+            try:
+                check_precision(self.device, "bf16")
+            except ValueError:  # a T4 has only float16, whose loss scaling no graph can record
+                ways = [("fp16", True, False), ("fp16", False, False)]
+        self.ways = [
+            {"train.precision": dtype, "train.compile": compiled, "train.cuda_graph": graph}
+            for dtype, compiled, graph in ways
+        ]
         self.out = Path("runs")
         if out is not None:
             self.out = folder_to_write(out)
             self.fields["data.data_dir"] = f"{out}/data/{source}"
         self.folder = self.out
         self.started = 0.0
-        self.not_planned = ""  # why the planner does not say what a GPU has room for
+        self.not_planned = ""  # why the planner cannot predict the memory of a trial
 
-    def _config(self, size: str, fields: Mapping[str, Any]) -> RunConfig:
-        """The run of a size with some fields; those given on the command line override them."""
+    def _config(self, size: str, fields: Mapping[str, Any] | None = None) -> RunConfig:
+        """The run of a size with some fields. The user's fields override them."""
         shape = {f"model.{name}": value for name, value in SIZES.get(size, {}).items()}
-        chosen = {**self.fields, **shape, **fields}
-        words = [f"--{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in chosen.items()]
-        return self.make_config(words)
+        chosen = {**self.fields, **shape, **(fields or {})}
+        return self.make_config(
+            [f"--{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in chosen.items()]
+        )
 
     def prepare(self) -> Path:
-        """Make the data, search, print the commands; return the configuration file of the run to train."""
-        shapes = {size: self._config(size, {}).model.shape for size in self.sizes}
-        tokens = len(prepare_data(self._config(self.sizes[0], {})).train)
+        """Make the data, search, and print the commands. Returns the configuration file of the run to train."""
+        shapes = {size: self._config(size).model.shape for size in self.sizes}
+        tokens = len(prepare_data(self._config(self.sizes[0])).train)
         self.started = time.perf_counter()
         self.folder = _new_folder(self.out)
         self.fields["run_dir"] = str(self.folder / "run")
         config = self._final(self._search(shapes, tokens), tokens)
         file = self.folder / "speedrun.json"
         write_json(file, config.to_dict())
-        self._say_commands(file, config)
+
+        train = f"{program()} train --config {shlex.quote(str(file))}"
+        if config.parallel.devices > 1:
+            many = f"{program('torchrun')} --nproc-per-node {config.parallel.devices} -m cs336_systems"
+            train = train.replace(program(), many, 1)
+        say(f"\ncommands:\n  {train}                 # trains it\n  {train} --resume auto   # continues after a stop")
+        if config.data.source != "random":  # random tokens have no tokenizer
+            words = [program(), "generate", str(config.run_dir), "--prompt", config.sample.prompt or "The"]
+            say(f"  {shlex.join(words)}")
+        say("")
         return file
 
     def _search(self, shapes: Mapping[str, ModelShape], unique_tokens: int) -> Candidate:
-        """The candidate to train; all candidates are printed as they are found."""
+        """Search, printing each candidate once. Returns the candidate to train."""
         seconds = None if self.minutes is None else 60 * self.minutes
+
+        def is_time_left(step_s: float) -> bool:
+            end = time.perf_counter() - self.started + trial_s(step_s, self.device.type)
+            return seconds is None or end < _SEARCH_SHARE * seconds
+
         task = Task(
             shapes=shapes,
             kernels=self.kernels,
@@ -148,121 +165,107 @@ class Speedrun:
             tokens=None if self.epochs is None else self.epochs * unique_tokens,
             most_sequences=self._most_sequences,
             measure=self._measure,
-            is_time_left=lambda step_s: (
-                seconds is None or self._elapsed() + trial_s(step_s, self.device.type) < _SEARCH_SHARE * seconds
-            ),
+            is_time_left=is_time_left,
         )
         where = f"{self.devices} x {gpu_name()}" if self.device.type == "cuda" else "the CPU"
         say(f"searching, on {where}, with {unique_tokens:,} tokens of text:")
-        found = list(self._said(search(task)))
+        found: list[Candidate] = []
+        for each in search(task):
+            if each not in found:
+                say(
+                    f"  {each.trial.size:<7}{num_parameters(each.shape) / 1e6:7,.1f} M parameters, {self._step(each)}: "
+                    f"{each.timing.step_s * 1e3:,.1f} ms, {each.timing.peak_memory_bytes / 2**30:.1f} GiB; would train "
+                    f"on {each.tokens / 1e6:,.1f} M tokens, {each.tokens_a_parameter:.2g} a parameter"
+                )
+            found.append(each)
         return found[-1]
 
-    def _said(self, candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-        known: list[Candidate] = []
-        for each in candidates:
-            if each not in known:
-                known.append(each)
-                say(f"  {self._describe(each)}")
-            yield each
-
-    def _describe(self, found: Candidate) -> str:
-        timing = found.timing
-        return (
-            f"{found.trial.size:<7}{num_parameters(found.shape) / 1e6:7,.1f} M parameters, {self._step(found)}: "
-            f"{timing.step_s * 1e3:,.1f} ms, {timing.peak_memory_bytes / 2**30:.1f} GiB; would train on "
-            f"{found.tokens / 1e6:,.1f} M tokens, {found.tokens_a_parameter:.2g} a parameter"
-        )
-
     def _step(self, found: Candidate) -> str:
+        """The kernel and the batch of a step, in words."""
         trial = found.trial
         pieces = f" in {trial.micro_batches} parts" if trial.micro_batches > 1 else ""
         batch = trial.sequences * self.devices
         return f"{trial.kernel}, {batch} x {found.shape.context_length} tokens a step{pieces}"
 
-    def _fields_of(self, trial: Trial, way: _Way) -> dict[str, Any]:
-        """The fields of a run that a trial determines."""
+    def _fields_of(self, trial: Trial) -> dict[str, Any]:
+        """The fields of a run that a trial sets."""
         return {
             "model.attention": trial.kernel,
             "train.batch_size": trial.sequences * self.devices,
             "train.gradient_accumulation_steps": trial.micro_batches,
-            "train.precision": way.precision,
-            "train.compile": way.compile,
-            "train.cuda_graph": way.cuda_graph,
+            **self.ways[0],
         }
 
     def _measure(self, trial: Trial) -> Timing | None:
-        """Time a trial in the first way that works; all later trials use that one."""
+        """Time a trial in the first way that works. All later trials use that way."""
+
+        def write_row(row: Row) -> None:
+            append_row(self.folder / "rows.jsonl", row)
+            if row.status != "ok":
+                say(f"  {row.variant}: {row.status} {row.error}")
+
         while True:
-            way = self.ways[0]
             try:
-                config = self._config(trial.size, self._fields_of(trial, way))
-                timing = time_trial(trial, config, self.device.type, self._keep)
+                config = self._config(trial.size, self._fields_of(trial))
+                timing = time_trial(trial, config, self.device.type, write_row)
             except (ValueError, TrialFailed):
                 if len(self.ways) == 1:
                     raise
                 self.ways = self.ways[1:]
                 continue
-            self.ways = [way]
+            self.ways = self.ways[:1]
             return timing
-
-    def _keep(self, row: Row) -> None:
-        append_row(self.folder / "rows.jsonl", row)
-        if row.status != "ok":
-            say(f"  {row.variant}: {row.status} {row.error}")
 
     def _most_sequences(self, shape: ModelShape) -> int:
         """How many sequences fit on a GPU at once, according to the planner."""
+        unlimited = 1 << 20
         there = memory_bytes(self.device)
         if there is None:
-            return 1 << 20
-        there = there if self.device.type == "cuda" else there // (2 * self.devices)
-        way = self.ways[0]
-        one = {"train.batch_size": self.devices, "train.precision": way.precision, "train.compile": way.compile}
+            return unlimited
+        if self.device.type == "cpu":
+            there //= 2 * self.devices  # half of main memory, shared by the processes
         shape_fields = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
-        config = self._config(_GIVEN, {**shape_fields, **one})
+        way = {name: value for name, value in self.ways[0].items() if name != "train.cuda_graph"}
+        config = self._config(_GIVEN, {**shape_fields, **way, "train.batch_size": self.devices})
+        fields = {"run": config.to_dict(), "devices": self.devices}
         try:
-            job = training_job(
-                "speedrun", "alone" if self.devices == 1 else "", {"run": config.to_dict(), "devices": self.devices}
-            )
-        except ValueError as error:  # of what the planner does not know
-            if str(error) != self.not_planned:  # it is asked of every trial
+            job = training_job("speedrun", "alone" if self.devices == 1 else "", fields)
+        except ValueError as error:  # the planner does not know this configuration
+            if str(error) != self.not_planned:  # say it once, not for every trial
                 self.not_planned = str(error)
                 logger.warning("how much fits into memory is found by trying: %s", error)
-            return 1 << 20
+            return unlimited
         most = largest_batch(job, _MEMORY_SHARE * there)
         if not most:
             needed, gib = peak_bytes(job) / 2**30, there / 2**30
             say(f"  {num_parameters(shape) / 1e6:,.1f} M parameters need {needed:,.1f} GiB; {gib:,.1f} GiB are there")
         return most
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self.started
-
     def _final(self, best: Candidate, unique_tokens: int) -> RunConfig:
-        """The run of the candidate, with the steps for the remaining time or for the tokens."""
+        """The run of the candidate, with as many steps as fit into the remaining time or as its tokens need."""
+        step_s, start_s = best.timing.step_s, best.timing.startup_s
         batch = best.trial.sequences * self.devices * best.shape.context_length
-        fields = self._fields_of(best.trial, self.ways[0]) | {"optimizer.lr": round(learning_rate(best.flops), 6)}
+        fields = self._fields_of(best.trial) | {"optimizer.lr": round(learning_rate(best.flops), 6)}
         if self.minutes is None:
             steps = math.ceil(best.tokens / batch)
-            seconds = steps * best.timing.step_s
         else:
-            elapsed, start = self._elapsed(), best.timing.startup_s
+            elapsed = time.perf_counter() - self.started
             left = 60 * self.minutes - elapsed
-            steps = int((_STEPS_SHARE * left - start) / best.timing.step_s)
+            steps = int((_STEPS_SHARE * left - start_s) / step_s)
             if steps < _VALIDATIONS:
-                needed = ((start + _VALIDATIONS * best.timing.step_s) / _STEPS_SHARE + elapsed) / 60
+                needed = ((start_s + _VALIDATIONS * step_s) / _STEPS_SHARE + elapsed) / 60
                 raise ValueError(
-                    f"minutes is {self.minutes:g}: timing took {elapsed:.0f} s and a start takes {start:.0f} s, so it "
-                    f"must be at least {math.ceil(10 * needed + 1) / 10:.1f}"
+                    f"minutes is {self.minutes:g}: timing took {elapsed:.0f} s and a start takes {start_s:.0f} s, so "
+                    f"it must be at least {math.ceil(10 * needed + 1) / 10:.1f}"
                 )
             passes = math.ceil(MOST_EPOCHS * unique_tokens / batch)
             if passes < steps:
                 say(f"{MOST_EPOCHS} passes over the text take less than the time: a longer text would be worth more")
             steps = min(steps, passes)
-            seconds = steps * best.timing.step_s
             fields["train.max_minutes"] = round(left / 60, 3)
-        # A token of validation costs a third of one of training; all validations may take 3 % of the time together.
-        tokens = 0.03 * seconds / _VALIDATIONS * 3 * batch / best.timing.step_s
+        seconds = steps * step_s
+        # A token of validation costs a third of one of training. All validations together may take 3 % of the time.
+        tokens = 0.03 * seconds / _VALIDATIONS * 3 * batch / step_s
         fields |= {
             "train.max_steps": steps,
             "train.validation_interval": max(1, steps // _VALIDATIONS),
@@ -270,44 +273,17 @@ class Speedrun:
             "checkpoint.checkpointing_interval": max(1, steps // 4),
         }
         say(f"to train: {best.trial.size}, {self._step(best)}, because {best.why}")
-        count = f"{steps:,} step{'s' * (steps != 1)} on {steps * batch / 1e6:,.1f} M tokens"
-        say(f"{count}, about {_minutes(seconds + best.timing.startup_s)}")
+        whole = seconds + start_s
+        duration = f"{whole / 60:.1f} minutes" if whole >= 60 else f"{whole:.0f} seconds"
+        say(f"{steps:,} step{'s' * (steps != 1)} on {steps * batch / 1e6:,.1f} M tokens, about {duration}")
         return self._config(best.trial.size, fields)
-
-    def _say_commands(self, file: Path, config: RunConfig) -> None:
-        train = f"{program()} train --config {shlex.quote(str(file))}"
-        if config.parallel.devices > 1:
-            many = f"{program('torchrun')} --nproc-per-node {config.parallel.devices} -m cs336_systems"
-            train = train.replace(program(), many, 1)
-        say("\ncommands:")
-        say(f"  {train}                 # trains it")
-        say(f"  {train} --resume auto   # goes on where it was stopped")
-        if config.data.source != "random":  # it has no tokenizer
-            words = [program(), "generate", str(config.run_dir), "--prompt", config.sample.prompt or "The"]
-            say(f"  {shlex.join(words)}")
-        say("")
 
 
 def _new_folder(out: Path) -> Path:
-    """Make a new folder for this speedrun, named by the time."""
+    """Make a new folder named after the time."""
     stamp = f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
     for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 100))):
         with contextlib.suppress(FileExistsError):
             (out / name).mkdir(parents=True)
             return out / name
-    raise ValueError(f"out is {str(out)!r}: it has a hundred speedruns of this second")
-
-
-def _ways(device: torch.device) -> list[_Way]:
-    """Ways to compute steps on a device, the fastest first, because not every machine can compile."""
-    if device.type != "cuda":
-        return [_Way("fp32", False, False)]
-    try:
-        check_precision(device, "bf16")
-    except ValueError:  # a T4 has only float16, whose loss scaling no graph can record
-        return [_Way("fp16", True, False), _Way("fp16", False, False)]
-    return [_Way("bf16", True, True), _Way("bf16", True, False), _Way("bf16", False, False)]
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+    raise ValueError(f"out is {str(out)!r}: it already has a hundred speedruns of this second")
