@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _GROUPS = re.compile(r"""(?<![\w./'"-])(?:model|data|optimizer|train|parallel)\.(?=[a-z])""")
 
@@ -42,7 +42,7 @@ def check_types(config: Any, group: str) -> None:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _is_a(value: object, kind: Any) -> bool:
@@ -63,7 +63,8 @@ def describe_type(hint: Any) -> str:
     if len(_alternatives(hint)) > 1:
         return " or ".join(map(describe_type, _alternatives(hint)))
     if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
+        choices = get_args(hint)
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     if get_origin(hint) is tuple:
         count = len(get_args(hint))
         return f"a list of {count} numbers, such as [{', '.join(['0.5'] * count)}]"

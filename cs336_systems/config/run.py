@@ -21,11 +21,12 @@ STRATEGIES = {
     "bucketed": "bucketed:DDPBucketed",
     "flashddp": "bucketed:DDPBucketed",
     "fsdp": "fsdp:FSDP",
+    "fsdp_simple": "fsdp_simple:SimpleFSDP",
     "torch_ddp": "torch_peers:TorchDDP",
     "torch_fsdp": "torch_peers:TorchFSDP",
 }
 """Parallel strategies: the module and class of each in `cs336_systems.parallel`."""
-SHARDED = ("fsdp", "torch_fsdp")
+SHARDED = ("fsdp", "fsdp_simple", "torch_fsdp")
 """Strategies that shard weights, gradients and optimizer state."""
 
 
@@ -162,16 +163,17 @@ class ParallelConfig:
     """Training with several processes, one per GPU."""
 
     strategy: str = "auto"
-    """How the processes share the work: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, torch_ddp,
-    torch_fsdp, or your own class as module:Class. auto: none for one process, overlap with bucket_size_mb 100 for
-    several."""
+    """How the processes share the work: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, fsdp_simple,
+    torch_ddp, torch_fsdp, or your own class as module:Class. auto: none for one process, overlap with bucket_size_mb
+    100 for several."""
     devices: int = 1
     """Number of processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
     """Size of a gradient bucket in MiB (default: 100 for auto and bucketed; 25, PyTorch's own, for torch_ddp; overlap
     sends each gradient separately). individual always sends them separately. Other strategies ignore this."""
-    shard_optimizer: bool = False
-    """Each process keeps the optimizer state of its own part of the parameters (ZeRO stage 1)."""
+    shard_optimizer: bool | Literal["simple"] = False
+    """Each process keeps the optimizer state of its own part of the parameters (ZeRO stage 1). simple: the version to
+    read, which steps first and sends after it."""
     reshard_after_forward: bool = True
     """For fsdp and torch_fsdp: free weights after the forward pass and gather them again for the backward pass. false
     keeps them, in train.precision (ZeRO stage 2): less communication, more memory."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_basics.nn_utils import clip_gradient
+from cs336_basics.nn_utils import clip_gradient, gradient_norms
 
 from ..machine.hardware import to_host
 from . import comm
@@ -77,8 +77,26 @@ class Strategy(nn.Module):
         """
 
     def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
-        """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, as a tensor."""
-        return clip_gradient(self.module.parameters(), max_norm)
+        """Scale the averaged gradients to a common 2-norm of at most max_norm; return the norm before, as a tensor.
+
+        With sharded weights it is the norm over the shards of all ranks, which call this together.
+        """
+        parameters = list(self.module.parameters())
+        if not any(map(is_part, parameters)):
+            return clip_gradient(parameters, max_norm)
+        gradients: dict[bool, list[Tensor]] = {True: [], False: []}  # of shards, and of replicated parameters
+        for p in parameters:
+            if p.grad is not None:
+                gradients[is_part(p)].append(p.grad)
+        squares = {}
+        for kind, some in gradients.items():
+            norms = gradient_norms(some) if some else [torch.zeros((), device=parameters[0].device)]
+            squares[kind] = torch.stack(norms).square().sum()
+        comm.mean([squares[True]], "norm of the gradients")
+        norm = (squares[True] * comm.world_size() + squares[False]).sqrt()
+        if max_norm != math.inf and (everything := gradients[True] + gradients[False]):
+            torch._foreach_mul_(everything, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
         """The state dict that a single process would have. All ranks call it together, outside a forward pass.

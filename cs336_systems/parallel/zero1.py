@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
-from .zero1_rounds import Round, check_parameters, cut, find_immovable
+from .zero1_buckets import Round, check_parameters, cut, find_immovable
 
 # By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank updates 4 GB in 7 ms (28 bytes per
 # parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two things are not hidden: the first round's update, 1 ms

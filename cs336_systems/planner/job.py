@@ -10,7 +10,9 @@ from ..config.run import SHARDED
 from .accounting import FLASH_ATTENTION, NUMBER_BYTES, PLAIN_ATTENTION
 
 ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
-STRATEGIES = ("none", "naive", "flat", "overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
+OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
+"""Strategies that communicate during the backward pass."""
+STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
 ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}

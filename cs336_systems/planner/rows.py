@@ -69,7 +69,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
         sharing = dict(
             strategy=ALIASES.get(strategy, strategy),
             world_size=world_size,
-            shard_optimizer=parallel.get("shard_optimizer", False),
+            shard_optimizer=bool(parallel.get("shard_optimizer", False)),
             reshard_after_forward=parallel.get("reshard_after_forward", True),
             bucket_size_mb=bucket_size_mb,
             grad_dtype=parallel["grad_dtype"],

@@ -16,7 +16,7 @@ from .accounting import (
 from .activations import kept_blocks
 from .cards import Card
 from .communication import sent
-from .job import IN_BUCKETS, Job
+from .job import IN_BUCKETS, OVERLAPPED, Job
 from .memory import in_blocks, over, parameter_bytes
 from .products import products_seconds
 from .working import Section, Term, total
@@ -171,17 +171,17 @@ def update_terms(job: Job, card: Card) -> list[Term]:
 def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     """The cost of sharing the work: exposed communication, interference of the rest, copies.
 
-    Transfers after the backward pass (naive, flat) are fully exposed. During it, the last bucket, the overhead of every
-    call (as in `communication.added_seconds`) and any time beyond the backward pass are exposed. Hidden transfers take
-    CHANNELS multiprocessors from the backward pass, and PASSES times their bytes of its memory bandwidth. Gradients
-    that are sent in another dtype are cast to it and back.
+    Transfers that do not overlap (naive, flat, fsdp_simple) are fully exposed. During the backward pass, the last
+    bucket, the overhead of every call (as in `communication.added_seconds`) and any time beyond the backward pass are
+    exposed. Hidden transfers take CHANNELS multiprocessors from the backward pass, and PASSES times their bytes of
+    its memory bandwidth. Gradients that are sent in another dtype are cast to it and back.
     """
     if job.world_size == 1:
         return []
     all_sent = sent(job, card)
     time, last = all_sent.seconds, all_sent.last_seconds
     left, hidden = time, 0.0
-    if job.strategy not in ("naive", "flat"):
+    if job.strategy in OVERLAPPED:
         left, hidden = last + max(0.0, time - last - backward_s), min(time - last, backward_s)
     a_call_us = all_sent.overhead_s / all_sent.calls * 1e6
     working = f"{left * 1e3:.4g} of {time * 1e3:.4g} ms of bytes + {all_sent.calls} calls x {a_call_us:.4g} us"

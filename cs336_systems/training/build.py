@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -53,7 +53,9 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, sharded: bool | Literal["simple"] = False
+) -> torch.optim.Optimizer:
     """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has a part of the state."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -65,6 +67,10 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, sharded: bo
     if config.implementation != "own":
         cls = torch.optim.AdamW
         common |= {name: config.implementation == f"torch_{name}" for name in ("fused", "foreach")}
+    if sharded == "simple":
+        from ..parallel.zero1_simple import SimpleShardedOptimizer
+
+        return SimpleShardedOptimizer(groups, cls, **common)
     if sharded:
         from ..parallel.zero1 import ShardedOptimizer
 

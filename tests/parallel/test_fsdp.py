@@ -17,13 +17,14 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.nn_utils import clip_gradient
 from cs336_systems.parallel import STRATEGIES, Options, comm
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.fsdp_units import Memory
+from cs336_systems.parallel.fsdp_param_group import ResizableBuffer
 from tests.distributed import run_ranks
 from tests.parallel.models import adamw, batch_of, build, mean_loss, message_of, sgd, train_alone, train_step
 from tests.parallel.test_ddp import assert_close, assert_ranks_equal
 
 STEPS = 6
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+NAMES = pytest.mark.parametrize("name", ["fsdp", "fsdp_simple"])
 
 
 def build_blocks(in_order: bool = True) -> "Blocks":
@@ -122,11 +123,12 @@ def train_on_ranks(
     micro_batches: int = 1,
     how: str = "",
     device: str = "cpu",
+    name: str = "fsdp",
 ) -> dict[str, Tensor]:
     module = build(model, seed=comm.rank()).to(device)
     if how.endswith("before"):
         prepare(module, how)
-    strategy = STRATEGIES["fsdp"](module, Options(**options))
+    strategy = STRATEGIES[name](module, Options(**options))
     if not how.endswith("before"):
         prepare(module, how)
     optimizer = make_optimizer(module.parameters())
@@ -141,10 +143,17 @@ def train_on_ranks(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("model", ["awkward", "transformer"])
-def test_equals_one_process(model: str, world_size: int) -> None:
-    states = run_ranks(train_on_ranks, world_size, model, {})
+@NAMES
+def test_equals_one_process(name: str, model: str, world_size: int) -> None:
+    states = run_ranks(train_on_ranks, world_size, model, {}, adamw, 1, "", "cpu", name)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone(model, STEPS), **CLOSE)
+
+
+@pytest.mark.parametrize("model", ["awkward", "transformer"])
+def test_the_simple_version_trains_to_the_same_bits(model: str) -> None:
+    fast, simple = (run_ranks(train_on_ranks, 2, model, {}, adamw, 2, "", "cpu", name) for name in NAMES.args[1])
+    assert_ranks_equal([*fast, *simple])
 
 
 @pytest.mark.parametrize("model", ["awkward", "transformer"])
@@ -156,8 +165,9 @@ def test_weights_that_stay_whole_for_backward_train_to_the_same_bits(model: str)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_accumulation(micro_batches: int) -> None:
-    states = run_ranks(train_on_ranks, 2, "awkward", {}, sgd, micro_batches)
+@NAMES
+def test_accumulation(name: str, micro_batches: int) -> None:
+    states = run_ranks(train_on_ranks, 2, "awkward", {}, sgd, micro_batches, "", "cpu", name)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone("awkward", STEPS, sgd), **CLOSE)
 
@@ -166,8 +176,9 @@ def test_accumulation(micro_batches: int) -> None:
     "how",
     [pytest.param("aot_eager", marks=pytest.mark.slow), "aot_eager before", "checkpoint", "aot_eager checkpoint"],
 )
-def test_blocks_that_are_compiled_or_checkpointed(how: str) -> None:
-    states = run_ranks(train_on_ranks, 2, "transformer", {}, adamw, 2, how)
+@NAMES
+def test_blocks_that_are_compiled_or_checkpointed(name: str, how: str) -> None:
+    states = run_ranks(train_on_ranks, 2, "transformer", {}, adamw, 2, how, "cpu", name)
     assert_close(states[0], train_alone("transformer", STEPS), **CLOSE)
 
 
@@ -187,8 +198,9 @@ def test_blocks_compiled_by_inductor() -> None:
     ids=["compute", "compute, gradients float32", "gradients"],
 )
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_bf16(options: dict[str, Any], world_size: int) -> None:
-    states = run_ranks(train_on_ranks, world_size, "transformer", options, sgd)
+@NAMES
+def test_bf16(name: str, options: dict[str, Any], world_size: int) -> None:
+    states = run_ranks(train_on_ranks, world_size, "transformer", options, sgd, 1, "", "cpu", name)
     assert_ranks_equal(states)
     assert {tensor.dtype for tensor in states[0].values()} == {torch.float32}
     expected = train_alone("transformer", STEPS, sgd)
@@ -196,8 +208,8 @@ def test_bf16(options: dict[str, Any], world_size: int) -> None:
     assert any(not torch.allclose(states[0][k], v, rtol=1e-5, atol=1e-6) for k, v in expected.items())
 
 
-def bf16_under_autocast() -> dict[str, str]:
-    strategy = FSDP(build("transformer"), torch.bfloat16)
+def bf16_under_autocast(name: str) -> dict[str, str]:
+    strategy = STRATEGIES[name](build("transformer"), Options(compute_dtype=torch.bfloat16))
     seen = {}
     for name, layer in strategy.module.named_modules():
         if strategy.shards().get(f"{name}.weight"):
@@ -210,8 +222,9 @@ def bf16_under_autocast() -> dict[str, str]:
     return seen
 
 
-def test_weights_are_in_the_compute_type_also_under_autocast() -> None:
-    (seen, _) = run_ranks(bf16_under_autocast, 2)
+@NAMES
+def test_weights_are_in_the_compute_type_also_under_autocast(name: str) -> None:
+    (seen, _) = run_ranks(bf16_under_autocast, 2, name)
     assert len(seen) == 23
     assert set(seen.values()) == {"torch.bfloat16 torch.bfloat16"}
 
@@ -237,7 +250,7 @@ def describe() -> dict[str, Any]:
         stride = whole[name].stride()
         tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride, run_check=False)
         assert torch.equal(tensor.full_tensor(), whole[name])
-    assert 0 <= sum(memory.values()) - sum(rows_bytes.values()) < Memory.ALIGNMENT * len(rows_bytes)
+    assert 0 <= sum(memory.values()) - sum(rows_bytes.values()) < ResizableBuffer.ALIGNMENT * len(rows_bytes)
     found = strategy.gather_full_params()
     assert found.keys() == whole.keys()
     for name, tensor in whole.items():
@@ -248,10 +261,10 @@ def describe() -> dict[str, Any]:
 
 
 def test_shards_of_a_unit_lie_on_one_memory() -> None:
-    units = FSDP(build("transformer"))._units
-    assert max(len(unit.weights) for unit in units) > 1
+    units = FSDP(build("transformer"))._groups
+    assert max(len(unit.params) for unit in units) > 1
     for unit in units:
-        assert len({weight.shard.untyped_storage().data_ptr() for weight in unit.weights}) == 1
+        assert len({weight.shard.untyped_storage().data_ptr() for weight in unit.params}) == 1
 
 
 def test_shards_lie_as_torch_chunk_and_dtensor_have_them() -> None:
@@ -269,10 +282,10 @@ class Recorder:
     def __init__(self, strategy: FSDP) -> None:
         self.events: list[str] = []
         self.most = 0
-        self._units = strategy._units
+        self._groups = strategy._groups
         comm.start_gather = self._wrap(comm.start_gather)
         comm.start_scatter_mean = self._wrap(comm.start_scatter_mean)
-        for stage in strategy._stages:
+        for stage in strategy._gathered:
             record = partial(self._computes, stage.name)
             stage.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
             stage.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
@@ -287,7 +300,7 @@ class Recorder:
     def _wrap(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(outputs: Any, inputs: Any, what: str) -> Any:
             self.events.append(what.replace("of ", "").replace("layers.", ""))
-            whole = [u for u in self._units if u.whole.is_there()]
+            whole = [u for u in self._groups if u.unsharded.is_allocated()]
             self.most = max(self.most, len(whole))
             return start(outputs, inputs, what)
 
@@ -299,7 +312,7 @@ class Recorder:
 
 
 def whole_bytes(strategy: FSDP) -> int:
-    return sum(u.whole.nbytes for u in strategy._units if u.whole.is_there())
+    return sum(u.unsharded.nbytes for u in strategy._groups if u.unsharded.is_allocated())
 
 
 def record_steps(reshard_after_forward: bool = True) -> tuple[int, list[str], list[str], list[str]]:
@@ -624,8 +637,8 @@ def passes(kind: str, reshard_after_forward: bool) -> dict[str, Tensor | None]:
                 assert whole_bytes(strategy) == 0
     if kind == "after forward alone":
         kept = [some_loss(rank, every, 5, strategy) for _ in range(3)]
-        kept_units = strategy._units[-1:] if reshard_after_forward else strategy._units
-        assert whole_bytes(strategy) == sum(unit.whole.nbytes for unit in kept_units)
+        kept_units = strategy._groups[-1:] if reshard_after_forward else strategy._groups
+        assert whole_bytes(strategy) == sum(unit.unsharded.nbytes for unit in kept_units)
         del kept
     if kind == "after an error in forward":
         hook = strategy.module.blocks[2].up.register_forward_hook(fail_once)
@@ -816,6 +829,18 @@ def adapted_loss(rank: int, step: int, model: nn.Module) -> Tensor:
     return model(x).square().mean()
 
 
+def train_adapted_simply() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    strategy = STRATEGIES["fsdp_simple"](Adapted(), Options())
+    optimizer = adamw(strategy.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        adapted_loss(comm.rank(), step, strategy).backward()
+        strategy.finish_gradient_synchronization()
+        optimizer.step()
+    return strategy.full_state_dict()
+
+
 def train_adapted(reshard_after_forward: bool) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(0)
     strategy = FSDP(Adapted(), reshard_after_forward=reshard_after_forward)
@@ -840,6 +865,8 @@ def test_frozen_shared_and_repeated_weights(reshard_after_forward: bool) -> None
         optimizer.zero_grad()
         (sum(adapted_loss(rank, step, model) for rank in range(2)) / 2).backward()
         optimizer.step()
+    for state in run_ranks(train_adapted_simply, 2):
+        assert_close(state, model.state_dict(), **CLOSE)
     for state, events in run_ranks(train_adapted, 2, reshard_after_forward):
         assert_close(state, model.state_dict(), **CLOSE)
         # Forward only: backward does not come so far.
@@ -849,19 +876,20 @@ def test_frozen_shared_and_repeated_weights(reshard_after_forward: bool) -> None
 # -- norm, errors ------------------------------------------------------------------------------------------------------
 
 
-def clip(max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
-    strategy = FSDP(build_blocks())
+def clip(name: str, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
+    strategy = STRATEGIES[name](build_blocks(), Options())
     some_loss(comm.rank(), (0, 1, 2), 0, strategy).backward()
     strategy.finish_gradient_synchronization()
     return strategy.clip_gradient(max_norm), gradients(strategy)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, float("inf")])
-def test_clipping_is_by_the_norm_of_all_shards(max_norm: float) -> None:
+@NAMES
+def test_clipping_is_by_the_norm_of_all_shards(name: str, max_norm: float) -> None:
     model = build_blocks()
     (sum(some_loss(rank, (0, 1, 2), 0, model) for rank in range(4)) / 4).backward()
     expected = clip_gradient(model.parameters(), max_norm)
-    results = run_ranks(clip, 4, max_norm)
+    results = run_ranks(clip, 4, name, max_norm)
     assert len({norm.item() for norm, _ in results}) == 1
     torch.testing.assert_close(results[0][0], expected)
     assert_same_gradients(results[0][1], {name: p.grad for name, p in model.named_parameters()})
@@ -964,7 +992,7 @@ def memory_of_a_step(reshard_after_forward: bool) -> tuple[float, float]:
         strategy.finish_gradient_synchronization()
         torch.cuda.synchronize()
     kept = sum(p.grad.nbytes for p in strategy.parameters() if p.grad is not None)
-    unit = max(u.whole.nbytes for u in strategy._units)
+    unit = max(u.unsharded.nbytes for u in strategy._groups)
     return between / unit, (torch.cuda.max_memory_allocated() - before - kept) / unit
 
 

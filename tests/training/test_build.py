@@ -79,7 +79,7 @@ def test_a_strategy_gets_the_types_and_the_size_of_the_configuration(
         assert wrapped._most_bytes == 3 * 2**20
     if isinstance(wrapped, FSDP):
         computed = torch.bfloat16 if precision == "bf16" else torch.float32
-        assert {weight.full.dtype for unit in wrapped._units for weight in unit.weights} == {computed}
+        assert {weight.full.dtype for unit in wrapped._groups for weight in unit.params} == {computed}
         assert not wrapped._reshards
 
 

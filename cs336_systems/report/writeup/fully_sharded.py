@@ -208,7 +208,7 @@ PROBLEMS = (
         ),
         exhibits=(ddp_exhibit("fsdp", "torch_fsdp", is_of_most_steps=True),),
         sentences=(says(equal_weights("fsdp", "test_fsdp.py")), says(fsdp_step, "ddp")),
-        code=("cs336_systems/parallel/fsdp.py", "cs336_systems/parallel/fsdp_units.py", "tests/test_fsdp.py"),
+        code=("cs336_systems/parallel/fsdp.py", "cs336_systems/parallel/fsdp_param_group.py", "tests/test_fsdp.py"),
     ),
     Problem(
         name="fsdp_accounting",

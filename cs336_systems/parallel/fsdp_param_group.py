@@ -1,0 +1,325 @@
+"""Parameter groups of FSDP: weights that are all-gathered together, and their gradients, reduce-scattered together.
+
+`fsdp.py` names the method; `fsdp_prefetch.py` decides when a group communicates.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cs336_basics.model import Embedding, Linear
+
+from . import comm
+from .strategy import mark_as_part
+
+EMBEDDINGS = (Embedding, nn.Embedding)
+SHARDED_LAYERS = (Linear, nn.Linear, *EMBEDDINGS)
+
+Users = list[tuple[dict[str, Any], str]]
+"""Where modules hold a weight: the dict of parameters of each module, and the weight's name there."""
+
+
+class ResizableBuffer:
+    """Tensors on one storage that can release its memory and allocate it again, while the tensors stay."""
+
+    ALIGNMENT = 512  # bytes, as PyTorch's allocator aligns on GPUs
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [-(-shape.numel() * dtype.itemsize // self.ALIGNMENT) * self.ALIGNMENT for shape in shapes]
+        sizes[-1] = shapes[-1].numel() * dtype.itemsize  # the last needs no padding
+        parts = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device=device).split(
+            [size // dtype.itemsize for size in sizes]
+        )
+        self.tensors = [part[: shape.numel()].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._storage, self.nbytes = parts[0].untyped_storage(), sum(sizes)
+
+    def allocate(self) -> None:
+        self._storage.resize_(self.nbytes)
+
+    def release(self) -> None:
+        self._storage.resize_(0)
+
+    def is_allocated(self) -> bool:
+        return self._storage.nbytes() > 0
+
+
+class SendBuffer:
+    """Input of a collective: tensors in one dtype, their rows padded to the given shapes.
+
+    Tensors that have this dtype and shape already are sent from where they are. Otherwise one kernel copies them in.
+    """
+
+    def __init__(self, like: Sequence[Tensor], shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
+        self._buffer: ResizableBuffer | None = None
+        if any(t.shape != shape or t.dtype != dtype for t, shape in zip(like, shapes, strict=True)):
+            self._buffer = ResizableBuffer(shapes, dtype, like[0].device)
+            self._rows = [copy[: len(t)] for copy, t in zip(self._buffer.tensors, like, strict=True)]
+            self._buffer.release()
+
+    def copy_in(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self._buffer is None:
+            return [t.detach().contiguous() for t in tensors]
+        self._buffer.allocate()
+        with torch.no_grad():
+            torch._foreach_copy_(self._rows, tensors)
+        return self._buffer.tensors
+
+    def release(self) -> None:
+        if self._buffer is not None:
+            self._buffer.release()
+
+
+UNSHARDED, SHARDED, GUARDED = range(3)
+"""What modules hold in place of a weight: the whole weight, this rank's shard, or an `UnshardedGuard`."""
+
+
+class UnshardedGuard(Tensor):
+    """Stands in for a weight that is not unsharded. Using it raises RuntimeError; a shard would give wrong numbers."""
+
+    weight_name: str
+    _HARMLESS: ClassVar = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__}  # type: ignore
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in cls._HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        names = [x.weight_name for x in tree_leaves((args, kwargs)) if isinstance(x, UnshardedGuard)]
+        raise RuntimeError(
+            f"{names[0]} was used outside of the calls of its module, where fsdp has a part of it only: share the "
+            "parameter between modules and call them, or take another strategy"
+        )
+
+
+class ShardedParam:
+    """One weight: the parameter keeps this rank's rows, and `full` is the whole weight, in memory only when needed."""
+
+    full: nn.Parameter  # set by the group, on its buffer
+
+    def __init__(self, parameter: nn.Parameter, name: str, users: Users) -> None:
+        self.shard, self.users, self.shape, self.used = parameter, users, parameter.shape, False
+        rows, world_size = self.shape[0], comm.world_size()
+        self.piece = torch.Size((-(-rows // world_size), *self.shape[1:]))  # of each rank, padded on the last ones
+        self.padded = torch.Size((world_size * self.piece[0], *self.shape[1:]))
+        self.first_row = min(comm.rank() * self.piece[0], rows)
+        parameter.grad = None
+        mark_as_part(parameter)
+        parameter.data = parameter.data[self.first_row : self.first_row + self.piece[0]]  # the group copies it
+        self.guard = torch.empty(0, dtype=parameter.dtype, device=parameter.device).as_subclass(UnshardedGuard)
+        self.guard.weight_name = name
+
+
+class ParamGroup:
+    """Weights that are unsharded by one all-gather, and whose gradients are reduced by one reduce-scatter.
+
+    The gathered rows of all ranks are the weight, and gradients are sent from where they lie. Weights are copied only
+    to change the dtype, or if their rows do not divide by the number of ranks. The received part of a gradient is
+    copied once, into the shard's gradient. Everything that a step needs is made here once, because the host must stay
+    ahead of the GPU.
+    """
+
+    def __init__(
+        self, name: str, params: list[ShardedParam], dtype: torch.dtype, grad_dtype: torch.dtype | None = None
+    ) -> None:
+        self.name, self.params = name, params
+        self._wait_label = f"wait for gather of {name}"
+        device = params[0].shard.device
+        self._shards: list[Tensor] = [p.shard for p in params]
+        # The shards share one storage, because the GPU's allocator may keep up to 1 MB behind each separate tensor.
+        together = ResizableBuffer([shard.shape for shard in self._shards], self._shards[0].dtype, device)
+        for shard, place in zip(self._shards, together.tensors, strict=True):
+            shard.data = place.copy_(shard.data)
+        self.unsharded = ResizableBuffer([p.padded for p in params], dtype, device)
+        for p, tensor in zip(params, self.unsharded.tensors, strict=True):
+            # `.data` has its own version counter: autograd, which saves `full` for backward, does not take an
+            # all-gather into the buffer for a modification of it.
+            p.full = nn.Parameter(tensor.data[: p.shape[0]], requires_grad=p.shard.requires_grad)
+        self.unsharded.release()
+        self._slots = [(users, key, (p.full, p.shard, p.guard)) for p in params for users, key in p.users]
+        self._registered = SHARDED
+        self._gather_input = SendBuffer(self._shards, [p.piece for p in params], dtype)
+        self._is_unsharded = False  # or being gathered
+        self._gather: comm.Transfer | None = None
+        self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
+        self.trainable = [p for p in params if p.full.requires_grad]
+        if self.trainable:
+            pieces, padded = [p.piece for p in self.trainable], [p.padded for p in self.trainable]
+            self._scatter_input = SendBuffer([p.full for p in self.trainable], padded, grad_dtype or dtype)
+            self._scatter_output = ResizableBuffer(pieces, grad_dtype or dtype, device)
+            outputs = self._scatter_output.tensors
+            self._reduced = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
+            self._scatter_output.release()
+        self.forget_backward()
+
+    def forget_backward(self) -> None:
+        """Return to the state before a backward pass."""
+        self.num_gradients, self.reduced = 0, False
+        for p in self.trainable:
+            p.full.grad = None
+
+    def register(self, state: int) -> None:
+        """Give the modules the weights that are UNSHARDED, SHARDED or GUARDED."""
+        if state != self._registered:
+            self._registered = state
+            for users, key, by_state in self._slots:
+                users[key] = by_state[state]
+
+    def unshard(self) -> None:
+        """Start the all-gather, unless the group is unsharded already."""
+        if self._is_unsharded:
+            return
+        self._is_unsharded = True
+        self.unsharded.allocate()
+        sent = self._gather_input.copy_in(self._shards)
+        self._gather = comm.start_gather(self.unsharded.tensors, sent, f"gather of {self.name}")
+
+    def wait_for_unshard(self) -> None:
+        if self._gather is not None:
+            with torch._C._profiler._RecordFunctionFast(self._wait_label):
+                self._gather.wait()
+            self._gather = None
+            self._gather_input.release()
+
+    def reshard(self) -> None:
+        """Release the memory of the whole weights. The tensors stay, because autograd has saved them."""
+        if self._is_unsharded:
+            self.wait_for_unshard()
+            if self._registered == UNSHARDED:
+                self.register(SHARDED)
+            self.unsharded.release()
+            self._is_unsharded = False
+
+    def reduce_gradients(self) -> None:
+        """Start the reduce-scatter of the gradients of the whole weights, zeros where there is no gradient."""
+        gradients = []
+        for p in self.trainable:
+            gradients.append(torch.zeros_like(p.full) if p.full.grad is None else p.full.grad)
+            p.full.grad = None
+        sent = self._scatter_input.copy_in(gradients)
+        self._scatter_output.allocate()
+        transfer = comm.start_scatter_mean(self._scatter_output.tensors, sent, f"scatter of {self.name}")
+        self._scatter = transfer, sent
+        self.num_gradients, self.reduced = 0, True
+
+    def wait_for_gradients(self) -> None:
+        """Add the reduced gradients to the gradients of the shards."""
+        if self._scatter is None:
+            return
+        self._scatter[0].wait()
+        self._scatter = None  # drops the input too
+        self._scatter_input.release()
+        gradients = [torch.empty_like(p.shard) for p in self.trainable]
+        torch._foreach_copy_(gradients, self._reduced)
+        self._scatter_output.release()
+        for p, gradient in zip(self.trainable, gradients, strict=True):
+            if p.shard.grad is None:
+                p.shard.grad = gradient
+            else:
+                p.shard.grad.add_(gradient)
+
+    def drop_gradients(self) -> None:
+        """Discard gradients that are being reduced."""
+        if self._scatter is not None:
+            self._scatter[0].wait()
+            self._scatter = None
+            self._scatter_input.release()
+            self._scatter_output.release()
+
+    def gather_full(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        """Map each shard to `keep` of its whole weight, in the dtype of the shard."""
+        padded = [p.shard.new_empty(p.padded) for p in self.params]
+        sent = SendBuffer(self._shards, [p.piece for p in self.params], self._shards[0].dtype).copy_in(self._shards)
+        comm.start_gather(padded, sent, f"gather of all of {self.name}").wait()
+        return {p.shard: keep(tensor[: p.shape[0]]) for tensor, p in zip(padded, self.params, strict=True)}
+
+
+class GatheredModule:
+    """A module whose calls need its groups unsharded: a block, or a single Linear or Embedding outside of blocks.
+
+    It has one group, or more if it shares some weights with other modules or has weights of several dtypes.
+    """
+
+    def __init__(self, name: str, module: nn.Module, groups: list[ParamGroup]) -> None:
+        self.name, self.module, self.groups = name, module, groups
+        self.called_at = 0  # autograd's counter of operations at the last call
+        self.trains = any(p.requires_grad for p in module.parameters())
+
+    def unshard(self) -> None:
+        """Unshard all groups, and wait for them."""
+        for group in self.groups:
+            group.unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def register(self, state: int) -> None:
+        for group in self.groups:
+            group.register(state)
+
+
+def shard_module(
+    module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+) -> list[GatheredModule]:
+    """Shard the weights of a module. Returns its gathered modules in the order in which they are registered."""
+    users = find_weights(module)
+    modules = find_gathered_modules(module, users)
+    callers: dict[nn.Parameter, list[int]] = {p: [] for p in users}
+    for number, gathered in enumerate(modules):
+        for p in gathered.parameters():
+            if p in users:
+                callers[p].append(number)
+    # Weights that the same modules need form a group: as a rule those of one module. A tied weight's group belongs to
+    # all modules that share it.
+    by_callers: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+    for p in users:
+        by_callers.setdefault((tuple(callers[p]), p.dtype), []).append(p)
+    names = {child: name for name, child in module.named_modules()}
+    parameter_names = {p: name for name, p in module.named_parameters()}
+    groups: list[list[ParamGroup]] = [[] for _ in modules]
+    for (numbers, dtype), parameters in by_callers.items():
+        params = [ShardedParam(p, parameter_names[p], users[p]) for p in parameters]
+        name = " and ".join(names[modules[number]] for number in numbers)
+        group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)
+        for number in numbers:
+            groups[number].append(group)
+    return [GatheredModule(names[m], m, its) for m, its in zip(modules, groups, strict=True)]
+
+
+def find_weights(module: nn.Module) -> dict[nn.Parameter, Users]:
+    """The weights of Linear and Embedding, each with all modules that hold it.
+
+    Raises ValueError for an nn.Embedding with sparse gradients or max_norm.
+    """
+    users: dict[nn.Parameter, Users] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding) and (child.sparse or child.max_norm is not None):
+            option = "sparse=True" if child.sparse else f"max_norm={child.max_norm}"
+            where = f"{name}.weight".removeprefix(".")
+            raise ValueError(f"{where} is of an nn.Embedding with {option}, which fsdp cannot shard")
+        weight = child._parameters.get("weight") if isinstance(child, SHARDED_LAYERS) else None
+        if weight is not None and weight.numel():
+            users[weight] = []
+    for child in module.modules():  # a module of any kind may share a weight
+        for name, parameter in child._parameters.items():
+            if parameter in users:
+                users[parameter].append((child._parameters, name))
+    return users
+
+
+def find_gathered_modules(module: nn.Module, weights: Container[nn.Parameter]) -> list[nn.Module]:
+    """The modules that gather weights when they are called: each element of an nn.ModuleList (a Transformer block),
+    and elsewhere each module that has such a weight itself."""
+
+    def find(module: nn.Module, in_list: bool) -> Iterable[nn.Module]:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):  # never called themselves
+            in_list = in_list or isinstance(module, nn.ModuleList)
+        elif in_list or any(p in weights for p in module._parameters.values() if p is not None):
+            yield module
+            return
+        for child in module.children():
+            yield from find(child, in_list)
+
+    return [m for m in dict.fromkeys(find(module, False)) if any(p in weights for p in m.parameters())]

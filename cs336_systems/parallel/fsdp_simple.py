@@ -1,0 +1,117 @@
+"""Fully sharded data parallelism in its plainest form. Read it before `fsdp.py`, which hides the communication.
+
+ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3). Every rank keeps some rows of each weight. The weights of a module
+are all-gathered before its forward pass and freed after it, then all-gathered again before its backward pass. Each
+gradient is reduce-scattered, and its weight freed, as soon as it is there. Every transfer is waited for at once.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from . import comm
+from .fsdp_param_group import Users, find_gathered_modules, find_weights
+from .strategy import Strategy, mark_as_part, weak_hook
+
+
+class ShardedWeight:
+    """One weight: the parameter keeps this rank's rows, and `full` has memory only between unshard and reshard."""
+
+    def __init__(self, shard: nn.Parameter, name: str, users: Users, compute_dtype: Any, grad_dtype: Any) -> None:
+        self.shard, self.name, self.users, self.shape = shard, name, users, shard.shape
+        rows = -(-shard.shape[0] // comm.world_size())  # of each rank; the last ranks pad theirs with zeros
+        self.piece = torch.Size((rows, *shard.shape[1:]))
+        self.first_row = min(comm.rank() * rows, shard.shape[0])
+        padded = torch.Size((comm.world_size() * rows, *shard.shape[1:]))
+        self.padded = torch.empty(padded, dtype=compute_dtype or shard.dtype, device=shard.device)
+        # A second tensor on the same memory: autograd, which saves `full`, does not take a gather for a modification.
+        self.full = nn.Parameter(self.padded.data[: shard.shape[0]], requires_grad=shard.requires_grad)
+        if shard.requires_grad:
+            self.full.register_post_accumulate_grad_hook(weak_hook(self.reduce_scatter))
+        self.grad_dtype = grad_dtype or self.padded.dtype
+        shard.data = shard.data[self.first_row : self.first_row + rows].clone()
+        mark_as_part(shard)
+        self.reshard()
+
+    def all_gather(self, out: Tensor) -> Tensor:
+        """The whole weight, in the first rows of `out`, which has the padded shape."""
+        mine = out.new_zeros(self.piece)
+        mine[: len(self.shard)] = self.shard.detach()
+        comm.start_gather([out], [mine], f"all-gather of {self.name}").wait()
+        return out[: self.shape[0]]
+
+    def unshard(self) -> None:
+        storage = self.padded.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.padded.nbytes)
+            self.all_gather(self.padded)
+        for parameters, key in self.users:
+            parameters[key] = self.full
+
+    def reshard(self) -> None:
+        self.padded.untyped_storage().resize_(0)
+        for parameters, key in self.users:
+            parameters[key] = self.shard
+
+    def reduce_scatter(self, full: Any) -> None:
+        """Add this rank's rows of the mean gradient to the shard's gradient. Called when the gradient is complete."""
+        gradient = torch.zeros_like(self.padded, dtype=self.grad_dtype)
+        gradient[: len(full)] = full.grad
+        full.grad = None
+        mine = gradient.new_empty(self.piece)
+        comm.start_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
+        mean = mine[: len(self.shard)].to(self.shard.dtype)
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+        self.reshard()
+
+
+def _unshard(weights: list[ShardedWeight], *_: Any) -> None:
+    for weight in weights:
+        weight.unshard()
+
+
+def _post_forward(weights: list[ShardedWeight], module: nn.Module, inputs: Any, output: Any) -> None:
+    if torch._C._current_graph_task_id() != -1:  # checkpointing recomputes: backward needs the weights next
+        return
+    for weight in weights:
+        weight.reshard()
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(partial(_unshard, weights))  # called before the backward pass of the module
+
+
+class SimpleFSDP(Strategy):
+    """Shards the weights of Linear and Embedding by rows, gathers them block by block, and replicates the rest.
+
+    All ranks must use the same weights in the same order. Gradients are averaged in every backward pass, also inside
+    `no_sync`. Freeze or thaw, cast and move parameters before wrapping. compute_dtype, grad_dtype: as in `FSDP`.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None,
+                 grad_dtype: torch.dtype | None = None) -> None:  # fmt: skip
+        super().__init__(module, grad_dtype)
+        users, names = find_weights(module), {p: name for name, p in module.named_parameters()}
+        self._weights = {p: ShardedWeight(p, names[p], users[p], compute_dtype, grad_dtype) for p in users}
+        for gathered in find_gathered_modules(module, users):
+            weights = [self._weights[p] for p in gathered.parameters() if p in self._weights]
+            gathered.register_forward_pre_hook(partial(_unshard, weights))
+            gathered.register_forward_hook(partial(_post_forward, weights))
+
+    def finish_gradient_synchronization(self) -> None:
+        for weight in self._weights.values():
+            weight.reshard()
+        replicated = [p.grad for p in self.trainable() if p not in self._weights and p.grad is not None]
+        comm.start_mean(replicated, "mean of the replicated gradients", self.grad_dtype).wait()
+
+    def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        whole = super()._gather_whole([part for part in parts if part not in self._weights], keep)
+        return whole | {p: keep(w.all_gather(p.new_empty(w.padded.shape))) for p, w in self._weights.items()}
+
+    def shards(self) -> dict[str, tuple[torch.Size, int]]:
+        """The sharded parameters by name: the whole shape, and the first row that this rank has."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: (self._weights[p].shape, self._weights[p].first_row) for name, p in named if p in self._weights}
