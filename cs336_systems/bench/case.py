@@ -1,7 +1,7 @@
-"""Cases as data: what a configuration is, which ones are measured, and which of them take turns.
+"""A case: something to measure, as data.
 
-A case's configuration is a frozen dataclass, each field one value. On the command line a field takes several values;
-their product is measured.
+A configuration of a case is a frozen dataclass with one value per field. The command line takes several values per
+field and measures their product.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -27,12 +28,11 @@ def swept(
     also: str | None = None,
     beside: str | None = None,
 ) -> Any:
-    """A field of a configuration with several values: all are measured by default, and the first is its default.
+    """A dataclass field with the values that are measured by default; the first is the field's default.
 
-    sweep: the values that are measured if `--sweep` names the field. quick: the value, or a tuple of values, in a quick
-    run, which takes seconds on a CPU. parse: makes a value from text on the command line. also: another name for the
-    field there. beside: for a path, which says nothing about what is measured, its name in the folder of the rows,
-    where the command expects it unless told otherwise.
+    sweep: the values measured if `--sweep` names the field. quick: the value, or a tuple of values, of a quick run,
+    which takes seconds on a CPU. parse: makes a value from text on the command line. also: a second option name.
+    beside: for a path, its default name in the folder of the rows; such a field does not tell configurations apart.
     """
     quick = quick if isinstance(quick, tuple) else (quick,)
     metadata = {"values": values, "sweep": tuple(sweep) or values, "quick": quick, "parse": parse, "also": also,
@@ -42,46 +42,53 @@ def swept(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something to measure, in many configurations."""
+    """Something to measure in many configurations."""
 
     name: str
     about: str
-    """One line for a person."""
+    """A line of help."""
     module: str
-    """The module that has the case as CASE; a process that measures imports it."""
+    """Where `load_case` finds the case in the process that measures: "module", or "module:preset"."""
     config: type[Any]
-    """The dataclass of one configuration; raises ValueError naming a field that is wrong."""
+    """The dataclass of one configuration; it raises ValueError naming a wrong field."""
     measure: Callable[[Sequence[Any]], Iterable[Row]]
-    """Yields rows of configurations, at least one each, as they are done. A failure is a row too."""
+    """Yields at least one row per configuration, each as soon as it is measured. A failure is a row too."""
     variant: Callable[[Any], str]
-    """The name of a configuration among those it is compared with."""
+    """The name of a configuration in tables and plots."""
     together: tuple[str, ...] = ()
-    """Fields whose values are measured by one call, to take turns; all other fields are the same within a call."""
+    """Fields that may differ within one call of `measure`, so that their values take turns."""
     isolated: bool = False
-    """Whether each call has a process of its own, for when memory or compiled code of earlier calls would show."""
+    """Whether each call has its own process, for measurements that memory or compiled code of earlier calls changes."""
     empty_caches: bool = False
-    """With isolated: whether the caches of compiled code are empty at the start of each call."""
+    """Whether the process of an isolated call starts with empty caches of compiled code."""
     check: Callable[[Any], None] = lambda config: None
-    """Raises ValueError for combinations of fields that mean nothing; they are left out of the product."""
+    """Raises ValueError for combinations of fields without meaning; the product leaves them out."""
 
     @property
     def quick_is_on_cpu(self) -> bool:
-        """Whether a quick run uses a CPU, because the usual sizes are for a GPU."""
+        """Whether a quick run uses a CPU because the default sizes are for a GPU."""
         return any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in dataclasses.fields(self.config))
 
 
-def check_sized_for_gpu(what: str, device: str) -> None:
-    """Let a CPU measure what is sized for a GPU and not quick only if it is asked to, and say what that means.
+def load_case(place: str) -> Case:
+    """Import "module" and return its CASE, or for "module:preset" the case of that name in its PRESETS."""
+    module, _, preset = place.partition(":")
+    found = import_module(module)
+    return found.PRESETS[preset] if preset else found.CASE
 
-    Raises ValueError if `auto` would be a CPU.
+
+def check_sized_for_gpu(command: str, device: str) -> None:
+    """Refuse GPU sizes on a CPU unless `--device cpu` asks for it; then warn.
+
+    Raises ValueError if the device is auto and there is no GPU.
     """
     if device == "auto" and not gpu_count():
         raise ValueError(
             "device is 'auto', and there is no GPU: give --quick, which takes seconds, or --device cpu; "
-            f"{what} is sized for one"
+            f"{command} is sized for one"
         )
     if device == "cpu":
-        say(f"{what} is sized for a GPU unless told otherwise: a CPU may take hours or be short of memory; "
+        say(f"{command} is sized for a GPU unless told otherwise: a CPU may take hours or be short of memory; "
             "--quick takes seconds")  # fmt: skip
 
 
@@ -100,15 +107,14 @@ def configurations(
     quick: bool = False,
     beside: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """The configurations to measure: the product of each field's values.
+    """The configurations to measure: the product of the values of all fields.
 
-    A field's values are the given ones; else, if it is in `sweep`, all of its sweep; else, in a quick run, the quick
-    ones; else its own. Configurations that the case's `check` rejects are left out. beside: values for paths that are
-    not given, used by the configurations that can; why others cannot is logged. Raises ValueError for an unknown field,
-    and if nothing is left, overall or for a value that was given.
+    The values of a field are, in this order of preference: those in `given`, its sweep if `sweep` names it, its quick
+    values in a quick run, its default values. Configurations that the case's `check` rejects are left out. beside:
+    paths of fields that are not given; a configuration that cannot use them goes without, and the reason is logged.
+    Raises ValueError for an unknown field, and if no configuration is left, overall or for a given value.
     """
     given, beside = given or {}, beside or {}
-    lacking: dict[str, None] = {}
     fields = {field.name: field for field in dataclasses.fields(case.config)}
     for name in (*given, *sweep):
         if name not in fields:
@@ -124,32 +130,33 @@ def configurations(
         return field.metadata.get("values", (field.default,))
 
     found: dict[Any, None] = {}
-    against: list[tuple[dict[str, Any], ValueError]] = []
+    rejected: list[tuple[dict[str, Any], ValueError]] = []
     measured: set[tuple[str, Any]] = set()
-    for each in itertools.product(*map(values, fields.values())):
-        asked = dict(zip(fields, each, strict=True))
+    useless_paths: dict[str, None] = {}
+    for combination in itertools.product(*map(values, fields.values())):
+        asked = dict(zip(fields, combination, strict=True))
         try:
             config = case.config(**{**asked, **beside})
         except (ValueError, OSError) as error:
-            config = case.config(**asked)  # raises again if the reason is not what is beside
-            lacking[str(error)] = None
+            config = case.config(**asked)  # raises again unless a path in `beside` was the reason
+            useless_paths[str(error)] = None
         try:
             case.check(config)
         except ValueError as error:
-            against.append((asked, error))
+            rejected.append((asked, error))
         else:
             found[config] = None
             measured |= asked.items()
-    for asked, why in against:
+    for asked, reason in rejected:
         if not found or not measured.issuperset((name, asked[name]) for name in given):
-            raise why
-    for what in lacking:
-        logger.info("goes without what is beside the rows: %s", what)
+            raise reason
+    for message in useless_paths:
+        logger.info("goes without the file beside the rows: %s", message)
     return list(found)
 
 
 def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
-    """Configurations grouped by the call that measures them, in their order."""
+    """Configurations grouped by the call of `measure` that takes them, in their order."""
     found: dict[Any, list[Any]] = {}
     for config in configs:
         key = tuple(
@@ -160,9 +167,9 @@ def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
 
 
 def is_of(row: Row, config: Any) -> bool:
-    """Whether a row is of this configuration, wherever its files are. The row may have more fields.
+    """Whether a row measures this configuration, wherever its files are. The row may have more fields.
 
-    A field that did not exist yet when the row was measured counts as its default.
+    A field that the row lacks, because it is newer than the row, counts as its default.
     """
     asked = row_config(config)
     return all(
@@ -173,7 +180,7 @@ def is_of(row: Row, config: Any) -> bool:
 
 
 def is_of_fewer_rounds(row: Row, config: Any) -> bool:
-    """Whether a row is of this configuration except that it was made after fewer rounds."""
+    """Whether a row measures this configuration after fewer rounds."""
     asked, had = getattr(config, "rounds", 1), row.config.get("rounds")
     if not isinstance(had, int) or had >= asked:
         return False
@@ -181,29 +188,29 @@ def is_of_fewer_rounds(row: Row, config: Any) -> bool:
 
 
 def rounds_of(row: Row, config: Any) -> int:
-    """How many of a configuration's rounds a row has; 0 for a row of another one."""
+    """The number of a configuration's rounds in a row; 0 for a row of another configuration."""
     if is_of(row, config):
         return getattr(config, "rounds", 1)
     return row.config["rounds"] if is_of_fewer_rounds(row, config) else 0
 
 
 def row_config(config: Any) -> dict[str, Any]:
-    """A configuration, or its fields, as a row that was read has them: a dict, with lists for tuples."""
+    """The fields of a configuration as in a row read from JSON: a dict, with lists for tuples."""
     fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 def differing(configs: Sequence[Any]) -> list[str]:
     """The fields in which the configurations differ."""
-    everyone = [row_config(config) for config in configs]
-    return [name for name, value in everyone[0].items() if any(other[name] != value for other in everyone)]
+    first, *others = map(row_config, configs)
+    return [name for name, value in first.items() if any(other[name] != value for other in others)]
 
 
 def describe_among(configs: Sequence[Any], without: Sequence[str] = ()) -> Callable[[Any], str]:
-    """A function that names a configuration, or that of a row, by the fields that differ, except those in `without`."""
-    told = [name for name in differing(configs) if name not in without]
+    """A function that names a configuration (or a row's) by the fields that differ, except those in `without`."""
+    names = [name for name in differing(configs) if name not in without]
 
     def describe(config: Any) -> str:
-        return ", ".join(f"{name} {value}" for name, value in row_config(config).items() if name in told)
+        return ", ".join(f"{name} {value}" for name, value in row_config(config).items() if name in names)
 
     return describe

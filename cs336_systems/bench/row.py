@@ -1,4 +1,4 @@
-"""The row: one JSON object per measurement, the only place that tables, plots and docs take numbers from."""
+"""The row: one JSON object per measurement. Tables, plots and documents take their numbers from rows only."""
 
 import contextlib
 import json
@@ -30,14 +30,14 @@ _METRICS: dict[str, Any] = {
     **dict.fromkeys(("timer", "dtype", "peak_phase", "categories_from", "counts"), str),
     **dict.fromkeys(("attention", "dtypes", "moments", "ranks", "spans", "timeline"), dict),
     **dict.fromkeys(("gathers", "largest", "tensors", "warnings"), list),
-    **dict.fromkeys(("counted_bytes", "streams"), object),  # of one type in one case, of another in another
+    **dict.fromkeys(("counted_bytes", "streams"), object),  # the type depends on the case
 }  # fmt: skip
-"""The types of metrics that are not just a number. A time that was measured often is an object of its quantiles."""
+"""Types of the metrics that are not one number. A time measured many times is an object with its quantiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A measurement: what was run (`case`, `variant`, `config`), how it ended, what was measured, on what machine."""
+    """A measurement: its configuration, its outcome, its metrics, and the machine."""
 
     case: str
     variant: str
@@ -67,13 +67,13 @@ class Row:
 
 
 def stamp() -> dict[str, Any]:
-    """Machine, versions, commit and date, and the command if there was one."""
+    """Machine, versions, commit, date, and the command if there is one."""
     command = {"command": given} if (given := os.environ.get(COMMAND)) else {}
     return {**environment(), "date": f"{datetime.now(UTC):%Y-%m-%d}", **command}
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """Of a command that has measured these: 1 where all are errors, else 0. Memory that is full is an outcome too."""
+    """The exit code of a command with these rows: 1 if all are errors, otherwise 0. Out of memory is no error."""
     return int(bool(rows) and all(row.status == "error" for row in rows))
 
 
@@ -90,9 +90,9 @@ def check_row_file(path: str | os.PathLike[str]) -> Path:
 
 
 def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
-    """Append a row to a JSON Lines file as a line of its own; a row that cannot be written whole leaves nothing.
+    """Append a row to a JSON Lines file. If it cannot be written whole, nothing of it stays in the file.
 
-    instead_of: the row whose place it takes, if that is in the file. Processes that write to the same file take turns.
+    instead_of: a row that it replaces if the file has it. Processes that write to the same file take turns.
     """
     line = left = _line(row)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
                 left = left[file.write(left) :]
         except BaseException as error:
             file.truncate(length)
-            if isinstance(error, OSError):  # it does not name the file by itself
+            if isinstance(error, OSError):  # which does not name the file
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
 
@@ -124,32 +124,23 @@ def _line(row: Row) -> bytes:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[Any]:
-    """Open a file to read and append, with its lock among the processes of this machine.
+    """Open a file to read and append, locked against other processes of this machine where the system has such locks.
 
-    The file is opened again if another process has replaced it while this one waited. Unbuffered: closing must not
-    write again what failed.
+    Open it again if another process replaced it meanwhile. Unbuffered, because closing must not repeat a failed write.
     """
     while True:
-        with path.open("ab+", buffering=0) as file, _locked(file):
+        with path.open("ab+", buffering=0) as file:
+            with contextlib.suppress(ImportError):  # no fcntl on Windows
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield file
                 return
 
 
-@contextlib.contextmanager
-def _locked(file: Any) -> Iterator[None]:
-    """Hold a file's lock among the processes of this machine; do nothing where there are no such locks."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-    yield
-
-
 def _is_cut(line: bytes) -> bool:
-    """Whether a last line is an incomplete row, as a killed process leaves it."""
+    """Whether the last line of a file is an incomplete row, as a killed process leaves it."""
     if not line or not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
         return False
     try:
@@ -160,10 +151,10 @@ def _is_cut(line: bytes) -> bool:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON Lines file. A last row that was cut short is left out, with a warning.
+    """The rows of a JSON Lines file. An incomplete last row is left out with a warning.
 
-    Raises ValueError naming file and line for any other line that is not a row, for a metric of another type than its
-    name says, and for one that is not finite in a row of status ok.
+    Raises ValueError naming file and line for any other line that is not a row, for a metric of a wrong type, and for a
+    metric that is not finite in a row of status ok.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -201,15 +192,15 @@ def _row(loaded: Any) -> Row:
     row = Row(**loaded)
     if complaint := mistyped(row.metrics):
         raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has {complaint}")
-    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # in a failed row it may be the reason
+    if row.status == "ok" and (complaint := not_finite(row.metrics)):  # a failed row may have failed for that
         raise ValueError(complaint)
     return row
 
 
 def mistyped(metrics: dict[str, Any]) -> str | None:
-    """What is wrong with the first metric of another type than its name says; None if there is none.
+    """A complaint about the first metric of a wrong type; None if all are right.
 
-    A metric that is not known may be null, but not a number inside one. Values that are nested deeper are not checked.
+    A metric may be null, a number inside one may not. Deeper values are not checked.
     """
     for name, value in metrics.items():
         kind = _METRICS.get(name, float)
@@ -225,14 +216,14 @@ def mistyped(metrics: dict[str, Any]) -> str | None:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    """Whether a value of JSON is of a kind, or null; an integer is a float too, and true is no number."""
+    """Whether a JSON value is of a kind, or null. An integer is a float too; true is no number."""
     if kind is float:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     return value is None or isinstance(value, kind)
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:
-    """What is wrong with the first metric that is infinite or NaN; None if all are finite."""
+    """A complaint about the first metric that is infinite or NaN; None if all are finite."""
     left: list[tuple[str, Any]] = [("metrics", metrics)]
     while left:
         name, value = left.pop()

@@ -1,4 +1,4 @@
-"""Measures the configurations of a case, one group after another, and keeps every row as it comes."""
+"""Measures the configurations of a case group by group, in separate processes, and appends each row to a file."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,54 +24,72 @@ def run_case(
     isolated: bool | None = None,
     progress: Callable[[int, int, str], None] = lambda done, count, label: None,
 ) -> Iterator[Row]:
-    """Measure; append each row to the file at `path`, then yield it.
+    """Measure the configurations; append each row to the file at `path`, then yield it.
 
-    Separate processes measure. Whatever ends a process is a row of status error, and the next process measures the
-    rest. Of configurations that take turns, the file always has the rounds so far; only rows of all rounds are yielded.
+    If a process that measures ends, its configuration gets a row of status error, and another process measures the
+    rest. While configurations take turns, the file holds the rounds so far; only rows of all rounds are yielded.
 
-    resume: skip configurations that have a row other than an error from this kind of GPU, in the file or in one of its
-    name in a folder below, where further launches are kept. timeout_s: for each configuration. isolated: whether each
-    group has a process of its own (default: as the case says). progress: called with the number of configurations done,
-    the number of all, and the one at work in the words of `describe_among`.
+    resume: skip configurations already measured on this kind of GPU, without an error, in the file or in a file of the
+    same name in a folder below, where further launches are kept. timeout_s: limit per configuration. isolated: whether
+    each group has its own process (default: the case decides). progress: called with the number of configurations done,
+    the number of all, and the current one as `describe_among` names it.
     """
     if path.exists():
-        read_rows(path)  # a damaged file is refused beforehand
+        read_rows(path)  # refuse a damaged file before measuring
     known = rows_on_this_gpu(case, path) if resume else []
     left = [config for config in configs if not any(is_of(row, config) and row.status != "error" for row in known)]
     if there := len(configs) - len(left):
         logger.info("%d of %d configurations are in %s already", there, len(configs), path.parent)
     waiting, describe = groups(case, left), describe_among(configs)
-    with _Workplace(case, case.isolated if isolated is None else isolated) as workplace:
+    isolated = case.isolated if isolated is None else isolated
+
+    def done() -> int:
+        return len(configs) - sum(map(len, (missing, *waiting)))
+
+    worker: Worker | None = None
+    try:
         while waiting:
             missing = waiting.pop(0)
-            _tell(case, missing, configs, len(configs) - _count([missing, *waiting]))
+            _log_next(case, missing, configs, done())
+            progress(done(), len(configs), describe(missing[0]))
+            worker = worker or Worker(case.module, case.empty_caches)
+            is_over = isolated
             try:
-                progress(len(configs) - _count([missing, *waiting]), len(configs), describe(missing[0]))
-                for row in _kept(workplace.worker().measure(missing, timeout_s), missing, path):
+                for row in _kept(worker.measure(missing, timeout_s), missing, path):
                     missing = [config for config in missing if not is_of(row, config)]
-                    progress(len(configs) - _count([missing, *waiting]), len(configs), describe(row.config))
+                    progress(done(), len(configs), describe(row.config))
                     yield row
             except WorkerEndedError as error:
-                workplace.leave()
-                if len(missing) > 1:  # one of them ended it: measure each by itself
+                is_over = True
+                if len(missing) > 1:  # one of them ended the process: measure each by itself
                     waiting[:0] = [[config] for config in missing]
                 elif missing:
                     row = failed(case.name, case.variant(missing[0]), row_config(missing[0]), error)
                     append_row(path, row)
                     yield row
-            workplace.tidy()
-            progress(len(configs) - _count(waiting), len(configs), "")
+            missing = []
+            if is_over or not worker.is_sound:
+                worker.close()
+                worker = None
+            progress(done(), len(configs), "")
+    except BaseException:
+        if worker is not None:
+            worker.kill()  # it may be busy for long
+        raise
+    finally:
+        if worker is not None:
+            worker.close()
 
 
 def rows_on_this_gpu(case: Case, path: Path) -> list[Row]:
-    """A case's rows from this kind of GPU, in a file and in others of its name in folders below; the file's last."""
+    """A case's rows from this kind of GPU, in files of the same name in folders below, then in the file itself."""
     files = [*sorted(path.parent.glob(f"*/**/{path.name}")), *([path] if path.exists() else [])]
     return [row for file in files for row in read_rows(file)
             if row.case == case.name and row.env.get("gpu") == _gpu_here(row)]  # fmt: skip
 
 
 def _gpu_here(row: Row) -> str | None:
-    """The name of the GPU that is here what the row's configuration calls its device; None where there is none."""
+    """The name of this machine's GPU if the row's configuration asks for one; None without a GPU."""
     try:
         return gpu_name(select_device(str(row.config.get("device", "auto"))))
     except ValueError:
@@ -79,10 +97,10 @@ def _gpu_here(row: Row) -> str | None:
 
 
 def _kept(rows: Iterable[Row], configs: Sequence[Any], path: Path) -> Iterator[Row]:
-    """Append each row as it comes; yield those of all rounds.
+    """Append each row as it comes; yield rows of all rounds.
 
-    A row of fewer rounds is written unless one of as many is in the file, from an earlier launch. The next row
-    of its configuration takes its place, unless that is a failure.
+    A row of fewer rounds is written unless the file has one of as many from an earlier launch. The next row of its
+    configuration replaces it, unless that is a failure.
     """
     known = [row for row in (read_rows(path) if path.exists() else []) if row.status == "ok"]
     most = {config: max((rounds_of(row, config) for row in known), default=0) for config in configs}
@@ -93,52 +111,16 @@ def _kept(rows: Iterable[Row], configs: Sequence[Any], path: Path) -> Iterator[R
             before = so_far.pop(next((config for config in so_far if is_of(row, config)), None), None)
             append_row(path, row, instead_of=before if row.status == "ok" else None)
             yield row
-        # After a failure the others start over: until they have come as far, the earlier row has more rounds.
+        # After a failure the others start over; until they have caught up, the earlier row has more rounds.
         elif row.config["rounds"] > most[config]:
             append_row(path, row, instead_of=so_far.get(config))
             so_far[config], most[config] = row, row.config["rounds"]
 
 
-def _tell(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:
-    """Log what is measured next: one line for configurations measured together, after `done` that are over."""
-    which = f"{done + 1}" if len(group) == 1 else f"{done + 1} to {done + len(group)}"
-    fields = describe_among(configs, without=case.together)(group[0])
+def _log_next(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:
+    """Log the group that is measured next, in one line."""
+    numbers = f"{done + 1}" if len(group) == 1 else f"{done + 1} to {done + len(group)}"
     variants = ", ".join(dict.fromkeys(map(case.variant, group)))
-    what = [case.name, variants, *([fields] if fields else [])]
-    logger.info("measuring %s of %d: %s", which, len(configs), "; ".join(what))
-
-
-def _count(left: Sequence[Sequence[Any]]) -> int:
-    """Number of configurations in groups."""
-    return sum(map(len, left))
-
-
-class _Workplace:
-    """The process that measures: started when there is work, and replaced when the case or a failure requires it."""
-
-    def __init__(self, case: Case, isolated: bool) -> None:
-        self._case, self._isolated = case, isolated
-        self._worker: Worker | None = None
-
-    def worker(self) -> Worker:
-        if self._worker is None:
-            self._worker = Worker(self._case.module, self._case.empty_caches)
-        return self._worker
-
-    def tidy(self) -> None:
-        """After a group."""
-        if self._isolated or (self._worker is not None and not self._worker.is_sound):
-            self.leave()
-
-    def leave(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
-
-    def __enter__(self) -> "_Workplace":
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is not None and self._worker is not None:
-            self._worker.kill()  # it may be busy for long
-        self.leave()
+    fields = describe_among(configs, without=case.together)(group[0])
+    words = [case.name, variants, *([fields] if fields else [])]
+    logger.info("measuring %s of %d: %s", numbers, len(configs), "; ".join(words))

@@ -1,4 +1,4 @@
-"""Times training steps of several strategies on all ranks together; if the host is not steady, they take turns."""
+"""Times training steps of several strategies on all ranks, in rounds, so that a changing host affects all of them."""
 
 import dataclasses
 import time
@@ -18,15 +18,15 @@ from ..kernels.attention import get_attention
 from ..machine.garbage import objects_set_aside
 from ..parallel import comm
 from ..parallel.ranks import alone
+from ..training.build import lacking_memory
 from ..training.loop import Trainer
 from ..training.metrics import summarise
-from ..training.build import lacking_memory
 from .instruments.timing import wait_for
 from .outcome import free_memory
 
 
 class StepBench(Protocol):
-    """What a configuration, a frozen dataclass, must have."""
+    """The attributes that a configuration, a frozen dataclass, must have."""
 
     @property
     def warmup(self) -> int: ...
@@ -43,17 +43,17 @@ class StepBench(Protocol):
 
 Config = TypeVar("Config", bound=StepBench)
 Look = Callable[[Any, bool, Trainer], dict[str, Any]]
-"""Looks at a step: called with the configuration, whether this is the first rank, and the trainer."""
+"""Adds metrics: called with the configuration, whether this is the first rank, and the trainer."""
 
 
 def check_host_memory(run: RunConfig, device: torch.device) -> None:
-    """Raise MemoryError for a run on a CPU that this machine cannot hold; it would be killed without a word."""
+    """Raise MemoryError for a CPU run that exceeds this machine's memory: the system would kill it silently."""
     if device.type == "cpu" and (lacking := lacking_memory(run, device)):
         raise MemoryError(lacking)
 
 
 def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
-    """The training loop of a run, on random weights and tokens, which are the same on all ranks.
+    """The training loop of a run on random weights and tokens, the same on all ranks.
 
     Raises MemoryError as `check_host_memory` does.
     """
@@ -67,7 +67,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
 
 
 def time_steps(trainer: Trainer, steps: int) -> list[float]:
-    """The times of steps in ms, as the loop measures them, after an untimed step that all ranks start together."""
+    """Step times in ms as the loop measures them, after an untimed step that all ranks start together."""
     with objects_set_aside():
         comm.barrier("start of the measurement")
         trainer.reset_clock()
@@ -76,13 +76,13 @@ def time_steps(trainer: Trainer, steps: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Built:
-    """The trainer of a configuration after its warm-up, and what was measured on the way."""
+    """A configuration's trainer after its warm-up, with measurements of the start."""
 
     trainer: Trainer
     first_loss: float
     startup_s: float
     held_before_bytes: int
-    """What an earlier variant still held when this one was built; part of the peak if it stays."""
+    """Memory that an earlier variant still held when this one was built; part of the peak if it stays."""
 
 
 def measure_in_turns(
@@ -91,11 +91,11 @@ def measure_in_turns(
     at_work: Callable[[Any], None],
     look: Look | None = None,
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """Yield each configuration after each round, with the metrics so far: the slowest rank's, the same on all ranks.
+    """Yield each configuration after each round with the slowest rank's metrics so far, the same on all ranks.
 
-    Before the last round, the configuration has the number of rounds so far. look: called in the last round; what it
-    returns on the first rank joins the metrics. With `built_once`, all are built before the first round and held to the
-    end, and memory is not among the metrics; otherwise each is built anew for each round.
+    Before the last round, `rounds` of the yielded configuration is the number so far. look: called in the last round;
+    its result on the first rank joins the metrics. With `built_once`, all trainers are built before the first round and
+    kept, so the metrics lack memory; otherwise each round builds each trainer anew.
     """
     built_once = configs[0].built_once
     is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
@@ -112,11 +112,16 @@ def measure_in_turns(
                 at_work(config)
                 building = nullcontext(held[config]) if built_once else _built(config, device)
                 with _with_whom(config), building as built:
-                    everything[config].append(_measure(built, config, with_memory=not built_once))
+                    times = time_steps(built.trainer, config.steps)
+                    found = {"steps_ms": times, "first_loss": built.first_loss, "startup_s": built.startup_s}
+                    if not built_once:
+                        found["peak_memory_bytes"] = built.trainer.memory_bytes()
+                        found["held_before_bytes"] = built.held_before_bytes
+                    everything[config].append(found)
                     seen = look(config, is_first, built.trainer) if look is not None and is_last else {}
                 del building, built
-                free_memory()  # what this variant held, including references of compiled code
-                ranks = comm.gather_objects((merged(everything[config]), seen), "what was measured")
+                free_memory()
+                ranks = comm.gather_objects((merged(everything[config]), seen), "the measurements")
                 so_far: Any = config
                 yield (
                     config if is_last else dataclasses.replace(so_far, rounds=round_),
@@ -125,7 +130,7 @@ def measure_in_turns(
 
 
 def _with_whom(config: StepBench) -> AbstractContextManager[Any]:
-    """With the other ranks, or alone."""
+    """The context of a configuration's steps: `alone`, or together with the other ranks."""
     return alone() if config.is_alone else nullcontext()
 
 
@@ -135,7 +140,7 @@ def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
     free_memory()
     held = torch.cuda.memory_allocated(device) if on_gpu else 0
     with closing(build_trainer(config.run_config(), device)) as trainer:
-        free_memory()  # of the initial weights, unsharded, and of an earlier variant that was released late
+        free_memory()  # the initial weights, unsharded, and an earlier variant that was released late
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
@@ -147,29 +152,21 @@ def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
         yield Built(trainer, first_loss, startup_s, held)
 
 
-def _measure(built: Built, config: StepBench, with_memory: bool) -> dict[str, Any]:
-    """The measurements of one round."""
-    times = time_steps(built.trainer, config.steps)
-    memory = {"peak_memory_bytes": built.trainer.memory_bytes(), "held_before_bytes": built.held_before_bytes}
-    first = {"first_loss": built.first_loss, "startup_s": built.startup_s}
-    return {"steps_ms": times, **first, **(memory if with_memory else {})}
-
-
 def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank has measured over all its rounds."""
+    """Combine one rank's measurements over its rounds."""
     times = [time for each in rounds for time in each["steps_ms"]]
     first = {"first_loss": rounds[0]["first_loss"], "startup_s": max(each["startup_s"] for each in rounds)}
     return {"step_ms": summarise(times), "steps_ms": times, **first, **_largest_memory(rounds)}
 
 
 def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The times of the slowest rank, the largest memory, and how far apart the ranks were."""
+    """Combine the ranks: the times of the slowest, the largest memory, and the spread of the medians."""
     medians = [metrics["step_ms"]["p50"] for metrics in ranks]
     times = max(ranks, key=lambda metrics: metrics["step_ms"]["p50"])
     return {**times, "spread_ms": max(medians) - min(medians), **_largest_memory(ranks)}
 
 
 def _largest_memory(found: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The largest of ranks or rounds; empty if memory was not measured."""
+    """The largest memory of ranks or rounds; {} if it was not measured."""
     names = ("peak_memory_bytes", "held_before_bytes")
     return {name: max(each[name] for each in found) for name in names if name in found[0]}

@@ -1,4 +1,4 @@
-"""A process that measures for another, so that the other survives a crash, a full memory or a timeout of the first."""
+"""A separate process that measures, so that a crash, a full memory or a timeout does not end the command."""
 
 import contextlib
 import multiprocessing
@@ -9,36 +9,34 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ..machine.console import COMMAND, no_interrupts_inherited
-from .case import Case
+from .case import load_case
 from .outcome import is_sound
 from .row import Row
 
-# Processes are forked from a server that has loaded PyTorch, which saves each of them seconds. The server has never
-# touched CUDA, which does not survive a fork.
+# Workers are forked from a server that has loaded PyTorch, which saves seconds each. The server never touches CUDA,
+# which would not survive a fork.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "cs336_systems.bench.workload"])
 
-
 SCRATCH = "CS336_SCRATCH"
-"""Environment variable that gives a measuring case a folder that is removed however its process ends."""
+"""Environment variable with a folder for a measuring case; it is removed however the worker ends."""
 
 
 class WorkerEndedError(RuntimeError):
-    """The process ended, or was ended, before all rows had come; the message says how."""
+    """The process ended before it had sent all rows; the message says how."""
 
 
 class Worker:
-    """A process for some calls of a case's `measure`. Closed by `close`, or as a context manager."""
+    """A process that calls a case's `measure`. Close it with `close`, or use it as a context manager."""
 
-    def __init__(self, module: str, empty_caches: bool = False) -> None:
-        """`module` is the case's, which the process imports."""
-        self.is_sound = True  # false if a failure makes everything after it fail too
+    def __init__(self, place: str, empty_caches: bool = False) -> None:
+        """`place` is the case's `module`, which the process passes to `load_case`."""
+        self.is_sound = True  # false once the GPU is lost to the process: all later measurements would fail
         self._stack = ExitStack()
         self._pipe, theirs = _CONTEXT.Pipe()
         lifeline, self._lifeline = _CONTEXT.Pipe(duplex=False)
@@ -46,7 +44,7 @@ class Worker:
         environ = {SCRATCH: folder, COMMAND: os.environ.get(COMMAND, "")}  # the server may be older than the command
         if empty_caches:
             environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, module, environ))
+        self._process = _CONTEXT.Process(target=_work, args=(theirs, lifeline, place, environ))
         resource_tracker.ensure_running()  # the server needs it; starting it unblocks interrupts
         with _later(), no_interrupts_inherited():  # a terminal's Ctrl-C is for this process, not for the server
             forkserver.ensure_running()
@@ -56,7 +54,7 @@ class Worker:
         lifeline.close()
 
     def measure(self, configs: Sequence[Any], timeout_s: float | None = None) -> Iterator[Row]:
-        """The rows of one call of the case's `measure`, as they come. Raises WorkerEndedError."""
+        """Yield the rows of one call of the case's `measure`, as they come. Raises WorkerEndedError."""
         try:
             self._pipe.send(list(configs))
             deadline = None if timeout_s is None else time.monotonic() + timeout_s * len(configs)
@@ -73,14 +71,14 @@ class Worker:
                 yield got
         except (EOFError, OSError) as error:
             self._process.join(10)
-            raise WorkerEndedError(_how(self._process.exitcode)) from error
+            raise WorkerEndedError(_how_it_ended(self._process.exitcode)) from error
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process, which first has a moment to end by itself."""
+        """End the process: it may end by itself within five seconds, and is killed then."""
         self._pipe.close()
         self._lifeline.close()
         self._process.join(5)
@@ -98,14 +96,14 @@ class Worker:
 
 @contextlib.contextmanager
 def _later() -> Iterator[None]:
-    """Delay signals that would end this process until the block is over; none is lost.
+    """Delay signals that would end this process until the block is over.
 
-    This replaces handlers and does not mask signals, because a mask holds for one thread only: a signal would then
-    arrive in another thread, such as that of a progress bar.
+    This replaces handlers instead of masking signals: a mask holds for one thread only, so the signal would arrive in
+    another thread, such as a progress bar's.
     """
     came: list[int] = []
     before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # only there can handlers be set, and do they run
+    if threading.current_thread() is threading.main_thread():  # handlers can be set and run only there
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, lambda number, _: came.append(number))
@@ -118,7 +116,7 @@ def _later() -> Iterator[None]:
             signal.raise_signal(one)
 
 
-def _how(code: int | None) -> str:
+def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "its process does not answer"
     if code < 0:
@@ -128,13 +126,16 @@ def _how(code: int | None) -> str:
     return f"its process ended with exit code {code}"
 
 
-def _work(pipe: Connection, lifeline: Connection, module: str, environ: Mapping[str, str]) -> None:
-    """The work of the process: measure what it is sent, and send rows."""
+def _work(pipe: Connection, lifeline: Connection, place: str, environ: Mapping[str, str]) -> None:
+    """The process: receive configurations, measure them, send rows."""
     os.environ.update(environ)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both; the parent then ends this one
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    case: Case = import_module(module).CASE
-    _refuse_eager_fallback()
+    case = load_case(place)
+    from torch._dynamo import config
+
+    # After too many recompilations PyTorch would fall back to eager mode, and the row would say compiled.
+    config.fail_on_recompile_limit_hit = True
     while True:
         try:
             configs = pipe.recv()
@@ -144,20 +145,13 @@ def _work(pipe: Connection, lifeline: Connection, module: str, environ: Mapping[
             for row in case.measure(configs):
                 pipe.send(row)
             pipe.send(is_sound())
-        except Exception as error:  # it has no row: the configurations left are measured one by one
+        except Exception as error:  # no row holds this error: the parent measures the rest one by one
             pipe.send(f"{type(error).__name__}: {error}")
             return
 
 
-def _refuse_eager_fallback() -> None:
-    """Make too many recompilations an error. PyTorch would fall back to eager, and the row would say compiled."""
-    from torch._dynamo import config
-
-    config.fail_on_recompile_limit_hit = True
-
-
 def _end_with(lifeline: Connection) -> None:
-    """End this process when the one that started it closes the lifeline, as it also does when it is killed."""
+    """End this process when its parent closes the lifeline or dies."""
     with contextlib.suppress(EOFError):
         lifeline.recv()
     os._exit(1)

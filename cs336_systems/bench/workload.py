@@ -1,7 +1,7 @@
-"""A model and a step that is repeated on it: what is timed, profiled and examined in memory.
+"""A model and a repeated step, to be timed or profiled.
 
-`Workload` describes it, `Workbench` builds it: model, batch and optimizer on their device, and the phases of a step to
-call.
+`Workload` describes it. `Workbench` builds model, batch and optimizer on their device; its methods are the phases of a
+step.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> ModelConfig:
-    """The architecture of a named size, of `quick`, or of fields alone. Raises ValueError for an invalid one."""
+    """The architecture of a named size, of `quick`, or of the fields. Raises ValueError for an invalid one."""
     named: dict[str, Any] = _QUICK if size == QUICK_SIZE else {"size": size}
     if vocab_size is not None:
         named = {**named, "vocab_size": vocab_size}
@@ -45,7 +45,7 @@ def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, its input, how it computes, and how much of a training step it does."""
+    """A model, its input, its numerics, and how much of a training step it does."""
 
     size: str = "small"
     """Named size of the model, or quick, a tiny one for a CPU."""
@@ -88,17 +88,17 @@ class Workload:
 
     @property
     def train_config(self) -> TrainConfig:
-        """How it computes. Raises ValueError for what is impossible."""
+        """The settings of its step. Raises ValueError for impossible ones."""
         names = ("batch_size", "precision", "compile", "activation_checkpointing", "device")
         return TrainConfig(**{name: getattr(self, name) for name in names})
 
     def check_checkpointed(self) -> None:
-        """Raise ValueError if more blocks are to be checkpointed than there are."""
+        """Raise ValueError if the policy names more blocks than the model has."""
         with without_groups():
             self.train_config.check_checkpointed(self.shape.num_layers)
 
     def check_host_memory(self) -> None:
-        """Raise MemoryError if this needs more than the machine has, where a process would be killed and not told."""
+        """Raise MemoryError if this exceeds the machine's memory: the system would kill the process silently."""
         needed, there = self.least_bytes(), memory_bytes(torch.device("cpu"))
         if there is not None and needed > there:
             raise MemoryError(
@@ -107,7 +107,7 @@ class Workload:
             )
 
     def least_bytes(self) -> float:
-        """The memory that the planner predicts, or where it knows nothing of the workload that of weights and such."""
+        """Memory that the planner predicts; if it cannot, the bytes of weights, gradients and optimizer state."""
         try:
             job = self.job
             return float(forward_peak_bytes(job) if self.mode == "forward" else peak_bytes(job))
@@ -122,14 +122,14 @@ class Workload:
 
     @property
     def job(self) -> Job:
-        """This for the planner. Raises ValueError for what it knows nothing of."""
+        """This workload for the planner. Raises ValueError if the planner cannot predict it."""
         return workload_job({**asdict(self), **asdict(self.shape)})
 
 
 class Workbench:
-    """A workload, built: call `forward`, `backward` and `optimizer_step`, or `step` for those that its mode has.
+    """A built workload. Call `forward`, `backward` and `optimizer_step`, or `step` for all phases of its mode.
 
-    Weights and tokens are random, the same for the same workload. On a GPU calls return before the work is done.
+    Weights and tokens are random, the same for equal workloads. On a GPU, calls return before the work is done.
     """
 
     def __init__(self, config: Workload) -> None:
@@ -158,7 +158,7 @@ class Workbench:
         return PHASES[: ("forward", "forward_backward", "train_step").index(self.config.mode) + 1]
 
     def forward(self) -> Tensor:
-        """The mean loss of the batch, in nats per token; with a graph for `backward` unless the mode is forward."""
+        """The mean loss in nats per token; with a graph for `backward` unless the mode is forward."""
         with_gradients, precision = self.config.mode != "forward", self.config.precision
         with named_range("forward"), torch.set_grad_enabled(with_gradients), autocast(self.device, precision):
             logits = self.model(self.inputs)
@@ -166,7 +166,7 @@ class Workbench:
             return self._loss(logits, self.targets)
 
     def backward(self, loss: Tensor) -> None:
-        """Leave the gradients of the loss in `.grad`."""
+        """Compute the gradients into `.grad`."""
         with named_range("backward"):
             loss.backward()
 
@@ -186,7 +186,7 @@ class Workbench:
         return loss.detach()
 
     def read_back(self) -> dict[str, Any]:
-        """The workload and the resolved architecture for the row, read from what was built and has run."""
+        """Workload and architecture for the row, read from the built model after it has run."""
         blocks: list[Any] = list(self.model.layers)
         return dataclasses.asdict(self.config) | dict(
             vocab_size=self.model.vocab_size,
@@ -208,7 +208,7 @@ def is_compiled(block: Any) -> bool:
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and those inside it, which for a partial are its function and first argument."""
+    """A function and the functions inside it; inside a partial are its function and its first argument."""
     yield function
     if isinstance(function, functools.partial):
         for inner in (function.func, *function.args[:1]):

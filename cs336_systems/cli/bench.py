@@ -1,4 +1,4 @@
-"""`cs336 bench CASE`: reads the case's options, measures, appends rows, and makes tables and plots of them."""
+"""`cs336 bench CASE`: measures configurations, appends their rows to a file, and makes tables and plots."""
 
 import dataclasses
 from argparse import SUPPRESS
@@ -10,7 +10,7 @@ from ..config.checks import folder_to_write
 from ..machine.console import ended_in_order, say
 from .arguments import add_folder, make_parser, parse
 
-if TYPE_CHECKING:  # the rest brings PyTorch and is imported only to measure, so that --help is fast
+if TYPE_CHECKING:  # PyTorch is imported only to measure, so that --help is fast
     from ..bench.case import Case
     from ..bench.row import Row
 
@@ -40,16 +40,20 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..report.views import rows_table, write_views
 
     options = parse(_parser(case, "--quick" in arguments), arguments)
-    names = [field.name for field in dataclasses.fields(case.config)]
-    named = {name: values for name in names if (values := getattr(options, name, None)) is not None}
-    given = {name: tuple(values) or (True,) for name, values in named.items()}
+    fields = dataclasses.fields(case.config)
+    given: dict[str, tuple[Any, ...]] = {}
+    for field in fields:
+        if (values := getattr(options, field.name, None)) is not None:
+            given[field.name] = tuple(values) or (True,)
     if not options.quick and case.quick_is_on_cpu:
         for device in given.get("device", ("auto",)):
             check_sized_for_gpu(f"bench {case.name}", device)
-    asked = _parsed(case, given)
-    beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in dataclasses.fields(case.config)
-              if field.metadata.get("beside") and field.name not in asked}  # fmt: skip
-    configs = configurations(case, asked, options.sweep, options.quick, beside)
+    for field in fields:
+        if field.name in given and (parse_value := field.metadata.get("parse")):
+            given[field.name] = tuple(map(parse_value, given[field.name]))
+    beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in fields
+              if field.metadata.get("beside") and field.name not in given}  # fmt: skip
+    configs = configurations(case, given, options.sweep, options.quick, beside)
     folder = folder_to_write(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
     if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
@@ -58,7 +62,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     try:
         rows = _measure(case, configs, path, options)
     finally:
-        if not path.stat().st_size:  # nothing was left to measure, or nothing could be
+        if not path.stat().st_size:  # no row was written
             path.unlink()
     known = [row for row in read_rows(path) if row.case == case.name] if path.exists() else []
     there = rows_on_this_gpu(case, path) if options.resume else known
@@ -79,10 +83,12 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
     from ..bench.runner import run_case
 
     describe, rows = describe_among(configs), []
+    isolated = False if options.quick else None
     with ended_in_order(), _Progress() as progress:
-        settings: dict[str, Any] = {"resume": options.resume, "timeout_s": options.timeout_s, "progress": progress}
+        measuring = run_case(case, configs, path, resume=options.resume, timeout_s=options.timeout_s,
+                             isolated=isolated, progress=progress)  # fmt: skip
         try:
-            for row in run_case(case, configs, path, isolated=False if options.quick else None, **settings):
+            for row in measuring:
                 rows.append(row)
                 say(f"{describe(row.config) or row.variant}: {row.status} {row.error or ''}".strip() + _disturbed(row))
         except KeyboardInterrupt:
@@ -92,7 +98,7 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
 
 
 def _disturbed(row: "Row") -> str:
-    """What to print after a row's outcome if the state of its GPU makes the times doubtful."""
+    """A warning to print after a row if the state of its GPU makes the times doubtful."""
     before, after = (row.env.get(name, {}) for name in ("gpu_before", "gpu_after"))
     slowed = ", ".join(after.get("slowed_by", []))
     others = max(state.get("other_processes", 0) for state in (before, after))
@@ -106,52 +112,43 @@ def _parser(case: "Case", is_quick: bool) -> Any:
     from ..bench.case import value_type
 
     parser = make_parser(f"bench {case.name}", case.about)
-    told = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
-            for param in parse_from_object(cls).params}  # fmt: skip
+    help_texts = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
+                  for param in parse_from_object(cls).params}  # fmt: skip
     for field in dataclasses.fields(case.config):
-        known = field.metadata
-        quick = known.get("quick") if is_quick else ()
-        values = " ".join(str(_plain(value)) for value in quick or known.get("values", (field.default,)))
-        kind = str if field.metadata.get("parse") else value_type(case, field.name)
-        text = told.get(field.name) or field.name
+        quick = field.metadata.get("quick") if is_quick else ()
+        values = " ".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                          for value in quick or field.metadata.get("values", (field.default,)))  # fmt: skip
+        text = help_texts.get(field.name) or field.name
         text += "" if "(default:" in text else f" (default: {values})"
+        kind = str if field.metadata.get("parse") else value_type(case, field.name)
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
-        count = "*" if kind is bool else "+"  # true, where no value is given
+        count = "*" if kind is bool else "+"  # true, if no value is given
         parser.add_argument(*options, nargs=count, type=kind, default=SUPPRESS, help=text)
     parser.add_argument(
         "--sweep",
         nargs="+",
         type=str,
         default=[],
-        help="Fields to sweep over their usual values, which for most fields are more than the default.",
+        help="Fields to measure at all their usual values instead of the default.",
     )
     parser.add_argument("--quick", action="store_true", help="A tiny run, seconds on a CPU; other options override it.")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="Skip what is already in the row file, or in one of the same name in a folder below.",
+        help="Skip configurations that the row file, or one of the same name in a folder below, already has.",
     )
     parser.add_argument(
         "--timeout_s",
         type=float,
         default=None,
-        help="End a configuration that takes longer; of several measured together, their sum (default: no limit).",
+        help="End a configuration that takes longer; several measured together share their sum (default: no limit).",
     )
     add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
     return parser
 
 
-def _parsed(case: "Case", given: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    readers = {field.name: field.metadata.get("parse") for field in dataclasses.fields(case.config)}
-    return {name: tuple(map(reader, values)) if (reader := readers[name]) else values for name, values in given.items()}
-
-
-def _plain(value: Any) -> Any:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else value
-
-
 class _Progress:
-    """A progress bar with the time left, on a terminal only; elsewhere the lines of the rows must do."""
+    """A progress bar with the time left, on a terminal only."""
 
     def __enter__(self) -> "_Progress":
         import rich
@@ -167,5 +164,5 @@ class _Progress:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def __call__(self, done: int, count: int, what: str) -> None:
-        self._bar.update(self._task, completed=done, total=count, description=what)
+    def __call__(self, done: int, count: int, label: str) -> None:
+        self._bar.update(self._task, completed=done, total=count, description=label)

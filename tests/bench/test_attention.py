@@ -1,319 +1,224 @@
-"""Kernels in turns, in the case `kernels`: rows of those that run, that cannot, that run out of memory."""
+"""The cases `flash`, `attention`, `leaderboard-2025` and `attention-sweep`, tiny and with clocks of our own."""
 
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from cs336_systems.bench import attention as bench
-from cs336_systems.bench import runner
-from cs336_systems.bench.case import configurations, groups
-from cs336_systems.bench.cases import get_case
-from cs336_systems.bench.cases.kernels import CASE, SHAPES, KernelsBench, parse_shape
-from cs336_systems.bench.instruments import timing
-from cs336_systems.bench.instruments.timing import time_ms
-from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.bench.case import configurations, groups, is_of
+from cs336_systems.bench.cases import attention
+from cs336_systems.bench.cases.attention import PRESETS
+from cs336_systems.bench.instruments.timing import Stopwatch
+from cs336_systems.bench.row import read_rows
 from cs336_systems.cli.main import main
-from cs336_systems.kernels.attention import ATTENTION
 from cs336_systems.kernels.attention.contract import visible_pairs
-from cs336_systems.machine.console import COMMAND
+from cs336_systems.planner.accounting import naive_attention_bytes
+from cs336_systems.report.outputs import RECORD
 from cs336_systems.report.views import rows_table
 
-QUICK: dict[str, Any] = dict(shape=(1, 2, 32, 16), dtype="fp32", device="cpu", rounds=2, rep_ms=0.5, warmup_ms=0.0)
-WORKS = {"forward": 2, "backward": 5, "forward_backward": 7, "forward_sum_backward": 7}
+FLASH, ATTENTION = PRESETS["flash"], PRESETS["attention"]
+SWEEP, LEADERBOARD = PRESETS["attention-sweep"], PRESETS["leaderboard-2025"]
 
 
-def measure(*kernels: str, **more: Any) -> list[Row]:
-    return list(CASE.measure([KernelsBench(kernel=kernel, **QUICK | more) for kernel in kernels]))
-
-
-def test_a_row_says_what_ran_and_its_rates_follow_from_its_times() -> None:
-    (row,) = measure("naive")
-    assert (row.case, row.variant, row.status, row.error) == ("kernels", "naive", "ok", None)
-    assert (row.config["shape"], row.config["dtype"], row.config["is_causal"]) == ([1, 2, 32, 16], "fp32", True)
-    for name, products in WORKS.items():
-        times = row.metrics[f"{name}_ms"]
-        assert 0 < times["p20"] <= times["p50"] <= times["p80"]
-        flops = products * 2 * 16 * visible_pairs(32, 32, True) * 2  # two heads
-        assert row.metrics[f"{name}_tflops"] == pytest.approx(flops / times["p50"] / 1e9)
-        assert row.metrics["samples"][name] >= 2  # of two rounds
-    assert row.metrics["timer"] == "time.perf_counter around each call"
-
-
-def test_kernels_take_turns_and_all_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[str] = []
-    rounds = iter([[1.0], [1.0], [3.0], [3.0]])  # of two kernels, two rounds
-    now: list[list[float]] = []
-
-    def get(name: str) -> Any:
-        turns.append(name)
-        return real(name)
-
-    def fake_time_ms(work: Any, device: Any, warmup_ms: float, rep_ms: float, gradients_of: Any) -> list[float]:
-        nonlocal now
-        now = now or [next(rounds)] * len(WORKS)
-        work()
-        return now.pop()
-
-    real = bench.get_attention
-    monkeypatch.setattr(bench, "get_attention", get)
-    monkeypatch.setattr(bench, "time_ms", fake_time_ms)
-    rows = measure("naive", "sdpa")
-    assert [name for name, before in zip(turns, ["", *turns], strict=False) if name != before] == ["naive", "sdpa"] * 3
-    for row in rows:  # the first turn is that of what is compiled
-        assert {name: row.metrics[f"{name}_ms"]["p50"] for name in WORKS} == dict.fromkeys(WORKS, 2.0)
-
-
-def test_a_slow_kernel_is_timed_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast = [2000.0] * len(WORKS), [1.0] * len(WORKS)
-    given = iter([*slow, *fast, *(3 * ms for ms in fast)])
-    monkeypatch.setattr(bench, "time_ms", lambda *_: [next(given)])
-    rows = measure("naive", "sdpa")
-    for row, ms in zip(rows, (2000.0, 2.0), strict=True):
-        assert {name: row.metrics[f"{name}_ms"]["p50"] for name in WORKS} == dict.fromkeys(WORKS, ms)
-    assert next(given, None) is None
-
-
-def test_a_kernel_that_computes_in_another_type_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "get_attention", lambda name: lambda q, k, v, is_causal: (q + k + v).double())
-    monkeypatch.setattr(bench._Subject, "time_all", lambda self: None)
-    monkeypatch.setattr(torch.Tensor, "backward", lambda *_, **__: None)
-    (row,) = measure("naive")
-    assert (row.status, row.error) == ("error", "dtype 'fp32' was asked for and 'torch.float64' ran")
-
-
-def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(name: str) -> object:
-        def short_of_memory(*_: object) -> None:
-            raise torch.OutOfMemoryError("Tried to allocate 8.00 GiB\nof which nothing is there")
-
-        return short_of_memory if name == "vectorized_torch" else real(name)
-
-    real = bench.get_attention
-    monkeypatch.setattr(bench, "get_attention", get)
-    rows = measure("vectorized_torch", "sdpa_cudnn", "sdpa")
-    assert [row.status for row in rows] == ["oom", "error", "ok"]
-    assert (rows[0].error, rows[0].metrics) == ("Tried to allocate 8.00 GiB", {"requested_bytes": 8 << 30})
-    assert rows[1].error is not None
-    assert rows[1].error.startswith("ValueError: q is on cpu")
-    table = rows_table(rows)
-    assert "| vectorized_torch | out of memory |" in table
-    assert "| sdpa_cudnn | not served |" in table
-
-
-@pytest.mark.parametrize("too_large, status", [((1 << 30, 1 << 20, 1, 1), "oom"), ((1 << 30,) * 4, "error")])
-def test_a_shape_that_cannot_be_made_is_rows(too_large: tuple[int, ...], status: str) -> None:
-    rows = [*measure("naive", "sdpa", shape=too_large), *measure("naive", "sdpa")]
-    assert [row.status for row in rows] == [status, status, "ok", "ok"]
-    assert [row.variant for row in rows] == ["naive", "sdpa"] * 2
-    assert rows[0].error
-    assert rows[0].config.keys() == rows[2].config.keys()
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_quick_form_measures_every_configuration_on_a_cpu(name: str) -> None:
+    case = PRESETS[name]
+    configs = configurations(case, quick=True)
+    rows = [row for group in groups(case, configs) for row in case.measure(group)]
+    assert [(row.status, row.error) for row in rows] == [("ok", None)] * len(configs)
+    assert all(any(is_of(row, config) for row in rows) for config in configs)
+    assert {row.case for row in rows} == {name}
     assert rows_table(rows)
 
 
-def test_a_cpu_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "get_attention", lambda name: lambda *_: torch.empty(1 << 50))
-    (row,) = measure("naive")
-    assert row.status == "oom"
+def test_flash_is_the_handouts_sweep() -> None:
+    configs = configurations(FLASH)
+    assert {config.length for config in configs} == {2**i for i in range(7, 17)}
+    assert {config.head_size for config in configs} == {16, 32, 64, 128}
+    assert {config.dtype for config in configs} == {"bf16", "fp32"}
+    assert {(config.batch_size, config.is_causal) for config in configs} == {(1, True)}
+    assert len(groups(FLASH, configs)) == 10 * 4 * 2
 
 
-def test_a_compiled_kernel_with_buffers_to_donate_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wasteful(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
-        return ((q @ k.mT).exp() @ v).exp()
+def test_kernels_of_16_bits_are_not_asked_for_32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs336_systems.bench.cases.attention.select_device", lambda name: "cuda")
+    wide = {config.kernel for config in configurations(FLASH) if config.dtype == "fp32"}
+    narrow = {config.kernel for config in configurations(FLASH) if config.dtype == "bf16"}
+    assert narrow - wide == {"sdpa_flash", "sdpa_cudnn"}
 
-    compiled = torch.compile(wasteful, backend="aot_eager")
-    monkeypatch.setattr(bench, "get_attention", lambda name: compiled)
-    (row,) = measure("naive")
+
+class Clocked(torch.autograd.Function):
+    """Attention that takes 3 ms forward and 5 ms backward of a clock that nothing else moves; the first time longer."""
+
+    now = 0.0
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        assert q.grad is None  # nothing is added up
+        Clocked.calls += 1
+        Clocked.now += 3e-3 if Clocked.calls > 2 else 1.0
+        return q + k + v
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        Clocked.now += 5e-3 if Clocked.calls > 2 else 1.0
+        return (*gradients * 3, None)
+
+
+class FakeStopwatch(Stopwatch):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, lambda: Clocked.now)
+
+
+def test_passes_are_timed_apart_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "get_attention", lambda name: Clocked.apply)
+    monkeypatch.setattr(attention, "Stopwatch", FakeStopwatch)
+    monkeypatch.setattr(Clocked, "calls", 0)
+    config = attention.PlainBench(batch_size=2, length=16, head_size=8, device="cpu", warmup=2, repeats=7)
+    (row,) = ATTENTION.measure([config])
     assert (row.status, row.error) == ("ok", None)
+    assert Clocked.calls == 9
+    assert row.metrics["forward_ms"] == pytest.approx(dict(p20=3.0, p50=3.0, p80=3.0, mean=3.0, std=0.0), abs=1e-6)
+    assert row.metrics["backward_ms"] == pytest.approx(dict(p20=5.0, p50=5.0, p80=5.0, mean=5.0, std=0.0), abs=1e-6)
+    assert row.metrics["backward_tflops"] == pytest.approx(5 * 2 * 8 * visible_pairs(16, 16, True) * 2 / 5.0 / 1e9)
+    assert "default_timer" in row.metrics["timer"]
 
 
-def test_all_kernels_of_a_shape_are_one_group_at_the_published_shapes() -> None:
-    found = groups(CASE, configurations(CASE))
-    assert [group[0].shape for group in found] == list(SHAPES)
-    assert all([config.kernel for config in group] == list(bench.KERNELS) for group in found)
-    assert {"naive", "flash_triton", "sdpa", "flex"} <= set(bench.KERNELS)
+def test_attention_out_of_memory_says_what_it_would_have_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has less")
+
+    monkeypatch.setattr(attention, "get_attention", lambda name: short)
+    config = attention.PlainBench(length=16, head_size=8, device="cpu", is_causal=False)
+    (row,) = ATTENTION.measure([config])
+    assert row.status == "oom"
+    assert row.metrics["requested_bytes"] == 32 << 30
+    assert row.metrics["counted_bytes"] == naive_attention_bytes(8, 16, 16, 8, is_causal=False)
+    (line,) = rows_table([row]).splitlines()[4:]
+    assert line == "| naive eager | out of memory | 1.91e-05 | 3.05e-05 |"
 
 
+def test_compiled_attention_says_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, backend="aot_eager", **how))
+    configs = configurations(ATTENTION, {"compile": (False, True), "length": (16, 24), "head_size": (8,)}, (), True)
+    rows = list(ATTENTION.measure(configs))
+    assert [(row.variant, row.config["compile"], row.error) for row in rows] == [
+        ("naive eager", False, None), ("naive compiled", True, None)
+    ] * 2  # fmt: skip
+
+
+def test_attention_is_the_handouts_sweep() -> None:
+    configs = configurations(ATTENTION)
+    assert {(config.head_size, config.length) for config in configs} == {
+        (d, n) for d in (16, 32, 64, 128) for n in (256, 1024, 4096, 8192, 16384)
+    }
+    assert {(config.batch_size, config.repeats, config.dtype) for config in configs} == {(8, 100, "fp32")}
+    assert {config.compile for config in configs} == {False, True}
+
+
+def test_the_leaderboard_is_timed_as_in_the_handout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def do_bench(work: Any, **how: Any) -> list[float]:
+        asked.update(how, work=work)
+        return [4.0, 5.0, 9.0]
+
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    config = configurations(LEADERBOARD)[0]
+    assert (config.num_heads, config.length, config.head_size, config.dtype) == (16, 16384, 64, "bf16")
+    assert config.compile
+    times, timer = attention.handout_times(print, config, torch.device("cuda"))  # type: ignore[arg-type]
+    assert times == [4.0, 5.0, 9.0]
+    assert asked == dict(work=print, rep=10_000, warmup=1_000, return_mode="all")
+    assert timer.startswith("triton.testing.do_bench(flash_forward_backward, rep=10000, warmup=1000)")
+
+
+def test_the_leaderboard_on_a_cpu_says_that_it_is_not_the_handouts_timer() -> None:
+    (row,) = LEADERBOARD.measure(configurations(LEADERBOARD, {"kernel": ("sdpa",)}, quick=True))
+    assert "do_bench needs a GPU" in row.metrics["timer"]
+    flops = 7 * 2 * 16 * visible_pairs(64, 64, True) * 2
+    expected = flops / row.metrics["forward_sum_backward_ms"]["mean"] / 1e9
+    assert row.metrics["forward_sum_backward_tflops"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("config", [attention.PlainBench, attention.LeaderboardBench, attention.FlashBench])
 @pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(kernel="flash"), "kernel is 'flash': it must be one of naive, "),
-        (dict(dtype="int8"), "dtype is 'int8'"),
-        (dict(shape=(1, 2, 0, 4)), "shape is"),
-        (dict(shape=(1, 2, 3)), "shape is"),
-        (dict(shape=(1, 2, 3, 2**31)), "shape is"),
-        (dict(device="tpu"), "device is 'tpu'"),
-        (dict(rounds=0), "rounds is 0"),
-        (dict(rep_ms=float("inf")), "rep_ms is inf"),
-        (dict(rep_ms=-1.0), "rep_ms is -1.0"),
-        (dict(rep_ms=1e300), "rep_ms is 1e[+]300: it must be at least 0 and at most 3.6e[+]06, an hour"),
-    ],
+    "wrong", [dict(kernel="flash"), dict(length=0), dict(head_size=2**31), dict(dtype="fp8"), dict(device="tpu")]
 )
-def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        KernelsBench(**wrong)
+def test_a_wrong_field_is_named(config: Any, wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"^{name} is {value!r}: "):
+        config(**wrong)
 
 
-@pytest.mark.parametrize(
-    "text", ["1x2x3", "1x2x3x0", "axbxcxd", "", "1x2x-3x4", "1x2x3x4x5", "1x1x1x2147483648", "1x1x1x" + 5000 * "9"]
-)
-def test_a_shape_that_is_none_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^shape is '.*BxHxNxD"):
-        parse_shape(text)
+def test_tiers_are_queries_and_keys() -> None:
+    assert attention.parse_tier("256:128") == (256, 128)
+    for text in ("256", "256x128", "256:128:64", "0:1", ":", "a:b", "-1:2", "1:2147483648", "٣:٣"):
+        with pytest.raises(ValueError, match=r"^tier is '.*QUERIES:KEYS, such as 256:128"):
+            attention.parse_tier(text)
+    (row,) = SWEEP.measure(configurations(SWEEP, {"tier": ((16, 8),), "kernel": ("naive",)}, quick=True))
+    assert row.config["tier"] == [16, 8]
+    flops = 2 * 2 * 16 * 16 * 8 * 2  # two products, two heads
+    assert row.metrics["forward_tflops"] == pytest.approx(flops / row.metrics["forward_ms"]["p50"] / 1e9)
+    assert "backward_ms" not in row.metrics
 
 
-def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
-    x = torch.ones(3, requires_grad=True)
-    calls = []
-
-    def work() -> None:
-        calls.append(x.grad)
-        x.sum().backward()
-
-    times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=1000.0, gradients_of=[x])
-    assert len(calls) == 5 + len(times)  # five to see how long a call takes
-    calls.clear()
-    times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=0.0, gradients_of=[x])
-    assert len(calls) == len(times) == 1  # a long one is not called again
-    assert all(grad is None for grad in calls)
+def test_the_sweeps_default_tiers_are_squares_and_rectangles_from_128_to_2048() -> None:
+    configs = configurations(SWEEP)
+    tiers = {config.tier for config in configs}
+    assert {(n, n) for n in (128, 256, 512, 1024, 2048)} < tiers
+    assert any(n_q < n_k for n_q, n_k in tiers)
+    assert any(n_q > n_k for n_q, n_k in tiers)
+    assert {config.kernel for config in configs} == {"naive", "vectorized_torch", "flash_torch", "flash_triton", "sdpa"}
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_the_command_measures_appends_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for expected in (4, 8):
-        with pytest.raises(SystemExit) as stop:
-            main(["bench", "kernels", "--quick", "--kernels", "naive", "sdpa", "--out", str(tmp_path)])
-        assert stop.value.code == 0
-        assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == expected
-    commands = {row.env["command"] for row in read_rows(tmp_path / "kernels.jsonl")}
-    assert commands == {"cs336 bench kernels --quick --kernels naive sdpa"}  # wherever the rows went
-    assert COMMAND not in os.environ
-    assert "| sdpa |" in capsys.readouterr().out
-    assert {"kernels.md", "kernels.csv", "kernels-tflops.png"} <= {path.name for path in tmp_path.iterdir()}
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_options_win_over_quick(tmp_path: Path) -> None:
-    arguments = ["--kernel", "naive", "--device", "cpu", "--out", str(tmp_path), "--dtype", "bf16", "--rounds", "2"]
-    shapes = ["--shapes", "1x2x8x4", "2X1x4x8"]
+def test_the_command_writes_the_sweeps_files(tmp_path: Path) -> None:
+    arguments = ["--kernels", "naive", "sdpa", "--tiers", "16:8", "8:8", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as stop:
-        main(["bench", "kernels", "--quick", *arguments, "--rep_ms", "0.5", "--is_causal", "false", *shapes])
+        main(["bench", "attention-sweep", "--quick", *arguments])
     assert stop.value.code == 0
-    rows = read_rows(tmp_path / "kernels.jsonl")
-    assert [row.config["shape"] for row in rows] == [[1, 2, 8, 4], [2, 1, 4, 8]]
-    for row in rows:
-        config = {name: row.config[name] for name in ("dtype", "rounds", "rep_ms", "warmup_ms", "is_causal")}
-        assert config == {"dtype": "bf16", "rounds": 2, "rep_ms": 0.5, "warmup_ms": 0.0, "is_causal": False}
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (["--dtype", "int8"], "dtype is 'int8'"),
-        (["--kernels", "flash9"], "kernel is 'flash9'"),
-        (["--rounds", "0"], "rounds is 0"),
-        (["--rep_ms", "-1"], "rep_ms is -1"),
-        (["--device", "tpu"], "device is 'tpu'"),
-        (["--shapes", "1x1x1x4294967296"], "shape is '1x1x1x4294967296'"),
-        (["--out", "TMP/file"], "out is 'TMP/file': it must be a folder"),
-        (["--out", "/proc"], "out is '/proc/kernels.jsonl'"),
-    ],
-)
-def test_the_command_refuses_before_it_measures(
-    wrong: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(runner, "run_case", None)
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "kernels", "--quick", *(word.replace("TMP", str(tmp_path)) for word in wrong)])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"cs336: {message.replace('TMP', str(tmp_path))}")
-    assert said.count("\n") == 1
-
-
-def test_each_call_on_a_gpu_finds_its_cache_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 2.0)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(zero_=lambda: seen.append("flushed")))
-    x = SimpleNamespace(grad=1)
-    times, period = timing._gpu_times(lambda: seen.append(f"work, {x.grad}"), 2, [x], torch.device("cuda"))
-    assert (times, period) == ([2.0, 2.0], 2.0)
-    assert seen == 2 * ["event", "flushed", "event", "work, None", "event"] + ["waited"]
-
-
-def test_on_a_gpu_the_windows_hold_the_flushes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(timing, "_gpu_times", lambda work, count, *_: (counts.append(count) or count * [0.02], 0.125))
-    times = time_ms(lambda: None, torch.device("cuda"), warmup_ms=25, rep_ms=100)
-    assert times == 800 * [0.02]
-    assert counts == [1, 4, 200, 800]
-
-
-def test_calls_for_so_long_come_before_those_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (counts.append(count) or count * [2.0], 2.0))
-    assert len(time_ms(lambda: None, torch.device("cpu"), warmup_ms=20, rep_ms=100)) == 50
-    assert counts == [1, 4, 10, 50]
-
-
-def test_a_call_that_takes_no_time_by_the_clock_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (count * [0.0], 0.0))
-    for rep_ms, count in ((0.0, 1), (0.1, 100)):
-        assert time_ms(lambda: None, torch.device("cpu"), warmup_ms=0.1, rep_ms=rep_ms) == count * [0.0]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        RECORD,
+        "attention-sweep.jsonl",
+        "attention_sweep_results.csv",
+        "attention_sweep_forward.png",
+        "attention_sweep_heatmap.png",
+        "attention_sweep_scaling.png",
+        "attention_sweep_report.md",
+    }
+    rows = read_rows(tmp_path / "attention-sweep.jsonl")
+    assert [(row.status, row.variant, row.config["tier"]) for row in rows] == [
+        ("ok", kernel, tier) for tier in ([16, 8], [8, 8]) for kernel in ("naive", "sdpa")
+    ]
 
 
 @pytest.mark.gpu
-@pytest.mark.timing
-@pytest.mark.parametrize("length", [32768, 65536])  # where the host is ahead
-def test_the_case_flash_agrees_with_tritons_benchmark(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the same times, each first as often as second, in short windows after a rest each: within 0.1 s these
-    kernels bring the card to the limit of its power, where its clock falls by a tenth and wavers (docs/log.md).
-    Where that happens all the same, it makes a window slower, never faster: so the fastest are compared."""
-    from triton.testing import do_bench
+def test_on_a_gpu_plain_attention_holds_what_is_counted() -> None:
+    given = {"length": (2048,), "head_size": (32,), "compile": (False,), "device": ("cuda",), "repeats": (3,)}
+    (row,) = ATTENTION.measure(configurations(ATTENTION, given))
+    assert (row.status, row.error) == ("ok", None)
+    tensor, counted = 8 * 2048 * 32 * 4, row.metrics["counted_bytes"]
+    # Counted besides them: q, k, v, o and the gradient of o. k and v are in both.
+    in_use = counted["saved_for_backward"] + 3 * tensor
+    assert in_use <= row.metrics["memory_before_backward_bytes"] <= in_use + (4 << 20)  # blocks are rounded up
+    peak = counted["backward_peak"] + 5 * tensor
+    assert peak <= row.metrics["peak_memory_bytes"] <= peak + (4 << 20)
 
-    of_case = get_case("flash")
-    given = {"kernel": ("flash_triton",), "length": (length,), "head_size": (64,), "dtype": ("bf16",), "rounds": (1,)}
-    (config,) = configurations(of_case, given | {"warmup_ms": (5.0,), "rep_ms": (20.0,)})
-    q, k, v, dO = (torch.randn(1, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
 
-    def attention() -> torch.Tensor:
-        return ATTENTION["flash_triton"](q, k, v, True)
-
-    o = attention()
-    by_hand: dict[str, Callable[[], Any]] = {
-        "forward": attention,
-        "backward": lambda: o.backward(dO, retain_graph=True),
-        "forward_backward": lambda: attention().backward(dO),
-    }
-    how = dict(warmup=config.warmup_ms, rep=config.rep_ms, grad_to_none=inputs, return_mode="median")
-    times: dict[str, list[tuple[float, float]]] = {work: [] for work in by_hand}
-
-    def rested(timed: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (time.sleep(1), timed(*args, **kwargs))[1]
-
-    def timed_by_hand() -> dict[str, float]:
-        return {work: rested(do_bench)(call, **how) for work, call in by_hand.items()}
-
-    monkeypatch.setattr(bench, "time_ms", rested(time_ms))
-    for i in range(8):
-        hand = {} if i % 2 else timed_by_hand()
-        (row,) = of_case.measure([config])
-        hand = hand or timed_by_hand()
-        for work, of_work in times.items():
-            of_work.append((row.metrics[f"{work}_ms"]["p50"], hand[work]))
-    fastest = {work: [min(side) for side in zip(*both, strict=True)] for work, both in times.items()}
-    ratios = {work: case / hand for work, (case, hand) in fastest.items()}
-    assert ratios == pytest.approx(dict.fromkeys(ratios, 1), rel=0.01), times
+@pytest.mark.gpu
+def test_on_a_gpu_every_kernel_and_the_handouts_timer() -> None:
+    given = {"length": (256,), "head_size": (64,), "rounds": (1,), "rep_ms": (1.0,), "device": ("cuda",)}
+    for group in groups(FLASH, configurations(FLASH, given)):
+        for row in FLASH.measure(group):
+            assert (row.variant, row.status, row.error) == (row.variant, "ok", None)
+            assert row.metrics["extra_memory_bytes"] >= 0
+    given = {"length": (1024,), "rep_ms": (20.0,), "warmup_ms": (5.0,), "device": ("cuda",)}
+    for row in LEADERBOARD.measure(configurations(LEADERBOARD, given)):
+        assert (row.variant, row.status, row.error) == (row.variant, "ok", None)
+        assert row.metrics["timer"].startswith("triton.testing.do_bench(")
+        assert row.metrics["calls"] > 1

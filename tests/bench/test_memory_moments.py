@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cs336_systems.bench.case import configurations
-from cs336_systems.bench.cases import fsdp_accounting, optimizer_sharding
-from cs336_systems.bench.cases.optimizer_sharding import MemoryBench
+from cs336_systems.bench.cases import sharding_memory
+from cs336_systems.bench.cases.sharding_memory import OptimizerShardingBench
 from cs336_systems.bench.instruments.memory_moments import (
     AFTER,
     BEFORE,
@@ -87,8 +87,8 @@ def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
 
 
 def account(variants: tuple[str, ...]) -> list[Row]:
-    configs = configurations(fsdp_accounting.CASE, {"variant": variants}, quick=True)
-    return list(fsdp_accounting.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
+    configs = configurations(sharding_memory.FSDP_ACCOUNTING, {"variant": variants}, quick=True)
+    return list(sharding_memory.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
 
 
 def test_fsdp_keeps_half_of_the_matrices_and_gathers_each_unit_in_each_pass() -> None:
@@ -172,13 +172,13 @@ def test_savings_are_beside_the_first_variant() -> None:
 )
 def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        MemoryBench(device="cpu", **fields)
+        OptimizerShardingBench(device="cpu", **fields)
 
 
 @pytest.mark.multigpu
 def test_on_gpus_the_allocator_agrees_with_what_is_counted() -> None:
     given = {"device": ("cuda",), "size": ("small",), "context_length": (256,), "precision": ("bf16",)}
-    rows = list(optimizer_sharding.CASE.measure(configurations(optimizer_sharding.CASE, given)))
+    rows = list(sharding_memory.CASE.measure(configurations(sharding_memory.CASE, given)))
     assert [row.error for row in rows] == [None, None]
     whole, sharded = (row.metrics["moments"][AFTER]["parts"] for row in rows)
     assert sharded["optimizer_state"] == pytest.approx(whole["optimizer_state"] / 2, rel=0.1)
@@ -191,7 +191,7 @@ def test_on_gpus_the_allocator_agrees_with_what_is_counted() -> None:
 @pytest.mark.multigpu
 def test_on_gpus_the_gathers_of_fsdp_are_found_in_the_trace() -> None:
     given = {"device": ("cuda",), "size": ("small",), "context_length": (256,), "variant": ("fsdp",)}
-    (row,) = fsdp_accounting.CASE.measure(configurations(fsdp_accounting.CASE, given))
+    (row,) = sharding_memory.FSDP_ACCOUNTING.measure(configurations(sharding_memory.FSDP_ACCOUNTING, given))
     assert row.error is None
     # Of 12 blocks, embedding and head: all forward, and backward the blocks.
     assert row.metrics["gathers_counted"] == 12 + 2 + 12

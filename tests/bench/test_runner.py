@@ -21,7 +21,7 @@ import torch
 
 from cs336_systems.bench import outcome, worker
 from cs336_systems.bench.case import Case, configurations, describe_among, groups, is_of, row_config, value_type
-from cs336_systems.bench.cases import flash
+from cs336_systems.bench.cases import get_case
 from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
@@ -496,7 +496,7 @@ def test_a_file_of_rows_that_cannot_grow_is_named(tmp_path: Path) -> None:
 
 
 def test_a_quick_help_has_the_quick_defaults() -> None:
-    whole, quick = (" ".join(_parser(flash.CASE, is_quick).format_help().split()) for is_quick in (False, True))
+    whole, quick = (" ".join(_parser(get_case("flash"), is_quick).format_help().split()) for is_quick in (False, True))
     assert "(default: 128 256 512" in whole
     assert "(default: 32 64)" in quick
 

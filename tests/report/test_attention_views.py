@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.attention import KERNELS
+from cs336_systems.bench.cases.attention import KERNELS
 from cs336_systems.bench.row import Row
 from cs336_systems.report import attention_sweep
 from cs336_systems.report.attention import with_speedups

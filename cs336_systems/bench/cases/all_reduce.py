@@ -1,8 +1,8 @@
 """The case `all-reduce`: the time of collectives by size, number of ranks and backend.
 
-This is the handout's distributed_communication_single_node, with the other three collectives that strategies use. The
-planner fits the cost of a transfer to its rows (`cs336 plan ddp-overhead --rows`). gloo turns a reduce-scatter into an
-all-reduce of which each rank keeps its part.
+This is the handout's distributed_communication_single_node, with three more collectives that strategies use. The
+planner fits its cost of a transfer to these rows (`cs336 plan ddp-overhead --rows`). gloo implements a reduce-scatter
+as an all-reduce of which each rank keeps its part.
 """
 
 import os
@@ -20,7 +20,7 @@ from ..outcome import free_memory, measured
 from ..ranks import launched
 from ..row import Row
 
-_ALWAYS = 6  # gloo processes that any machine measures, as the handout asks
+_ALWAYS = 6  # the handout asks for this many gloo processes on any machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class CollectiveBench:
     world_size: int = swept(2, 4, 6, 8, quick=2)
     """Number of processes; with gloo, more than 6 only if each has a core."""
     bytes: int = swept(10**6, 10**7, 10**8, 10**9, quick=(10**4, 10**6))
-    """Size of the whole buffer that is reduced, gathered or sent."""
+    """Size of the whole buffer."""
     warmup: int = swept(5, quick=1)
     """Maximum number of calls before the measured ones."""
     calls: int = swept(100, quick=5)
     """Maximum number of measured calls."""
     budget_s: float = swept(2.0, quick=1.0)
-    """Seconds for warm-up and calls: slow collectives get fewer calls, but at least 3."""
+    """Seconds for warm-up and calls together; slow collectives get fewer calls, but at least 3."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -58,7 +58,7 @@ class CollectiveBench:
 
     @property
     def device(self) -> str:
-        """Where the numbers are."""
+        """Kind of device with the buffer."""
         return "cuda" if self.backend == "nccl" else "cpu"
 
 
@@ -70,8 +70,8 @@ def variant(config: CollectiveBench) -> str:
 def check_machine(config: CollectiveBench) -> None:
     """Raise ValueError if this machine lacks a GPU per process, or with many gloo processes a core for each."""
     cores = os.cpu_count() or 1
-    most, what = (gpu_count(), "a GPU each") if config.backend == "nccl" else (max(_ALWAYS, cores), f"{cores} cores")
-    accepted = f"at most {most} here with backend {config.backend!r}, {what}"
+    most, why = (gpu_count(), "a GPU each") if config.backend == "nccl" else (max(_ALWAYS, cores), f"{cores} cores")
+    accepted = f"at most {most} here with backend {config.backend!r}, {why}"
     require(config.world_size <= most, "world_size", config.world_size, accepted)
 
 

@@ -1,9 +1,9 @@
 """The case `autocast-dtypes`: the types that autocast gives to the parts of a small model, read while it computes.
 
-Weights, and with them gradients, stay float32; autocast casts the inputs of matrix products. It computes sensitive
-operations in float32: on a GPU, layer norm and the loss. To autocast, a custom RMSNorm is a series of element-wise
-operations, which keep the type they are given, so the RMSNorm casts by itself and returns the type of its input. A CPU
-has different lists of operations than a GPU, so a row says on which of them it was read.
+Weights and gradients stay float32; autocast casts the inputs of matrix products. It computes sensitive operations in
+float32: on a GPU, layer norm and the loss. A custom RMSNorm is a series of element-wise operations to autocast, which
+keep their input's type, so our RMSNorm casts by itself and returns the type of its input. CPU and GPU have different
+lists of operations; a row names its device.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _BATCH, _IN, _OUT = 8, 20, 5
 
 
 class ToyModel(nn.Module):
-    """The handout's toy model: two linear layers without biases, with ReLU and a norm between them."""
+    """The handout's toy model: two linear layers without biases, ReLU and a norm between them."""
 
     def __init__(self, in_features: int, out_features: int, norm: str = "layer_norm") -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class AutocastDtypesBench:
 
 
 def measure(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration as it ran, and the type of everything in a forward and a backward pass."""
+    """The device, and the types of weights, activations, loss and gradients in a forward and a backward pass."""
     device = use_device(config.device)
     check_precision(device, config.precision)
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def measure(config: AutocastDtypesBench) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _names(*tensors: Tensor) -> str:
-    """The types of some tensors: "float32", or several."""
+    """The types of tensors, such as "float32"."""
     return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 

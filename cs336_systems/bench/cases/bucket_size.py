@@ -1,7 +1,7 @@
-"""The case `bucket-size`: what gradients in buckets add to a step of one GPU alone, by bucket size.
+"""The case `bucket-size`: the time that buckets of gradients add to a step of one GPU alone, by bucket size.
 
-This is the handout's ddp_bucketed_benchmarking: the case `ddp` with one strategy, in turns, beside what the planner's
-model predicts for each size from the times of all-reduces.
+This is the handout's ddp_bucketed_benchmarking: the case `ddp` with one strategy, in turns, beside the planner's
+prediction for each size from the times of all-reduces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,25 +40,25 @@ class BucketBench(DDPBench):
         _BEST,
         quick=(ALONE, "bucketed:0.01", "bucketed:0.1"),
     )
-    """alone, bucketed:BUCKET_MB, or bucketed:best, which becomes the planner's optimum; with +graph if wanted."""
+    """alone, bucketed:BUCKET_MB, or bucketed:best (the planner's optimum); any of them with +graph."""
     compile: bool = swept(False, sweep=(False, True))
     """Compile the blocks."""
     rounds: int = swept(3, quick=2)
     """Number of rounds in which the variants take turns, each built anew."""
     rows: str = swept("", beside="all-reduce.jsonl")
-    """Row file of all-reduces that the prediction is fitted to (default: all-reduce.jsonl beside the rows if it has
-    some of this many processes, else what is known of the card)."""
+    """Row file of all-reduces to which the prediction is fitted (default: all-reduce.jsonl beside the rows if it has
+    rows of this many processes, otherwise the planner's numbers for the card)."""
 
     def __post_init__(self) -> None:
         if self.rows:
-            self.transfer_cost()  # refuse a useless file now, not after everything is measured
+            self.transfer_cost()  # refuse a useless file before measuring
         if self.variant.partition("+")[0] == _BEST:
             cost = self.transfer_cost()
             without = f"without rows of {self.devices} processes' all-reduces (cs336 bench all-reduce) and a known card"
             require(cost is not None, "variant", self.variant, f"bucketed:BUCKET_MB {without}")
             assert cost is not None
             overhead_s, bandwidth = cost
-            # If calls cost nothing, the best bucket has no bytes, which means one bucket per gradient.
+            # If calls have no overhead, the best bucket has 0 bytes: one bucket per gradient.
             size = max(best_bucket_bytes(self._gradient_bytes(), bandwidth, overhead_s) / MIB, 1e-3)
             object.__setattr__(self, "variant", self.variant.replace(_BEST, f"bucketed:{size:.3f}"))
         super().__post_init__()
@@ -71,9 +71,9 @@ class BucketBench(DDPBench):
         return None if self.is_alone else self.run_config().parallel.bucket_size_mb
 
     def transfer_cost(self) -> tuple[float, float] | None:
-        """Overhead in s and bandwidth in bytes/s of an all-reduce over these processes; None if they are unknown.
+        """Overhead in s and bandwidth in bytes/s of an all-reduce over these processes; None if unknown.
 
-        Raises ValueError or FileNotFoundError if a row file is given that does not have them.
+        Raises ValueError or FileNotFoundError if the given row file lacks them.
         """
         kind = select_device(self.device).type
         if self.rows:
@@ -88,7 +88,7 @@ class BucketBench(DDPBench):
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 
     def predicted(self) -> dict[str, Any]:
-        """What the planner's model predicts for this size: time added, and the best size; {} if the cost is unknown."""
+        """The planner's prediction for this size: time added, and the best size; {} if the cost is unknown."""
         cost, size = self.transfer_cost(), self.bucket_size_mb
         if cost is None or size is None:
             return {}

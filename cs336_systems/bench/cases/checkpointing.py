@@ -1,11 +1,11 @@
-"""The case `checkpointing`: peak memory and time of a step by how many blocks are checkpointed together.
+"""The case `checkpointing`: peak memory and time of a step by the number of blocks that are checkpointed together.
 
 A group of K blocks keeps only its input; the backward pass has one whole group in memory at a time. Small groups keep
-many inputs, large groups are large when they are whole, and all cost one more forward pass. If a block were as small as
-its input, the minimum would be at the square root of the number of blocks; a block is an order of magnitude larger, so
-groups are small. Rows have the measured memory beside what `accounting.checkpointed_activation_bytes` counts. For eager
-blocks under autocast there is a floor that no checkpointing lowers: copies of all weights, which autocast keeps until
-the forward pass is over. Compiled blocks cast inside.
+many inputs, large groups need much memory at once, and all cost one more forward pass. If a block were as small as its
+input, the optimum would be the square root of the number of blocks; a block is ten times as large, so the best groups
+are small. Rows have the measured memory beside the count of `accounting.checkpointed_activation_bytes`. Eager blocks
+under autocast have a floor that no checkpointing lowers: autocast keeps a copy of all weights until the forward pass
+ends. Compiled blocks cast inside.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from .model import time_steps
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingBench(Workload):
-    """A workload, and how often it is repeated."""
+    """A workload and its numbers of steps."""
 
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
@@ -71,7 +71,7 @@ class CheckpointingBench(Workload):
         """Do nothing: the case checks, because some of the default groups are too large for a small model."""
 
     def check_blocks(self) -> None:
-        """Raise ValueError if more blocks are to be checkpointed than there are."""
+        """Raise ValueError if the policy names more blocks than the model has."""
         super().check_checkpointed()
 
     @property
@@ -82,56 +82,36 @@ class CheckpointingBench(Workload):
 
 
 def measure(config: CheckpointingBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration as it ran, and its metrics: time of a step, memory of a forward and a backward pass."""
+    """The configuration as it ran; the time of a step, and the memory of a forward and a backward pass.
+
+    Memory is counted beyond weights and gradients: `held_bytes` after forward, `peak_bytes` until backward ends.
+    """
     bench = Workbench(config)
     for _ in range(config.warmup):
         bench.step()
     metrics = time_steps(bench, config.steps)
+    # Allocate the gradients now, so that they are not part of the memory of a pass.
+    bench.backward(bench.forward())
+    bench.model.zero_grad(set_to_none=False)
     if bench.device.type == "cuda":
-        metrics |= _gpu_memory(bench)
+        torch.cuda.reset_peak_memory_stats(bench.device)
+        before = requested_gpu_bytes(bench.device)
+        loss = bench.forward()
+        metrics["held_bytes"] = requested_gpu_bytes(bench.device) - before
+        bench.backward(loss)
+        metrics["peak_bytes"] = requested_gpu_bytes(bench.device, peak=True) - before
+        metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
     elif not config.compile:
-        metrics |= _cpu_memory(bench)
+        with LiveBytes() as live:
+            loss = bench.forward()
+            metrics["held_bytes"] = live.now
+            bench.backward(loss)
+        metrics["peak_bytes"] = live.peak
     return bench.read_back(), metrics
 
 
-def _policy(config: CheckpointingBench) -> dict[str, Any]:
-    """What is checkpointed, for rows and plots: a policy and a number, which is None without checkpointing."""
-    checkpointed = config.train_config.checkpointed
-    if checkpointed is None:
-        return {"policy": "none", "K": None}
-    return {"policy": "groups" if checkpointed[1] == 1 else checkpointed[0], "K": checkpointed[1]}
-
-
-def _prepare_gradients(bench: Workbench) -> None:
-    """Allocate gradients, zero for now, so that they are not part of what a pass allocates."""
-    bench.backward(bench.forward())
-    bench.model.zero_grad(set_to_none=False)
-
-
-def _gpu_memory(bench: Workbench) -> dict[str, int]:
-    """Bytes that tensors request beyond weights and gradients: after forward, and at most until backward is over."""
-    _prepare_gradients(bench)
-    torch.cuda.reset_peak_memory_stats(bench.device)
-    before = requested_gpu_bytes(bench.device)
-    loss = bench.forward()
-    held = requested_gpu_bytes(bench.device) - before
-    bench.backward(loss)
-    peak = requested_gpu_bytes(bench.device, peak=True) - before
-    return {"held_bytes": held, "peak_bytes": peak, "peak_memory_bytes": torch.cuda.max_memory_allocated(bench.device)}
-
-
-def _cpu_memory(bench: Workbench) -> dict[str, int]:
-    """The same for tensors in main memory; the allocator's own peak, which counts everything, is not known there."""
-    _prepare_gradients(bench)
-    with LiveBytes() as live:
-        loss = bench.forward()
-        held = live.now
-        bench.backward(loss)
-    return {"held_bytes": held, "peak_bytes": live.peak}
-
-
 def _counted(config: CheckpointingBench) -> dict[str, Any]:
-    """What is counted for eager blocks; {} for compiled blocks and for an unknown kernel."""
+    """The memory counted for eager blocks; {} for compiled blocks and for an unknown kernel."""
     try:
         held, peak = counted_activations(config.job, on_gpu=select_device(config.device).type == "cuda")
     except ValueError:
@@ -141,17 +121,18 @@ def _counted(config: CheckpointingBench) -> dict[str, Any]:
 
 
 def variant(config: CheckpointingBench) -> str:
-    """What is checkpointed, and how the model computes: "groups_4 bf16 flash_triton"."""
+    """Policy, precision and attention: "groups_4 bf16 flash_triton"."""
     compiled = "compiled " if config.compile else ""
     return f"{config.activation_checkpointing} {config.precision} {compiled}{config.attention}"
 
 
 def measure_all(configs: Sequence[CheckpointingBench]) -> Iterable[Row]:
-    """Rows, each with what is checkpointed and what is counted, even if memory was short."""
+    """Rows, each with its policy, its K (null without checkpointing) and the counted memory, even after an oom."""
     for config in configs:
+        kind, k = config.train_config.checkpointed or ("none", None)
+        policy = {"policy": "groups" if k == 1 else kind, "K": k}
         for row in each("checkpointing", variant, measure)([config]):
-            told = {**row.config, **_policy(config)}
-            yield replace(row, config=told, metrics={**row.metrics, **_counted(config)})
+            yield replace(row, config={**row.config, **policy}, metrics={**row.metrics, **_counted(config)})
 
 
 CASE = Case(

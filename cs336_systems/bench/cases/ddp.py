@@ -1,9 +1,9 @@
 """The case `ddp`: a training step on several GPUs, strategy by strategy, beside one GPU alone.
 
-One launch measures all variants, so that they run on the same machine; if its host is not steady, they take turns. A
-step is that of the training loop, with clipping and the all-reduce of the loss, on random tokens. `alone` is the same
-on each GPU without any communication; the difference is what data parallelism adds. After the timed steps, one more is
-profiled: how long it communicates, and for how much of that time nothing is computed.
+One launch measures all variants, so that they run on the same machine; with several rounds they take turns. A step is
+the training loop's, with clipping and the all-reduce of the loss, on random tokens. `alone` is the same step on each
+GPU without any communication, so the difference is the cost of data parallelism. One more step is profiled: how long it
+communicates, and how much of that overlaps with compute.
 """
 
 import re
@@ -52,11 +52,11 @@ VARIANTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DDPBench:
-    """A strategy, what it trains, and on how many processes."""
+    """A strategy, a model, and a number of processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
     """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +zero2 (fsdp gathers weights once), +bf16
-    (gradients are sent in it), +graph."""
+    (gradients are sent in it), +graph (CUDA graph)."""
     compile: bool = swept(False, True, quick=False)
     """Compile the blocks."""
     devices: int = swept(2)
@@ -81,9 +81,11 @@ class DDPBench:
     """Number of rounds in which the variants take turns, each built anew."""
     built_once: bool = swept(False)
     """Build all variants before the first round and keep them, so that many short rounds (--rounds 20 --steps 5) see
-    the host at the same pace. This needs the memory of all variants together; that of each is not measured."""
+    the host at the same pace. This needs the memory of all variants together, and memory is not measured."""
     traces: str = swept("")
-    """Folder for files with what ran when in the profiled step of each variant."""
+    """Folder for files with the streams of each variant's profiled step."""
+
+    options = tuple("zero1 zero2 bf16 graph".split())  # that may follow the strategy of a variant
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -121,13 +123,8 @@ class DDPBench:
             parallel=ParallelConfig(**parallel),
         )
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """What may follow the strategy of a variant."""
-        return ("zero1", "zero2", "bf16", "graph")
-
     def _parts(self) -> tuple[str, str | None, list[str]]:
-        """The strategy, its bucket size and its options. Every part of a variant's name must have a meaning."""
+        """The strategy, bucket size and options of the variant. Raises ValueError for a part without a meaning."""
         parts = re.fullmatch(r"([\w.]+:[^\W\d]\w*|\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
         name, bucket, options = parts.groups() if parts else ("", None, "")
         chosen = options.split("+")[1:]
@@ -159,18 +156,18 @@ class DDPBench:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing is sent."""
+        """Whether each process trains without communication."""
         return self.variant.partition("+")[0] == ALONE
 
 
 def _options_of(strategy: str) -> tuple[str, ...]:
-    """The options that a strategy takes. Raises ValueError naming the variant if it cannot be imported."""
+    """The options of a strategy. Raises ValueError naming the variant if it cannot be imported."""
     with without_groups({"parallel.strategy": "variant"}):
         return get_strategy(strategy).options
 
 
 def name_of(config: DDPBench) -> str:
-    """The variant, NCCL's limit, and whether blocks are compiled."""
+    """The variant, NCCL's limit if any, and whether blocks are compiled."""
     ctas = "" if config.nccl_max_ctas is None or config.is_alone else f"+ctas{config.nccl_max_ctas}"
     return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
@@ -184,12 +181,12 @@ def measure_on_rank(
 
 
 def what_ran(config: DDPBench) -> dict[str, Any]:
-    """What a row says about the steps that ran: the whole configuration of their run."""
+    """The whole configuration of the run whose steps were measured, for the row."""
     return {"run": config.run_config().to_dict()}
 
 
 def _trace(config: DDPBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    """How long one more step computes and communicates on the first rank; alone is traced only if asked for."""
+    """Time in which one more step computes and communicates on the first rank; alone is profiled only for `traces`."""
     file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json") if config.traces else None
     if config.is_alone and file is None:
         return {}

@@ -1,8 +1,8 @@
 """The case `leaderboard-2026`: a training step of the 8B model at 32,768 tokens, one sequence on each of two GPUs.
 
-The step is that of the training loop: batch, forward, loss, backward, gradient norm and clipping, fused AdamW. What
-makes it fit, field by field: sharded weights, gradients and optimizer state; a loss that never has the logits of all
-tokens; recomputed activations, cheap ones in every block (compile_memory_budget) and all of them in the first blocks.
+The step is the training loop's: batch, forward, loss, backward, gradient norm and clipping, fused AdamW. It fits
+because weights, gradients and optimizer state are sharded, the loss never holds the logits of all tokens, and
+activations are recomputed: cheap ones in every block (compile_memory_budget), all of them in the first blocks.
 """
 
 import functools
@@ -37,10 +37,10 @@ TIMER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Leaderboard2026Bench:
-    """A strategy, and what makes its step fit."""
+    """A strategy, and the settings that make its step fit."""
 
     strategy: Literal["fsdp", "torch_fsdp"] = swept("fsdp", sweep=("fsdp", "torch_fsdp"), quick=("fsdp", "torch_fsdp"))
-    """fsdp: this project's. torch_fsdp: PyTorch's fully_shard, all else the same."""
+    """fsdp: this project's. torch_fsdp: PyTorch's fully_shard with the same settings."""
     size: str = swept("8B", sweep=("xl", "2.7B", "8B"), quick="quick")
     """Named size of the model; quick is a tiny one."""
     context_length: int = swept(32_768, quick=16)
@@ -50,7 +50,7 @@ class Leaderboard2026Bench:
     batch_size: int = swept(1)
     """Sequences per process."""
     precision: Literal["fp32", "bf16"] = swept("bf16")
-    """Type of computation, and of weights and gradients when they are sent."""
+    """Type of computation, and of weights and gradients in transfers."""
     weight_dtype: Literal["fp32", "bf16"] = swept("bf16", sweep=("bf16", "fp32"))
     """Type of the stored weights, their gradients and AdamW's moments."""
     attention: str = swept("sdpa", sweep=("sdpa", "sdpa_cudnn", "flash_triton"))
@@ -62,7 +62,7 @@ class Leaderboard2026Bench:
     compile: bool = swept(True, sweep=(True, False), quick=False)
     """Compile the blocks and the loss of a chunk."""
     compile_memory_budget: float = swept(0.75, sweep=(1.0, 0.75), quick=1.0)
-    """With compile, the share of a block's activations that may be kept."""
+    """Share of a block's activations that compiled code may keep."""
     loss_chunk_tokens: int = swept(4096, sweep=(2048, 4096, 8192), quick=5)
     """Number of tokens whose logits are in memory at a time."""
     device: str = swept("auto", quick="cpu")
@@ -103,7 +103,7 @@ class Leaderboard2026Bench:
         )
 
     def read_back(self, trainer: Trainer) -> dict[str, Any]:
-        """Fields as read from model, strategy and loader, and the number of checkpointed blocks."""
+        """Fields and the number of checkpointed blocks, read from model, strategy and loader."""
         blocks: list[Any] = list(trainer.model.layers)
         strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
         (dtype,) = {p.dtype for p in trainer.model.parameters()}
@@ -122,7 +122,7 @@ class Leaderboard2026Bench:
         )
 
     def derive(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Rates of the median step: tokens/s of all GPUs, and TFLOP/s and MFU of useful products for each GPU."""
+        """Rates of the median step: tokens/s of all GPUs; TFLOP/s and MFU per GPU, without recomputation."""
         shape, seconds = self.run_config().model.shape, metrics["step_ms"]["p50"] / 1e3
         flops = training_flops(shape, self.batch_size, self.context_length)
         peak = device_peak_flops(select_device(self.device), self.precision)
@@ -135,7 +135,7 @@ class Leaderboard2026Bench:
 
 
 def variant(config: Leaderboard2026Bench) -> str:
-    """What tells a configuration from the others of a call, which have everything else in common."""
+    """The strategy and the settings that trade memory for time: "fsdp first_2 budget 0.75"."""
     how = [config.strategy, config.activation_checkpointing, f"budget {config.compile_memory_budget:g}"]
     return " ".join(how if config.compile else [*how[:2], "eager"])
 
@@ -143,7 +143,7 @@ def variant(config: Leaderboard2026Bench) -> str:
 def measure_on_rank(
     configs: Sequence[Leaderboard2026Bench], device: torch.device, at_work: Callable[[Leaderboard2026Bench], None]
 ) -> Iterator[Row]:
-    """Yield one row each, the same on all ranks; its configuration is read back from what was built."""
+    """Yield a row per configuration, the same on all ranks; its fields are read back from the trainer."""
     for config, metrics in measure_in_turns(configs, device, at_work, _read_back):
         ran = {**metrics.pop("ran"), "run": config.run_config().to_dict()}
         metrics |= config.derive(metrics)

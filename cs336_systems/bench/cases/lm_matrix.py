@@ -1,10 +1,9 @@
-"""The case `lm-matrix`: short real training runs, attention kernels x parallel strategies, on token files.
+"""The case `lm-matrix`: short training runs of attention kernels x parallel strategies on token files.
 
-Each is a whole run of `cs336_systems.training`, in processes of its own, that ends with a validation. The processes
-share a batch with the same sequences that one process would see, so all strategies of a kernel reach the same loss; a
-row with a different loss is an error. Training amplifies rounding: two runs of one process with a non-deterministic
-kernel are soon a hundredth of a nat apart. So the first gradients, which rounding has hardly affected, are compared
-more closely.
+Each is a whole run of `cs336_systems.training` in its own processes and ends with a validation. The processes share the
+batch that one process would see, so all strategies of a kernel reach the same loss; another loss is an error. Training
+amplifies rounding: two runs of one process with a non-deterministic kernel soon differ by 0.01 nats. So the
+first gradient norms, which rounding has hardly changed, are compared more closely.
 """
 
 import dataclasses
@@ -41,15 +40,15 @@ from ..workload import QUICK_SIZE, model_of
 ALONE = "none"
 FIRST_STEPS = 5
 NORM_TOLERANCE = 0.01
-"""How far gradient norms of the first steps may be from those of none, relatively; rounding made 0.003 in bf16."""
+"""Largest relative difference of the first gradient norms; rounding in bf16 caused 0.003."""
 _NORMS = "first_grad_norms"
 _NAMES = {"model.attention": "kernel", "data.train_tokens": "train_path", "data.valid_tokens": "val_path"}
-"""Names of a run's fields in this case."""
+"""This case's names for the fields of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LMMatrixBench:
-    """A kernel and a strategy, and the run that they make."""
+    """A kernel, a strategy, and the run to measure them with."""
 
     kernel: str = swept("naive", "vectorized_torch", "flash_triton", "sdpa", quick="sdpa", also="kernels")
     """Attention kernel by its registered name."""
@@ -58,19 +57,19 @@ class LMMatrixBench:
         sweep=(ALONE, "naive", "flat", "overlap", "flashddp", "fsdp", "torch_ddp", "torch_fsdp"),
         quick=(ALONE, "flashddp"), also="strategies",
     )  # fmt: skip
-    """none, which is one process, or the strategy of several processes; flashddp is bucketed."""
+    """none (one process), or the strategy of several processes; flashddp is bucketed."""
     devices: int = swept(2)
     """Number of processes of a strategy, one per GPU."""
     train_path: str | None = swept(None)
     """Token file (.npy) to train on (default: generated stories)."""
     val_path: str | None = swept(None)
-    """Token file to validate on; give it together with train_path."""
+    """Token file to validate on; give both or neither."""
     epochs: int = swept(1)
     """Number of tokens to train on, in multiples of the training file. Sequences start anywhere in it."""
     max_steps: int | None = swept(None, quick=8)
-    """Maximum number of steps (default: those of the epochs)."""
+    """Maximum number of steps (default: no limit below the epochs)."""
     size: str | None = swept("small", sweep=("small", "medium", "large"), quick=QUICK_SIZE)
-    """Named size of the model, if d_model and so on are not given; quick is a tiny one."""
+    """Named size of the model unless d_model and so on are given; quick is a tiny one."""
     vocab_size: int | None = swept(None)
     """Size of the vocabulary (default: the size's, else 10,000)."""
     context_length: int = swept(512, quick=16)
@@ -94,7 +93,7 @@ class LMMatrixBench:
     seed: int = swept(0)
     """Seed of the weights and of the data order."""
     tolerance: float = swept(0.02, quick=1e-3)
-    """How far the final losses of strategies may be from that of none, in nats."""
+    """Largest difference of a strategy's final losses from those of none, in nats."""
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
 
@@ -118,15 +117,15 @@ class LMMatrixBench:
         self._check_tokens()
 
     def _check_tokens(self) -> None:
-        """Raise ValueError for token files that the model cannot be trained on, or stories that cannot be made."""
+        """Raise ValueError for token files unfit for the model, or for stories that cannot be made."""
         vocab_size = self.model_config().shape.vocab_size
         for name in ("train_path", "val_path"):
             if (path := getattr(self, name)) is not None:
                 try:
                     _check_file(path, vocab_size, self.context_length + 1, Path(path).stat().st_mtime_ns)
                 except ValueError as error:
-                    told = f"{name} is {path!r}, vocab_size {vocab_size}, context_length {self.context_length}"
-                    raise ValueError(f"{told}: {error}") from error
+                    fields = f"{name} is {path!r}, vocab_size {vocab_size}, context_length {self.context_length}"
+                    raise ValueError(f"{fields}: {error}") from error
         if self.train_path is None:
             check_vocab_size(vocab_size)
             data = self._stories(Path("unused"))
@@ -141,7 +140,7 @@ class LMMatrixBench:
         return model_of(self.size, self.vocab_size, **shape, **how)
 
     def token_files(self, folder: Path) -> tuple[str, str]:
-        """Token files to train and validate on; if none are given, those of stories, made once in the folder."""
+        """Token files to train and validate on: the given ones, or generated stories, made once in the folder."""
         if self.train_path is not None and self.val_path is not None:
             return self.train_path, self.val_path
         data = self._stories(folder)
@@ -153,7 +152,7 @@ class LMMatrixBench:
         return DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
 
     def run_config(self, folder: Path, files: tuple[str, str] | None = None, steps: int = 1) -> RunConfig:
-        """The run of this many steps, which writes into a folder. Raises ValueError for an impossible one."""
+        """The run of `steps` steps, which writes into the folder. Raises ValueError for an impossible one."""
         files = files or (self.train_path or "train", self.val_path or "valid")
         devices = 1 if self.strategy == ALONE else self.devices
         return RunConfig(
@@ -179,8 +178,8 @@ class LMMatrixBench:
 def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
     """Yield the rows of a kernel's strategies, `none` first; each is compared with the first that has a loss.
 
-    If `none` is not asked for (after an interrupt, say, which left its row), it is trained without a row: a strategy
-    compared only with other strategies, or with itself, could not be found wrong.
+    If `none` is not among them (because a resumed command has its row), it is trained without a row: strategies that
+    are compared only with each other cannot be found wrong.
     """
     with tempfile.TemporaryDirectory(prefix="cs336-", dir=os.environ.get(SCRATCH)) as folder:
         reference: Row | None = None
@@ -199,12 +198,12 @@ def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
 
 @functools.lru_cache
 def _check_file(path: str, vocab_size: int, min_count: int, changed_ns: int) -> None:
-    """`load_tokens`' check, done once for all configurations because it reads the whole file."""
+    """Run `load_tokens`' check once for all configurations, because it reads the whole file."""
     load_tokens(path, vocab_size, min_count)
 
 
 def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train and delete the run; return the configuration as it ran, and losses, times, throughput and memory."""
+    """Train, then delete the run; return the configuration as it ran, and losses, times, throughput and memory."""
     files = config.token_files(folder)
     count = len(load_tokens(files[0], config.model_config().shape.vocab_size, config.context_length + 1))
     epoch_steps = max(1, count // (config.batch_size * config.context_length))
@@ -212,7 +211,7 @@ def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dic
     run = config.run_config(folder, files, steps)
     try:
         with without_groups(_NAMES):
-            result = launch(run)  # even for one process, so that each run has its own memory
+            result = launch(run)  # one process too, so that each run has its own memory
         if result.interrupted is not None:
             raise RuntimeError(f"the run was stopped by {result.interrupted} at step {result.step} of {steps}")
         ran = json.loads((Path(str(run.run_dir)) / CONFIG).read_text())
@@ -239,7 +238,7 @@ def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dic
 
 
 def compared(row: Row, reference: Row, tolerance: float) -> Row:
-    """The row, with status error if it did not learn what the reference, another strategy's row, did.
+    """The row, with status error if its losses or norms differ from the reference, another strategy's row.
 
     Steps without a norm, in which float16 overflowed because its scale was still too large, are not compared.
     """

@@ -1,4 +1,7 @@
-"""The case `model`: a language model's forward pass, backward pass and training step, at named sizes and lengths."""
+"""Steps of a language model at named sizes and lengths: the cases `model` and `warmup`.
+
+`warmup` measures the first steps of a process, after none, one, two or five warm-up steps.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -18,7 +21,7 @@ from ..workload import Workbench, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBench(Workload):
-    """A workload, and how often it is repeated."""
+    """A workload and its numbers of steps."""
 
     size: str = swept("small", sweep=("small", "medium", "large", "xl", "2.7B", "10B"), quick="quick")
     """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
@@ -45,15 +48,15 @@ class ModelBench(Workload):
             require_at_least(self, "", least, name)
 
     def workload(self) -> Workload:
-        """The workload that is repeated."""
+        """The workload of each step."""
         return Workload(**{field.name: getattr(self, field.name) for field in fields(Workload)})
 
 
 def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and its metrics.
 
-    Steps are timed twice: as a whole (`step_ms`), and phase by phase. The host waits for the device after each phase
-    and cannot run ahead, so the phases may add up to more than a step.
+    Steps are timed as a whole (`step_ms`), then phase by phase. The host waits for the device after each phase and
+    cannot run ahead, so the phases may add up to more than a step.
     """
     bench = Workbench(config.workload())
     for _ in range(config.warmup):
@@ -61,7 +64,12 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.device)
     metrics = time_steps(bench, config.steps)
-    metrics |= _rates(config, bench.device, metrics["step_ms"]["p50"])
+    step_ms = metrics["step_ms"]["p50"]
+    count = forward_flops if config.mode == "forward" else training_flops
+    flops = count(config.shape, config.batch_size, config.context_length) / step_ms * 1e3
+    peak = device_peak_flops(bench.device, config.precision)
+    metrics["tokens_per_s"] = config.batch_size * config.context_length / step_ms * 1e3
+    metrics |= {"tflops": flops / 1e12, "mfu": None if peak is None else flops / peak}
     if bench.device.type == "cuda":
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
     phases = _time_phases(bench, config.steps)
@@ -69,7 +77,7 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
-    """The times of whole steps, in the form of a row."""
+    """Metrics of whole steps: their times in ms."""
     steps_ms = []
     with objects_set_aside():
         watch = Stopwatch(bench.device)
@@ -77,18 +85,6 @@ def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
             bench.step()
             steps_ms.append(watch.lap_ms())
     return {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
-
-
-def _rates(config: ModelBench, device: torch.device, step_ms: float) -> dict[str, Any]:
-    """The rates of tokens and operations that a step time means."""
-    count = forward_flops if config.mode == "forward" else training_flops
-    flops = count(config.shape, config.batch_size, config.context_length) / step_ms * 1e3
-    peak = device_peak_flops(device, config.precision)
-    return {
-        "tokens_per_s": config.batch_size * config.context_length / step_ms * 1e3,
-        "tflops": flops / 1e12,
-        "mfu": None if peak is None else flops / peak,
-    }
 
 
 def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
@@ -102,16 +98,33 @@ def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
                 bench.backward(loss)
                 times["backward"].append(watch.lap_ms())
                 bench.optimizer_step()
-                lap_ms = watch.lap_ms()  # also without an optimizer, so that the next phase does not include clearing
+                lap_ms = watch.lap_ms()  # even without an optimizer: clearing is no part of forward
                 if "optimizer" in times:
                     times["optimizer"].append(lap_ms)
     return {f"{phase}_ms": summarise(laps) for phase, laps in times.items()}
 
 
 def variant(config: ModelBench) -> str:
-    """What the model does, and how: "train_step bf16 compiled naive"."""
+    """Mode, precision and attention: "train_step bf16 compiled naive"."""
     compiled = "compiled " if config.compile else ""
     return f"{config.mode} {config.precision} {compiled}{config.attention}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupBench(ModelBench):
+    """A workload after some warm-up steps."""
+
+    mode: Literal["forward", "forward_backward", "train_step"] = swept(
+        "forward_backward", sweep=("forward", "forward_backward", "train_step")
+    )
+    """forward: only the loss, without gradients. train_step: with the optimizer step."""
+    warmup: int = swept(0, 1, 2, 5, quick=(0, 1))
+    """Steps before the measured ones."""
+
+
+def warmup_steps(config: WarmupBench) -> str:
+    """The number of warm-up steps."""
+    return f"{config.warmup} warm-up steps"
 
 
 CASE = Case(
@@ -123,3 +136,13 @@ CASE = Case(
     measure=each("model", variant, measure),
     isolated=True,
 )
+WARMUP = Case(
+    name="warmup",
+    about="The first steps of a process, after none, one, two and five warm-up steps.",
+    module=f"{__name__}:warmup",
+    config=WarmupBench,
+    variant=warmup_steps,
+    measure=each("warmup", warmup_steps, measure),
+    isolated=True,
+)
+PRESETS = {WARMUP.name: WARMUP}

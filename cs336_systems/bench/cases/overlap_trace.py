@@ -1,7 +1,7 @@
-"""The case `overlap-trace`: when one step computes and when it communicates, for two strategies to compare.
+"""The case `overlap-trace`: when one step computes and when it communicates, for two strategies.
 
-This is the handout's ddp_overlap_individual_parameters_benchmarking, part (b). The steps are those of the case `ddp`;
-one more is profiled on the first rank, and drawn.
+This is the handout's ddp_overlap_individual_parameters_benchmarking, part (b). The steps are as in the case `ddp`; one
+more is profiled on the first rank, and drawn.
 """
 
 import re
@@ -32,7 +32,7 @@ class OverlapTrace(DDPBench):
     compile: bool = swept(False, sweep=(False, True))
     """Compile the blocks."""
     traces: str = swept("runs/bench/overlap-trace", beside="overlap-trace")
-    """Folder for files with what ran when in the step of each variant, from which the picture and the page are drawn
+    """Folder for files with the streams of each variant's step, from which the picture and the page are drawn
     (default: overlap-trace, beside the rows)."""
     profiler: Literal["torch", "nsys"] = swept("torch")
     """torch; nsys: leave the step to Nsight Systems, which records it if it runs the command."""
@@ -52,14 +52,14 @@ def measure_on_rank(
 ) -> Iterator[Row]:
     """Measure each variant and trace one of its steps, together with the other ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, _trace):
-        if config.rounds == configs[0].rounds:  # before its last round it has no trace
+        if config.rounds == configs[0].rounds:  # there is no trace before the last round
             yield measured("overlap-trace", name_of(config), row_config(config), what_ran(config), metrics)
 
 
 def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, Any]:
     """The times of the step's streams, and the file with everything; nothing with nsys."""
     if config.profiler == "nsys":
-        _leave_to_nsys(trainer, is_first)
+        _step_for_nsys(trainer, is_first)
         return {}
     stem = re.sub(r"\W+", "-", f"{config.size} {config.context_length} {name_of(config)}")
     file = Path(config.traces, f"{stem}.json")
@@ -67,8 +67,8 @@ def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, 
     return totals(streams) | {"streams": str(file)} if is_first else {}
 
 
-def _leave_to_nsys(trainer: Trainer, is_first: bool) -> None:
-    """Do two steps, the second between the marks that Nsight Systems waits for, operators and transfers as ranges."""
+def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
+    """Do two steps; mark the second for Nsight Systems, with operators and transfers as ranges."""
     trainer.train_step()
     if not is_first:
         trainer.train_step()

@@ -1,9 +1,9 @@
 """The case `precision-accumulation`: the same numbers added up in different types.
 
-Two errors meet here, and the rows tell them apart. The value to add is rounded once: the float16 nearest to 0.01 is
-0.0100021, so a thousand of them are 10.0021 however well they are added. And each sum is rounded: float16 has steps of
-1/128 from 8 on, and every addition of 0.01 goes to the nearest step. The first is why casting float16 to float32 before
-adding repairs nothing, the second why accumulators are float32.
+The rows separate two errors. First, the value itself is rounded once: the float16 nearest to 0.01 is 0.0100021, so a
+thousand of them sum to 10.0021 however well they are added. Casting float16 to float32 before adding repairs nothing.
+Second, each sum is rounded: from 8 on, float16 has steps of 1/128, and adding 0.01 goes to the nearest step. That is
+why accumulators are float32.
 """
 
 import math
@@ -16,7 +16,7 @@ from ...config.checks import check_types, require, require_at_least
 from ..case import Case, swept
 from ..outcome import each
 
-# Type of the values, type they are cast to before they are added (None: they are not), type of the sum.
+# Type of the values, type to which they are cast before adding (None: no cast), type of the sum.
 ACCUMULATIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = {
     "fp32 into fp32": (torch.float32, None, torch.float32),
     "fp16 into fp16": (torch.float16, None, torch.float16),
@@ -27,16 +27,16 @@ ACCUMULATIONS: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionAccumulationBench:
-    """What is added, how often, and in which types."""
+    """A value, the number of additions, and the types."""
 
     accumulation: Literal["fp32 into fp32", "fp16 into fp16", "fp16 into fp32", "fp16 cast to fp32 into fp32"] = swept(
         *ACCUMULATIONS
     )
-    """Types of the values, of what they are cast to, and of the sum."""
+    """Types of the values, of the cast and of the sum."""
     value: float = swept(0.01)
     """The value to add."""
     count: int = swept(1000)
-    """How often to add it."""
+    """Number of additions."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -45,7 +45,7 @@ class PrecisionAccumulationBench:
 
 
 def measure(config: PrecisionAccumulationBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration, and the sum beside the exact product, as the handout's loops compute it."""
+    """The device, and the sum of the handout's loop beside the exact product."""
     value_dtype, cast_dtype, sum_dtype = ACCUMULATIONS[config.accumulation]
     total = torch.tensor(0, dtype=sum_dtype)
     value = torch.tensor(config.value, dtype=value_dtype)
@@ -57,16 +57,11 @@ def measure(config: PrecisionAccumulationBench) -> tuple[dict[str, Any], dict[st
     return {"device": str(total.device)}, {"sum": found, "exact": exact, "error": found - exact, "dtype": dtype}
 
 
-def variant(config: PrecisionAccumulationBench) -> str:
-    """The types: "fp16 into fp32"."""
-    return config.accumulation
-
-
 CASE = Case(
     name="precision-accumulation",
     about="The same numbers added up in different types.",
     module=__name__,
     config=PrecisionAccumulationBench,
-    variant=variant,
-    measure=each("precision-accumulation", variant, measure),
+    variant=lambda config: config.accumulation,
+    measure=each("precision-accumulation", lambda config: config.accumulation, measure),
 )

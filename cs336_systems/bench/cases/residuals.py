@@ -1,7 +1,7 @@
-"""The case `residuals`: what one TransformerBlock saves for its backward pass, by the part that saves it.
+"""The case `residuals`: the tensors that one TransformerBlock saves for its backward pass, by the part that saves them.
 
-Rows also have what `accounting.activation_bytes` counts for the eager block. Compiled code saves what the partitioner
-chooses, which recomputes cheap things in the backward pass rather than keep them.
+Rows also have the bytes that `accounting.activation_bytes` counts for the eager block. In compiled code the partitioner
+decides: it recomputes cheap things in the backward pass instead of keeping them.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from ..instruments.saved_tensors import Saved, SavedTensors
 from ..outcome import each
 from ..workload import Workload
 
-_LISTED = 32  # kinds of tensors that a row lists, the largest ones
+_LISTED = 32  # number of kinds of tensors in a row, the largest first
 _PARTS = {"attn.q_proj": "qkv_proj", "attn.k_proj": "qkv_proj", "attn.v_proj": "qkv_proj", "attn.rope": "rope",
           "attn": "attention", "attn.output_proj": "output_proj", "": "compiled"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualsBench:
-    """A block, its input, and how it computes."""
+    """A block, its input, and its numerics."""
 
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     """Named size of the model whose block it is."""
@@ -52,12 +52,12 @@ class ResidualsBench:
 
     @property
     def workload(self) -> Workload:
-        """The model whose block it is. Raises ValueError naming a field that is wrong."""
+        """The model whose block it is. Raises ValueError naming a wrong field."""
         return Workload(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 class BlockBench:
-    """The block of a configuration and its input, the same for the same configuration."""
+    """The block of a configuration and its input, the same for equal configurations."""
 
     def __init__(self, config: ResidualsBench) -> None:
         self.config, self.device = config, use_device(config.device)
@@ -71,7 +71,7 @@ class BlockBench:
             self.x = torch.randn(config.batch_size, config.context_length, shape.d_model, requires_grad=True)
         if config.compile:
             self.block.forward = compiled(self.block.forward)  # type: ignore[method-assign]
-        self.forward().sum().backward()  # compiles, tunes, and allocates what libraries keep
+        self.forward().sum().backward()  # compiles, tunes, and allocates the libraries' workspaces
 
     def forward(self) -> Tensor:
         """The block's output, with its graph."""
@@ -79,13 +79,13 @@ class BlockBench:
             return self.block(self.x)
 
     def saved(self) -> SavedTensors:
-        """What the forward pass saves."""
+        """The tensors that a forward pass saves."""
         with SavedTensors(self.block, [self.x], named=not self.config.compile) as saved:
             self.forward()
         return saved
 
     def gpu_memory(self) -> dict[str, int]:
-        """Bytes that tensors request beyond those before: after a forward pass, and at its peak; {} on a CPU."""
+        """Bytes that a forward pass adds, at its end and at its peak; {} on a CPU."""
         if self.device.type != "cuda":
             return {}
         before = requested_gpu_bytes(self.device)
@@ -97,7 +97,7 @@ class BlockBench:
 
 
 def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration as it ran, and what it saves in bytes: measured, and counted for the eager block."""
+    """The configuration as it ran, and the saved bytes: measured, and counted for the eager block."""
     bench = BlockBench(config)
     memory = bench.gpu_memory()
     saved = bench.saved()
@@ -106,7 +106,7 @@ def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
         "saved_bytes": saved.bytes("activation"),
         "input_bytes": saved.bytes("input"),
         "weight_copy_bytes": saved.bytes("weight copy"),
-        "parts": saved.by(_part),
+        "parts": saved.by(lambda tensor: _PARTS.get(tensor.module, tensor.module.split(".")[0])),
         "tensors": _listing(activations, config.attention)[:_LISTED],
         "num_tensors": len(activations),
     }
@@ -116,7 +116,7 @@ def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _counted(config: ResidualsBench) -> dict[str, Any]:
-    """What is counted for the eager block, whichever is measured; {} for a kernel that is not known."""
+    """The bytes counted for the eager block, even if a compiled one is measured; {} for an unknown kernel."""
     shape, precision = config.workload.shape, config.precision
     try:
         parts = activation_bytes(shape, config.batch_size, config.context_length, precision, config.attention)
@@ -126,29 +126,25 @@ def _counted(config: ResidualsBench) -> dict[str, Any]:
     return counted | {"counted_weight_copy_bytes": weight_copy_bytes(shape, precision)}
 
 
-def _part(tensor: Saved) -> str:
-    return _PARTS.get(tensor.module, tensor.module.split(".")[0])
-
-
 def _listing(tensors: list[Saved], attention: str) -> list[dict[str, Any]]:
-    """Tensors in the form of a row, equal ones together, the largest first; bytes are those of one tensor."""
+    """Tensors for the row, equal ones counted together, the largest first; `bytes` is for one tensor."""
     lines = []
     for tensor, count in Counter(tensors).items():
         operation = tensor.operation or (attention if tensor.module else "compiled")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        what = {"what": f"{tensor.module} {operation}".strip(), "shape": list(tensor.shape), "dtype": dtype}
-        lines.append({**what, "count": count, "bytes": tensor.bytes})
+        line = {"what": f"{tensor.module} {operation}".strip(), "shape": list(tensor.shape), "dtype": dtype}
+        lines.append({**line, "count": count, "bytes": tensor.bytes})
     return sorted(lines, key=lambda line: -line["count"] * line["bytes"])
 
 
 def variant(config: ResidualsBench) -> str:
-    """How the block computes: "bf16 compiled naive"."""
+    """Precision and attention: "bf16 compiled naive"."""
     return f"{config.precision} {'compiled ' if config.compile else ''}{config.attention}"
 
 
 CASE = Case(
     name="residuals",
-    about="What a Transformer block saves for its backward pass, by the part that saves it.",
+    about="Tensors that a Transformer block saves for its backward pass, by the part that saves them.",
     module=__name__,
     config=ResidualsBench,
     variant=variant,

@@ -1,9 +1,8 @@
 """The case `train-step`: one training step as the training loop does it, beside Hugging Face's Llama.
 
-Both take the same step: float32 weights, autocast, torch.compile, fused AdamW, random tokens. Ours is
-`Trainer.train_step` with everything it does in a real run: batches from a token array in memory, the gradient norm,
-clipping, and the wait for the norm. The peer is compiled as a whole, as its users do, and is spared norm, clipping and
-wait.
+Both have float32 weights, autocast, torch.compile, fused AdamW and random tokens. Ours is `Trainer.train_step` with
+everything it does in a real run: batches from tokens in memory, the gradient norm, clipping, and the wait for the norm.
+The peer is compiled as a whole, as its users do, and does without norm, clipping and wait.
 """
 
 import time
@@ -29,7 +28,7 @@ from ..workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStepBench:
-    """A model, its batch, and who trains it."""
+    """A model, its batch, and its trainer."""
 
     size: str = swept("small", "xl", "2.7B", quick="quick")
     """Named size of the model, or quick."""
@@ -56,15 +55,17 @@ class TrainStepBench:
         check_types(self, "")
         require_at_least(self, "", 0, "warmup")
         require_at_least(self, "", 2, "steps")
+        object.__setattr__(self, "device", self.workload().device)
+
+    def workload(self) -> Workload:
+        """The model and its batch. Raises ValueError naming a wrong field."""
         names = ("size", "context_length", "batch_size", "precision", "compile", "device")
-        workload = Workload(**{name: getattr(self, name) for name in names}, attention="auto")
-        object.__setattr__(self, "device", workload.device)
+        return Workload(**{name: getattr(self, name) for name in names}, attention="auto")
 
     def run_config(self) -> RunConfig:
         """The run whose step is measured."""
-        names = ("size", "context_length", "batch_size")
         return RunConfig(
-            model=Workload(**{name: getattr(self, name) for name in names}, attention="auto").model_config,
+            model=self.workload().model_config,
             data=DataConfig(source="random"),
             optimizer=OptimizerConfig(implementation="torch_fused"),
             train=TrainConfig(
@@ -92,7 +93,7 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
         trainer.reset_clock()
         rows = [trainer.train_step() for _ in range(steps)]
     trainer.close()
-    times = summarise([row["step_ms"] for row in rows[1:]])  # the first was timed from an idle device
+    times = summarise([row["step_ms"] for row in rows[1:]])  # the first began on an idle device
     data_wait_ms = float(np.mean([row["data_wait_ms"] for row in rows]))
     return {
         "step_ms": times,
@@ -104,7 +105,7 @@ def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
 
 def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
-    try:  # before the clock starts, because all that ours needs is imported before too
+    try:  # before the clock starts, because our own imports are not timed either
         from transformers import LlamaForCausalLM
     except ImportError as error:
         raise ValueError("variant hf_llama needs the package transformers: pip install transformers") from error
@@ -163,7 +164,7 @@ def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callab
 
 
 def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run whose step was measured; step time, tokens/s, MFU, start-up with compilation, peak memory."""
+    """The measured run, and its metrics: step time, tokens/s, MFU, start-up with compilation, peak memory."""
     run = config.run_config()
     take = measure_hf_llama if config.variant == "hf_llama" else measure_cs336
     metrics = take(run, config.warmup, config.steps)
@@ -175,18 +176,13 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"run": run.to_dict()}, metrics
 
 
-def variant(config: TrainStepBench) -> str:
-    """Who trains."""
-    return config.variant
-
-
 CASE = Case(
     name="train-step",
     about="One training step as the training loop does it, beside Hugging Face's Llama.",
     module=__name__,
     config=TrainStepBench,
-    variant=variant,
-    measure=each("train-step", variant, measure),
+    variant=lambda config: config.variant,
+    measure=each("train-step", lambda config: config.variant, measure),
     isolated=True,
     empty_caches=True,
 )

@@ -1,7 +1,7 @@
-"""Repeats one collective on all ranks: the time of a call, and the bandwidth that it means.
+"""Repeats one collective on all ranks and measures time and bandwidth of a call.
 
-Calls follow one another without a pause, as a strategy's do. Each is timed from the end of the previous one to its own
-end, on a GPU by events, so that host time shows only where the host is slower than the transfer.
+Calls follow one another without a pause, as a strategy's do. A call's time is from the end of the previous call to its
+own end, on a GPU by events, so host time shows only if the host is slower than the transfer.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from .timing import wait_for
 
 Collective = Callable[[], Any]
 _FEWEST_CALLS = 3
-# Before PyTorch 2.13 they have other names.
+# PyTorch 2.13 renamed these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -31,7 +31,7 @@ def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth: the bytes that a link carries for each byte of the buffer.
 
     2 (n - 1) / n for all-reduce, (n - 1) / n for reduce-scatter and all-gather, 1 for broadcast (NCCL-tests,
-    doc/PERFORMANCE.md). So bus bandwidth can be compared with a link's, whatever the number of ranks.
+    doc/PERFORMANCE.md). Bus bandwidth compares with a link's bandwidth for any number of ranks.
     """
     share = (world_size - 1) / world_size
     return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "broadcast": 1.0}[collective]
@@ -40,17 +40,17 @@ def bus_factor(collective: str, world_size: int) -> float:
 def bandwidths(collective: str, world_size: int, nbytes: int, time_ms: float) -> dict[str, float]:
     """Algorithm and bus bandwidth in bytes/s of a call on a buffer of nbytes.
 
-    As in NCCL-tests, the buffer is the larger one: each rank's input to a reduce-scatter, its output of an all-gather.
+    As in NCCL-tests, this is the larger buffer: a rank's input to a reduce-scatter, its output of an all-gather.
     """
     algorithm = nbytes / (time_ms / 1e3)
     return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * bus_factor(collective, world_size)}
 
 
 def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collective, Tensor, Tensor]:
-    """A call of the collective on float32 numbers, its larger buffer, and the input of each rank.
+    """A call of the collective on float32 numbers, its larger buffer, and the rank's input.
 
-    The buffer has nbytes, or a few more if they do not divide evenly. The call has been made once and its result
-    checked; RuntimeError if it was wrong.
+    The buffer has nbytes, or a few more so that they divide evenly. The first call is made here, and RuntimeError
+    raised if its result is wrong.
     """
     n, rank, numbers = comm.world_size(), comm.rank(), -(-nbytes // 4)
     divides = collective in ("reduce-scatter", "all-gather")
@@ -71,17 +71,17 @@ def prepare(collective: str, nbytes: int, device: torch.device) -> tuple[Collect
 
 
 def refill(given: Tensor) -> None:
-    """Fill with tiny random numbers, because an all-reduce adds up its own results again, which grow with each call."""
+    """Fill with tiny random numbers, because an all-reduce sums its own results, which grow with each call."""
     given.uniform_(1, 2).mul_(2.0**-126)
 
 
 def most_calls(collective: str, world_size: int) -> int:
-    """How many calls may follow a `refill` before numbers are too large for float32."""
+    """How many calls may follow a `refill` before its numbers are too large for float32."""
     return int(250 / math.log2(world_size)) if collective == "all-reduce" else sys.maxsize
 
 
 def time_calls(call: Collective, given: Tensor, count: int) -> list[float]:
-    """The times in ms of consecutive calls, after an untimed one in which the ranks may have waited for each other."""
+    """The times in ms of consecutive calls, after an untimed one in which ranks may wait for each other."""
     device = given.device
     refill(given)
     comm.barrier("start of the calls")
@@ -100,7 +100,7 @@ def time_calls(call: Collective, given: Tensor, count: int) -> list[float]:
 
 
 def affordable(call_ms: float, warmup: int, calls: int, budget_s: float) -> tuple[int, int]:
-    """Numbers of warm-up and measured calls: in a quarter of the seconds, at least 1; in the rest, at least 3."""
+    """Numbers of warm-up calls (a quarter of the budget, at least 1) and measured calls (the rest, at least 3)."""
     most = budget_s * 1e3 / max(call_ms, 1e-3)
     return max(1, min(warmup, int(most / 4))), max(_FEWEST_CALLS, min(calls, int(most * 3 / 4)))
 
@@ -108,10 +108,7 @@ def affordable(call_ms: float, warmup: int, calls: int, budget_s: float) -> tupl
 def measure_collective(
     collective: str, nbytes: int, device: torch.device, warmup: int, calls: int, budget_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ran, and its metrics, the same on all ranks: times of the slowest rank, medians of all ranks.
-
-    Warm-up and calls together take at most about budget_s: slow collectives get fewer calls, but at least 3.
-    """
+    """The configuration as it ran and its metrics, the same on all ranks; see `affordable` for the number of calls."""
     with named(f"{collective} of {nbytes} bytes"):
         call, buffer, given = prepare(collective, nbytes, device)
         estimate = max(comm.gather_objects(time_calls(call, given, 1)[0], "the time of one call"))
@@ -128,7 +125,7 @@ def measure_collective(
 
 
 def of_ranks(times: list[list[float]]) -> dict[str, Any]:
-    """Metrics from the times of each rank: those of the rank with the longest median, and the spread of medians."""
+    """Combine the ranks: the times of the rank with the longest median, and the spread of the medians."""
     summaries = [summarise(each) for each in times]
     medians = [summary["p50"] for summary in summaries]
     slowest = medians.index(max(medians))

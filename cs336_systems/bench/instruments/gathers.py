@@ -1,9 +1,10 @@
-"""Whether each all-gather of FSDP is over before its layer needs the weights, from a profiler's trace.
+"""Finds FSDP's all-gathers in a profiler's trace, and whether each ends before its layer needs the weights.
 
-FSDP puts a range around the start of each gather and around the wait for it. On a GPU the stream waits and the host
-does not: work launched after the wait runs once the gather is over and the GPU and the host are ready for it.
+FSDP puts a named range around the start of each gather and around the wait for it. On a GPU the stream waits, not the
+host: a kernel launched after the wait runs when the gather has ended and the GPU is free.
 """
 
+import dataclasses
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -18,27 +19,28 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather of a unit; `turn` counts its gathers in the step: 1 in forward, 2 in backward if gathered again."""
+    """A gather of a unit. `turn` is 1 in the forward pass, and 2 in the backward pass if the unit is gathered again."""
 
     unit: str
     turn: int
     ms: float
     slack_ms: float
-    """Time from its end to when its weights could first be used; below 0, how long work waited for it: the stall."""
+    """Time from its end until its weights could first be used; if negative, work waited for it."""
 
     @property
     def stall_ms(self) -> float:
-        """How long the layer's first work had to wait for it."""
+        """How long the layer's first work waited for the gather."""
         return max(0.0, -self.slack_ms)
 
 
 def gathers_of(events: Sequence[Event]) -> list[Gather]:
-    """The gathers of a step in the order of their waits, without those that no work follows.
+    """The gathers of a step in the order of their waits; a gather without work after it is left out.
 
-    On a GPU, weights could first be used when the previous kernel is over and the kernel that needs them is launched;
-    on a CPU, when the host reaches the wait.
+    On a GPU, weights could first be used when the previous kernel has ended and the kernel that needs them is launched.
+    On a CPU, they could be used when the host reaches the wait.
     """
-    ranges = [event for event in events if event.get("ph") == "X" and not _is_on_gpu(event)]
+    # The trace repeats the ranges on the GPU, in categories that begin with gpu_.
+    ranges = [e for e in events if e.get("ph") == "X" and not str(e.get("cat", "")).startswith("gpu_")]
     starts, waits = _by_unit(ranges, _GATHER), _by_unit(ranges, _WAIT)
     work = _OnGPU(events) if gpu_events(events) else _OnCPU(events, itertools.chain.from_iterable(starts.values()))
     found = []
@@ -52,20 +54,13 @@ def gathers_of(events: Sequence[Event]) -> list[Gather]:
 
 
 def summary(gathers: Sequence[Gather]) -> dict[str, Any]:
-    """How many gathers were over in time, how long all others held up work, and each gather."""
+    """Metrics of a row: each gather, how many ended in time, and the total stall."""
     return {
-        "gathers": [
-            {"unit": g.unit, "turn": g.turn, "ms": g.ms, "slack_ms": g.slack_ms, "stall_ms": g.stall_ms}
-            for g in gathers
-        ],
+        "gathers": [{**dataclasses.asdict(gather), "stall_ms": gather.stall_ms} for gather in gathers],
         "gathers_in_time": sum(gather.slack_ms >= 0 for gather in gathers),
         "gathers_counted": len(gathers),
         "stall_ms": sum(gather.stall_ms for gather in gathers),
     }
-
-
-def _is_on_gpu(event: Event) -> bool:
-    return str(event.get("cat", "")).startswith("gpu_")  # also ranges, which the trace repeats there
 
 
 def _by_unit(ranges: Iterable[Event], prefix: str) -> dict[str, list[Event]]:
@@ -81,14 +76,14 @@ def _thread(event: Event) -> tuple[Any, Any]:
 
 
 class _OnCPU:
-    """gloo's transfers, which its threads start in the order of the requests."""
+    """gloo's transfers, which its threads carry out in the order of the requests."""
 
     def __init__(self, events: Iterable[Event], starts: Iterable[Event]) -> None:
         transfers = sorted((e for e in events if e["name"] == _GLOO), key=lambda event: event["ts"])
         self._of: dict[float, Event] = {}
         for start in sorted(starts, key=lambda event: event["ts"]):
             while transfers and transfers[0]["ts"] < start["ts"]:
-                transfers.pop(0)  # of something else
+                transfers.pop(0)  # of another collective
             if transfers:
                 self._of[start["ts"]] = transfers.pop(0)
 
@@ -101,7 +96,7 @@ class _OnCPU:
 
 
 class _OnGPU:
-    """Kernels, each found by its launch: both have the same `correlation`."""
+    """Kernels by their launches: both have the same `correlation`."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         kernels = {event.get("args", {}).get("correlation"): event for event in gpu_events(events)}

@@ -1,4 +1,4 @@
-"""Intervals of time: merged, intersected, added up."""
+"""Intervals of time: union, intersection, length."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ Interval = tuple[float, float]
 
 
 def merge(spans: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Spans in order, merged where they touch or are at most `gap` apart."""
+    """The union of spans, in order; spans at most `gap` apart become one."""
     merged: list[Interval] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1] + gap:
@@ -18,7 +18,7 @@ def merge(spans: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
-    """How long spans of both were active; each argument is merged."""
+    """Length of the intersection of two lists of merged spans."""
     a, b, total = list(a), list(b), 0.0
     i = j = 0
     while i < len(a) and j < len(b):

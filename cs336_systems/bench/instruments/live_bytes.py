@@ -1,4 +1,4 @@
-"""Follows tensor storages on a CPU and counts the bytes alive, which on a GPU the allocator does."""
+"""Follows tensor storages on a CPU and counts the bytes alive, as the allocator does on a GPU."""
 
 import weakref
 from typing import Any
@@ -10,10 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class StorageFollower(TorchDispatchMode):
-    """While active, follows the storages of tensors that operations make, from their first tensor to their last.
+    """While active, follows the storages that eager operations make, backward passes included, until they are freed.
 
-    Storages that existed before do not count, nor do temporaries inside an operation or empty storages. Only eager
-    operations are seen, backward passes included. Subclasses say what to do in `made` and `freed`.
+    Earlier storages, empty ones and temporaries inside an operation do not count. Subclasses define `made` and `freed`.
     """
 
     def __init__(self) -> None:
@@ -21,15 +20,15 @@ class StorageFollower(TorchDispatchMode):
         self._followed: dict[int, weakref.ref] = {}
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Called for each storage; returns the number with which `freed` will be called."""
+        """Called for each new storage; returns the number that `freed` will get."""
         raise NotImplementedError
 
     def freed(self, number: int) -> None:
-        """Called when the last tensor of a storage is gone, with what `made` returned or `follow` was given."""
+        """Called when a storage is freed, with the number from `made` or `follow`."""
         raise NotImplementedError
 
     def follow(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Have `freed` called with this number when the storage is gone."""
+        """Call `freed` with this number when the storage is freed."""
         key = storage._cdata
 
         def gone(_: Any) -> None:
@@ -39,26 +38,26 @@ class StorageFollower(TorchDispatchMode):
         self._followed[key] = weakref.ref(storage, gone)
 
     def is_new(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it occupies main memory and is not followed yet."""
+        """Whether the storage occupies main memory and is not followed yet."""
         return storage._cdata not in self._followed and storage.nbytes() > 0 and storage.device.type == "cpu"
 
     def stop(self) -> None:
-        """Follow no storage any more; without this call, those made so far are followed to their end."""
+        """Stop following. Without this call, storages are followed until they are freed."""
         self._followed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given and self.is_new(storage):  # else a view, or written in place
+            if storage._cdata not in given and self.is_new(storage):  # otherwise a view or an in-place result
                 self.follow(storage, self.made(storage))
         return result
 
 
 class LiveBytes(StorageFollower):
-    """Bytes of the storages that operations make while it is active: alive now, and at the peak."""
+    """Bytes of the storages that operations make while it is active, now and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,16 +67,12 @@ class LiveBytes(StorageFollower):
         """Most bytes alive at one time."""
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Count it; `freed` gets its size."""
+        """Count the storage; `freed` gets its size."""
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
         return size
 
     def freed(self, number: int) -> None:
-        """Stop counting it."""
+        """Subtract the size."""
         self.now -= number
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,28 +1,19 @@
 """The parts of a step's memory at the moments that the handout asks for, and the time of a step, for any strategy.
 
-On a GPU the allocator gives the numbers; on a CPU the storages that operators make are counted, to the byte.
+On a GPU the allocator gives the numbers. On a CPU the storages that operators make are counted, to the byte.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...parallel import comm
-from ...parallel.ranks import alone
-from ...planner.memory import part_bytes
-from ...planner.rows import training_job
 from ...training.loop import Trainer
 from ...training.metrics import summarise
-from ..case import row_config
-from ..cases.ddp import DDPBench, name_of, what_ran
-from ..outcome import free_memory, measured
-from ..row import Row
-from ..turns import Look, build_trainer, time_steps
+from ..turns import StepBench, build_trainer, time_steps
 from .live_bytes import StorageFollower
 
 INITIALISED, FORWARD, BEFORE, AFTER = "initialised", "end of forward", "before the step", "after the step"
@@ -31,7 +22,7 @@ PARTS = ("parameters", "gradients", "optimizer_state", "activations", "gathered"
 
 
 class Meter(Protocol):
-    """Memory in use, and the most of it since `restart`."""
+    """Memory in use, and its peak since `restart`."""
 
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
@@ -39,7 +30,7 @@ class Meter(Protocol):
 
 
 class StorageMeter(StorageFollower):
-    """For a CPU: all storages made while it is active, each at its current size, because FSDP resizes its storages."""
+    """For a CPU: the storages made while it is active, each at its current size because FSDP resizes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +42,7 @@ class StorageMeter(StorageFollower):
         return 0
 
     def freed(self, number: int) -> None:
-        """Nothing to do: it is no longer followed."""
+        """Do nothing: the storage is no longer among those followed."""
 
     def live_bytes(self) -> int:
         """Bytes of the storages alive."""
@@ -68,7 +59,7 @@ class StorageMeter(StorageFollower):
 
 
 class _AllocatorMeter:
-    """For a GPU: memory beyond what was allocated before."""
+    """For a GPU: memory beyond the bytes allocated when the meter was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, torch.cuda.memory_allocated(device)
@@ -85,9 +76,9 @@ class _AllocatorMeter:
 
 
 def parts_of(trainer: Trainer) -> dict[str, int]:
-    """Bytes of what the training loop itself holds now; a storage that several tensors share counts once.
+    """Bytes that the training loop holds now; a storage shared by several tensors counts once.
 
-    gathered: FSDP's whole weights. Buckets count as gradients, because gradients are views of them.
+    gathered: FSDP's unsharded weights. Buckets count as gradients, because gradients are views of them.
     """
     counted: set[int] = set()
 
@@ -111,7 +102,7 @@ def parts_of(trainer: Trainer) -> dict[str, int]:
 
 
 class Moments:
-    """Records of a trainer's memory: INITIALISED at once, the other moments by `note` around one step."""
+    """A trainer's memory by moment: INITIALISED at once, the others in a step inside `note`."""
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self.found: dict[str, dict[str, Any]] = {}
@@ -120,7 +111,7 @@ class Moments:
 
     @contextlib.contextmanager
     def note(self) -> Iterator[None]:
-        """While active, record a step. Each peak is since the moment before; that of the first is since the start."""
+        """While active, record a step. A moment's peak counts from the moment before it."""
         strategy, optimizer = self._trainer.strategy, self._trainer.optimizer
         with ExitStack() as stack:
             for handle in (
@@ -147,14 +138,14 @@ class Moments:
 
 
 def measure_memory(
-    config: DDPBench, device: torch.device, looking: Callable[[Trainer], dict[str, Any]] | None = None
+    config: StepBench, device: torch.device, look: Callable[[Trainer], dict[str, Any]] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """On this rank: memory by moment in the step after the warm-up, the times of more steps, what `looking` returns."""
+    """This rank's memory by moment in the step after the warm-up, times of more steps, and the result of `look`."""
     on_gpu = device.type == "cuda"
     counter = StorageMeter()
     meter: Meter = _AllocatorMeter(device) if on_gpu else counter
     with ExitStack() as stack:
-        with nullcontext() if on_gpu else counter:  # it slows each operator, so it is off while steps are timed
+        with nullcontext() if on_gpu else counter:  # off while steps are timed, because it slows each operator
             trainer = stack.enter_context(closing(build_trainer(config.run_config(), device)))
             moments = Moments(trainer, meter)
             for _ in range(config.warmup):
@@ -163,12 +154,12 @@ def measure_memory(
                 trainer.train_step()
         counter.stop()
         times = time_steps(trainer, config.steps)
-        seen = {} if looking is None else looking(trainer)
+        seen = {} if look is None else look(trainer)
     return {"moments": moments.found, "steps_ms": times, "step_ms": summarise(times)}, seen
 
 
 def fullest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine what the ranks measured: the memory of the rank that has most, the times of the slowest rank."""
+    """Combine the ranks: the memory of the rank with the highest peak, the times of the slowest rank."""
 
     def peak(rank: dict[str, Any]) -> int:
         return max(moment["peak_bytes"] for moment in rank["moments"].values())
@@ -184,37 +175,3 @@ def fullest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "steps_ms": slowest["steps_ms"],
         "spread_ms": max(medians) - min(medians),
     }
-
-
-def rows_of_memory(
-    case: str,
-    configs: Sequence[DDPBench],
-    device: torch.device,
-    at_work: Callable[[Any], None],
-    look: Look | None = None,
-) -> Iterator[Row]:
-    """A row per configuration, the same on all ranks, with the planner's prediction, if there is one."""
-    is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
-    for config in configs:
-        at_work(config)
-        free_memory()
-        together: AbstractContextManager = alone() if config.is_alone else nullcontext()
-        with together:
-            looking = None if look is None else functools.partial(look, config, is_first)
-            found, seen = measure_memory(config, device, looking)
-        everyone = comm.gather_objects((found, seen), "what was measured")
-        metrics = fullest([each for each, _ in everyone]) | everyone[0][1]
-        what, asked = what_ran(config), row_config(config)
-        metrics |= _predicted(case, config, {**asked, **what}, device)
-        yield measured(case, name_of(config), asked, what, metrics)
-
-
-def _predicted(case: str, config: DDPBench, ran: dict[str, Any], device: torch.device) -> dict[str, dict[str, float]]:
-    """What a row says of a prediction: nothing where there is none, of which `cs336 plan check` tells the reason."""
-    try:
-        parts = part_bytes(training_job(case, config.variant, ran))
-    except ValueError:  # a strategy that the planner does not know, or an option
-        return {}
-    if device.type != "cuda":
-        del parts["peak"]  # most of it would be a GPU's workspaces
-    return {"predicted": parts}

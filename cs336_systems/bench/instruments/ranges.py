@@ -1,4 +1,4 @@
-"""Named ranges of work: in PyTorch's profiler, and on a GPU as NVTX ranges too, so that Nsight Systems shows them."""
+"""Named ranges of work, for PyTorch's profiler and as NVTX ranges for Nsight Systems."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Give the work inside a name that profilers show. Without a profiler this costs the host microseconds."""
+    """Name the work inside for profilers. Without a profiler this costs the host microseconds."""
     on_gpu = torch.cuda.is_initialized()
     with torch.profiler.record_function(name):
         if on_gpu:

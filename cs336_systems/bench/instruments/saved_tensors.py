@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass: every storage once, under the name of the operation that saved it."""
+"""Records the tensors that autograd saves for the backward pass: each storage once, with the operation saving it."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,21 +16,21 @@ class Saved:
     """A storage that the backward pass needs."""
 
     kind: str
-    """activation, input, weight (parameters and buffers), or weight copy: a parameter in another type."""
+    """activation, input, weight (parameters and buffers), or weight copy (a parameter in another type)."""
     module: str
-    """Name of the module inside which it was saved; "" for the outermost."""
+    """Name of the module that saved it; "" for the outermost."""
     operation: str
-    """The function of PyTorch that saved it; "" for an autograd.Function and for compiled code."""
+    """PyTorch function that saved it; "" for an autograd.Function and for compiled code."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
-    """Of the whole storage, which a view keeps."""
+    """Size of the whole storage, which a view keeps alive."""
 
 
 class SavedTensors:
-    """While active, records what a module saves for its backward pass. `inputs` are the module's arguments.
+    """While active, records the tensors that a module with these inputs saves for its backward pass.
 
-    named: also record in which submodule and by which operation; compiled code would be recompiled for that.
+    named: also record submodule and operation, which would recompile compiled code.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor], named: bool = True) -> None:
@@ -40,7 +40,7 @@ class SavedTensors:
         self._kinds = {_place(t): "weight" for t in (*self._parameters.values(), *module.buffers())}
         self._kinds |= {_place(t): "input" for t in inputs}
         self._places: set[int] = set()
-        self._kept: list[Tensor] = []  # as long as they live, no other storage has their address
+        self._kept: list[Tensor] = []  # while they live, no other storage gets their address
         self._inside: list[str] = [""]
         self._operations = _Operations()
         self._stack = ExitStack()
@@ -48,8 +48,10 @@ class SavedTensors:
     def __enter__(self) -> "SavedTensors":
         if self._named:
             for name, child in self._module.named_modules():
-                self._stack.callback(child.register_forward_pre_hook(self._entering(name)).remove)
-                self._stack.callback(child.register_forward_hook(self._leaving).remove)
+                enter = child.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name))
+                leave = child.register_forward_hook(self._leave)
+                self._stack.callback(enter.remove)
+                self._stack.callback(leave.remove)
             self._stack.enter_context(self._operations)
         self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
         return self
@@ -63,17 +65,14 @@ class SavedTensors:
         return sum(saved.bytes for saved in self.found if saved.kind == kind)
 
     def by(self, key: Callable[[Saved], str]) -> dict[str, int]:
-        """Bytes of activations by a key that they have in common."""
+        """Bytes of activations by key."""
         counted: Counter[str] = Counter()
         for saved in self.found:
             if saved.kind == "activation":
                 counted[key(saved)] += saved.bytes
         return dict(counted)
 
-    def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda module, inputs: self._inside.append(name)
-
-    def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._inside.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ class SavedTensors:
         return tensor
 
     def _is_weight_copy(self, tensor: Tensor) -> bool:
-        """Recognized by its values, because autograd does not say here what a tensor was cast from."""
+        """Compare values, because a saved tensor does not know its source."""
         candidates = [p for p in self._parameters.values() if p.numel() == tensor.numel() and p.dtype != tensor.dtype]
         turned = [tensor, tensor.mT] if tensor.ndim == 2 else [tensor]
         return any(p.shape == t.shape and torch.equal(p.detach().to(t.dtype), t) for p in candidates for t in turned)
@@ -99,7 +98,7 @@ def _place(tensor: Tensor) -> int:
 
 
 class _Operations(TorchFunctionMode):
-    """While active, knows the name of the PyTorch function that is being called."""
+    """While active, `now` is the name of the PyTorch function that is running."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ran when in one step: compute and communication, and how much they overlap.
+"""The compute and communication streams of one step, and their overlap.
 
 On a GPU, work is kernels and copies. On a CPU, it is PyTorch's operators and the transfers in gloo's threads.
 """
@@ -31,8 +31,8 @@ class Piece(NamedTuple):
 def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.device, host: bool = True) -> list[Event]:
     """Call `step` twice, the second time under the profiler; return the events of its trace.
 
-    All ranks of a run call it together; those that are not profiled only take part, and get no events.
-    host: also record PyTorch's operators, which slows the host; a CPU's trace always has them.
+    All ranks of a run call it together; ranks that are not profiled get no events. host: also record PyTorch's
+    operators on a GPU, which slows the host.
     """
     step()
     if not is_profiled:
@@ -54,10 +54,10 @@ def profile_step(step: Callable[[], Any], is_profiled: bool, device: torch.devic
 def record_step(
     step: Callable[[], Any], is_profiled: bool, device: torch.device, path: Path | None = None, named: bool = False
 ) -> Streams:
-    """What ran when in a step, from `profile_step`; ranks that are not profiled only take part and get {}.
+    """The streams of a step, from `profile_step`; {} on ranks that are not profiled.
 
-    path: where to write it as JSON too. named: the file also has each piece of work with its name, for a page that
-    shows the name of what is pointed at.
+    path: a JSON file for the streams. named: the file also gets each piece of work with its name, for a page that
+    shows names under the pointer.
     """
     events = profile_step(step, is_profiled, device, host=False)
     if not is_profiled:
@@ -71,7 +71,7 @@ def record_step(
 
 
 def gpu_pieces(events: Iterable[Event]) -> list[Piece]:
-    """What the GPU did: all that is not communication, copies too, counts as compute."""
+    """The GPU's work: NCCL's kernels are communication; other kernels and copies are compute."""
     return [
         Piece(event["name"], KINDS["nccl" in event["name"].lower()], event["ts"], event["ts"] + event["dur"])
         for event in gpu_events(events)
@@ -79,12 +79,12 @@ def gpu_pieces(events: Iterable[Event]) -> list[Piece]:
 
 
 def cpu_pieces(events: Iterable[Event]) -> list[Piece]:
-    """PyTorch's operators, without those that others call, and the transfers that gloo's threads carry out."""
+    """PyTorch's outermost operators, and the transfers of gloo's threads."""
     found = []
     ends: dict[Any, float] = {}
     for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["ts"], -e["dur"])):
-        end, is_sent = event["ts"] + event["dur"], event["name"].startswith("gloo:")
-        if is_sent:
+        end = event["ts"] + event["dur"]
+        if event["name"].startswith("gloo:"):
             found.append(Piece(event["name"], "communication", event["ts"], end))
         elif event["name"].startswith("aten::") and event["ts"] >= ends.get(event["tid"], -1.0):
             ends[event["tid"]] = end
@@ -93,13 +93,13 @@ def cpu_pieces(events: Iterable[Event]) -> list[Piece]:
 
 
 def streams_of(found: Sequence[Piece]) -> Streams:
-    """Work as merged intervals of `compute` and `communication`, in ms from the first."""
+    """Merged intervals of compute and communication, in ms from the first piece."""
     first = _first(found)
     return {kind: merge(_ms(each, first) for each in found if each.kind == kind) for kind in KINDS}
 
 
 def by_name(found: Sequence[Piece]) -> dict[str, Any]:
-    """Each piece of work: the names, and by kind [index of the name, start, end] in ms from the first."""
+    """The names, and by kind each piece as [index of its name, start, end] in ms from the first piece."""
     first, names = _first(found), list(dict.fromkeys(each.name for each in found))
     number = {name: i for i, name in enumerate(names)}
     lanes = {kind: [[number[p.name], *_ms(p, first)] for p in found if p.kind == kind] for kind in KINDS}

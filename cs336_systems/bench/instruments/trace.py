@@ -1,4 +1,4 @@
-"""`torch.profiler` without its notices, its Chrome traces as events, and among those what the GPU did."""
+"""`torch.profiler` without its notices, and the events of its Chrome traces."""
 
 import contextlib
 import gzip
@@ -34,7 +34,7 @@ class Profiler(torch.profiler.profile):
 
 @contextlib.contextmanager
 def _without_notices() -> Iterator[None]:
-    """Hold back what is written to file descriptor 2, also by C++; afterwards write it there without the notices."""
+    """Hold back all output to file descriptor 2, also C++'s; write it afterwards without the notices."""
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
@@ -59,9 +59,5 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def gpu_events(events: Iterable[Event]) -> list[Event]:
-    """What the GPU did: kernels, copies, memsets.
-
-    A trace also draws ranges of `record_function` on the GPU's streams, from the first to the last kernel launched in
-    them. They have a category of their own, and the GPU may be idle within them.
-    """
+    """The GPU's kernels, copies and memsets, without the ranges of `record_function`, in which the GPU may be idle."""
     return [event for event in events if event.get("cat") in _GPU_CATEGORIES and event.get("ph") == "X"]

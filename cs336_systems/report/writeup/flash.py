@@ -259,6 +259,6 @@ PROBLEMS = (
         question="How long do both passes take with 16 heads, 16,384 tokens and head size 64, causal, in bf16?",
         exhibits=(Exhibit(case="leaderboard-2025", command="bench leaderboard-2025"),),
         sentences=(says(leaderboard, "leaderboard-2025"),),
-        code=("cs336_systems/bench/cases/leaderboard_2025.py",),
+        code=("cs336_systems/bench/cases/attention.py",),
     ),
 )

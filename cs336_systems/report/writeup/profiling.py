@@ -314,7 +314,7 @@ PROBLEMS = (
             says(spread_of_steps, "model"),
             says(warmup_steps, "warmup"),
         ),
-        code=("cs336_systems/bench/cases/model.py", "cs336_systems/bench/cases/warmup.py"),
+        code=("cs336_systems/bench/cases/model.py",),
     ),
     Problem(
         name="nsys_profile",

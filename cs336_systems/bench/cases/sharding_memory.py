@@ -1,0 +1,121 @@
+"""A step's memory, part by part, and its time: the cases `optimizer-sharding` and `fsdp-accounting`.
+
+- `optimizer-sharding`, the handout's optimizer_state_sharding_accounting: memory after initialisation, before and after
+  the optimizer step, with and without sharded optimizer state; beside it the planner's prediction.
+- `fsdp-accounting`, the handout's fsdp_accounting: the same for fully sharded training, and for each all-gather of a
+  profiled step, how long before its layer needs the weights it ends, or how long the layer waits.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config.checks import require, require_at_least
+from ...parallel import comm
+from ...parallel.ranks import alone
+from ...planner.memory import part_bytes
+from ...planner.rows import training_job
+from ...training.loop import Trainer
+from ..case import Case, row_config, swept
+from ..instruments.gathers import gathers_of, summary
+from ..instruments.memory_moments import fullest, measure_memory
+from ..instruments.streams import profile_step
+from ..outcome import free_memory, measured
+from ..ranks import launched
+from ..row import Row
+from .ddp import DDPBench, name_of, what_ran
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShardingBench(DDPBench):
+    """A strategy whose memory is measured; otherwise as in the case `ddp`."""
+
+    variant: str = swept("overlap", "overlap+zero1", quick=("overlap", "overlap+zero1"))
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it)."""
+    compile: bool = swept(False, sweep=(False, True))
+    """Compile the blocks."""
+    warmup: int = swept(3, quick=2)
+    """Steps before the one whose memory is measured."""
+
+    case = "optimizer-sharding"
+    # Without +graph, whose memory is a separate pool and whose step calls no hooks; without +zero2, as in the handout.
+    options = ("zero1", "bf16")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Buckets are laid out anew after the first step, and allocated when the second begins.
+        require_at_least(self, "", 2, "warmup")
+        on_gpu = self.device == "cuda"
+        require(on_gpu or not self.compile, "compile", self.compile, "false on a CPU, where operators are counted")
+        require(self.rounds == 1, "rounds", self.rounds, "1")
+        require(not self.built_once, "built_once", self.built_once, "false, because memory is measured")
+        require(self.traces == "", "traces", self.traces, "left out, see the cases ddp and overlap-trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPBench(OptimizerShardingBench):
+    """A strategy whose memory is measured, and the gathers of `fsdp`."""
+
+    variant: str = swept("overlap", "overlap+zero1", "fsdp", quick=("overlap", "fsdp"))
+    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it)."""
+
+    case = "fsdp-accounting"
+
+
+def measure_on_rank(
+    configs: Sequence[OptimizerShardingBench],
+    device: torch.device,
+    at_work: Callable[[OptimizerShardingBench], None],
+) -> Iterator[Row]:
+    """Yield a row per configuration, the same on all ranks, with the planner's prediction if there is one."""
+    is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
+    for config in configs:
+        at_work(config)
+        free_memory()
+        follow = isinstance(config, FSDPBench) and config.variant.startswith("fsdp")
+        look = functools.partial(follow_gathers, is_first=is_first) if follow else None
+        with alone() if config.is_alone else nullcontext():
+            found, seen = measure_memory(config, device, look)
+        ranks = comm.gather_objects((found, seen), "the measurements")
+        metrics = fullest([metrics for metrics, _ in ranks]) | ranks[0][1]
+        asked, ran = row_config(config), what_ran(config)
+        try:
+            predicted = part_bytes(training_job(config.case, config.variant, {**asked, **ran}))
+        except ValueError:  # a strategy or an option that the planner does not know
+            pass
+        else:
+            if device.type != "cuda":
+                del predicted["peak"]  # mostly a GPU's workspaces
+            metrics["predicted"] = predicted
+        yield measured(config.case, name_of(config), asked, ran, metrics)
+
+
+def follow_gathers(trainer: Trainer, is_first: bool) -> dict[str, Any]:
+    """Profile one more step; on the first rank, return its gathers."""
+    events = profile_step(trainer.train_step, is_first, trainer.device)
+    return summary(gathers_of(events)) if is_first else {}
+
+
+CASE = Case(
+    name="optimizer-sharding",
+    about="Memory (part by part) and time of a step with and without sharded optimizer state.",
+    module=__name__,
+    config=OptimizerShardingBench,
+    variant=name_of,
+    measure=launched(__name__),
+    together=("variant", "compile"),
+)
+FSDP_ACCOUNTING = Case(
+    name="fsdp-accounting",
+    about="Memory that FSDP saves, part by part, and whether each of its gathers is over in time.",
+    module=f"{__name__}:fsdp-accounting",
+    config=FSDPBench,
+    variant=name_of,
+    measure=launched(f"{__name__}:fsdp-accounting"),
+    together=("variant", "compile"),
+)
+PRESETS = {FSDP_ACCOUNTING.name: FSDP_ACCOUNTING}
