@@ -316,7 +316,7 @@ XL_ON_TWO: dict[str, Any] = {"run": {"model": {"size": "xl"}}, "devices": 2}
     "variant, config, metrics, message",
     [
         ("nccl", {"world_size": 2}, {"time_ms": {"p50": 1.0}}, "bytes is null: it must be a number above 0"),
-        ("nccl", {"backend": "nccl"}, {}, "the row file has no all-reduce of so many ranks"),
+        ("nccl", {"backend": "nccl"}, {}, "the row file has no all-reduce over so many ranks"),
         ("nccl", REDUCED, {"time_ms": {"p50": 1.0}}, "times are given for 1 sizes"),
         ("nccl", REDUCED, {}, "has no time_ms.p50"),
         ("bucketed:x1", XL_ON_TWO, {"step_ms": {"p50": 1.0}}, "variant 'bucketed:x1': it must have a bucket size"),

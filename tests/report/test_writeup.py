@@ -985,11 +985,11 @@ def test_what_2026_calls_its_sizes_is_said_where_they_are_named() -> None:
 
 
 def test_problems_name_files_and_calculations_that_are_there() -> None:
-    from cs336_systems.cli.plan import _WHAT
+    from cs336_systems.cli.plan import _COMMANDS
 
     for problem in PROBLEMS:
         assert not [path for path in problem.code if not (ROOT / path).exists()], problem.name
-        assert not problem.plan or problem.plan.split()[1] in _WHAT
+        assert not problem.plan or problem.plan.split()[1] in _COMMANDS
 
 
 COMMANDS = {command: each.case for problem in PROBLEMS for each in problem.exhibits for command in each.commands}
