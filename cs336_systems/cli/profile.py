@@ -99,7 +99,7 @@ def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) ->
 def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", out: Path) -> int:
     from ..bench.profiling.isolated_profile import IsolatedProfile
     from ..bench.profiling.kernel_profile import CASE, profile_alone
-    from ..report.profile_plots import plot_shares
+    from ..report.kernel_profiles import plot_shares
 
     profiles = [
         IsolatedProfile(
@@ -140,8 +140,7 @@ def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out
     import shlex
 
     from ..bench.profiling.nsys import nsys_command
-    from ..report.profile_plots import plot_shares
-    from ..report.profile_tables import top_kernels_tables
+    from ..report.kernel_profiles import plot_shares, top_kernels_tables
     from ..report.views import rows_table
 
     measured = [row for row in rows if row.status == "ok"]
@@ -206,7 +205,7 @@ def _profile_memory_of_each(workloads: "Sequence[Workload]", out: Path, how: dic
 
 def _write_summary(row: "Row", folder: Path) -> str:
     from ..bench.profiling import memory_profile as memory
-    from ..report.memory_tables import memory_summary
+    from ..report.memory_profiles import memory_summary
 
     text = memory_summary(row)
     (folder / memory.SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..config.checks import folder_to_write, require, shown
 from .arguments import check_png, make_parser, parse
@@ -24,6 +25,53 @@ def report(arguments: Sequence[str]) -> int:
 
 def make_report(arguments: Sequence[str]) -> str:
     """The text that `cs336 report ARGUMENTS` prints. `update` puts such texts into documents."""
+    options = _options(arguments)
+    if options.measure:
+        from ..report.writeup.measure import check_gpu
+
+        check_gpu()
+    from ..report.documents import update_documents
+    from ..report.headline import headline, write_pictures
+    from ..report.outputs import write_into
+    from ..report.run_folders import plot_runs, runs_table, summary_block
+    from ..report.step_streams import plot_streams, streams_table
+    from ..report.views import rows_table, show_files, write_views
+
+    out = Path(f"runs/{options.what}" if options.out is None else options.out)
+    if options.what in ("tables", "writeup") or options.out is not None:
+        folder_to_write(options.out if options.out is not None else str(out))
+    paths = [Path(path) for path in options.paths]
+    match options.what:
+        case "writeup":
+            return _writeup(options, out)
+        case "update":
+            return "\n".join(update_documents(paths, make_report))
+        case "summary":
+            return "\n\n".join(map(summary_block, paths))
+        case "rows":
+            return show_files(paths, rows_table)
+        case "tables":
+            written = write_into(out, lambda folder: show_files(paths, lambda rows: write_views(rows, folder)))
+            return "\n".join(map(str, written))
+        case "headline":
+            table = headline(paths)
+            if options.out is None:
+                return table
+            return "\n".join([table, "", *map(str, write_into(out, lambda folder: write_pictures(paths, folder)))])
+    make_table, plot = (streams_table, plot_streams) if options.what == "streams" else (runs_table, plot_runs)
+    text = make_table(paths)
+    if options.plot is not None:
+        check_png("plot", options.plot)
+        try:
+            plot(paths, Path(options.plot))
+        except OSError as error:
+            where = f"plot is {options.plot!r}: it must be a file that can be written"
+            raise ValueError(f"{where} ({error.strerror})") from error
+    return text
+
+
+def _options(arguments: Sequence[str]) -> Any:
+    """Parse arguments. Raises ValueError for a path or an option that the report does not take."""
     parser = make_parser("report", "Tables, plots and documents from runs and measurements.")
     parser.add_argument(
         "what",
@@ -64,56 +112,23 @@ def make_report(arguments: Sequence[str]) -> str:
     for name, used in _OPTIONS.items():
         if (value := getattr(options, name)) not in (None, False) and options.what not in used:
             raise ValueError(f"{name} is {shown(value)}: it must be left out with {options.what}")
-    if options.measure:
-        from ..report.writeup.measure import check_gpu
+    return options
 
-        check_gpu()
+
+def _writeup(options: Any, out: Path) -> str:
     from ..report.outputs import write_into
+    from ..report.writeup.build import write_writeup
+    from ..report.writeup.measure import measure_missing
 
-    out = Path(f"runs/{options.what}" if options.out is None else options.out)
-    if options.what in ("tables", "writeup") or options.out is not None:
-        folder_to_write(options.out if options.out is not None else str(out))
-    if options.what == "writeup":
-        from ..report.writeup.build import write_writeup
-        from ..report.writeup.measure import measure_missing
+    require(options.results != "", "results", options.results, "the path of a folder, or left out")
+    results = Path("results" if options.results is None else options.results)
+    links_from = out if options.links_from is None else Path(options.links_from)
 
-        require(options.results != "", "results", options.results, "the path of a folder, or left out")
-        results = Path("results" if options.results is None else options.results)
-        links_from = out if options.links_from is None else Path(options.links_from)
+    def write() -> list[Path | str]:
+        return write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
 
-        def write() -> list[Path | str]:
-            return write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
-
-        written, failed = write(), []
-        if options.measure:  # measuring takes hours, so try first whether the report can be written
-            failed = measure_missing(results)
-            written = write()
-        return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))
-    from ..report.documents import update_documents
-    from ..report.headline import headline, write_pictures
-    from ..report.streams import plot_streams, streams_table
-    from ..report.tables import plot_runs, runs_table, summary_block
-    from ..report.views import rows_table, show_files, write_views
-
-    paths = [Path(path) for path in options.paths]
-    if options.what == "update":
-        return "\n".join(update_documents(paths, make_report))
-    if options.what == "summary":
-        return "\n\n".join(map(summary_block, paths))
-    if options.what == "rows":
-        return show_files(paths, rows_table)
-    if options.what == "tables":
-        return "\n".join(map(str, write_into(out, lambda to: show_files(paths, lambda rows: write_views(rows, to)))))
-    if options.what == "headline":
-        table = headline(paths)
-        drawn = write_into(out, lambda to: write_pictures(paths, to)) if options.out is not None else None
-        return table if drawn is None else "\n".join([table, "", *map(str, drawn)])
-    text = (streams_table if options.what == "streams" else runs_table)(paths)
-    if options.plot is not None:
-        check_png("plot", options.plot)
-        try:
-            (plot_streams if options.what == "streams" else plot_runs)(paths, Path(options.plot))
-        except OSError as error:
-            where = f"plot is {options.plot!r}: it must be a file that can be written"
-            raise ValueError(f"{where} ({error.strerror})") from error
-    return text
+    written, failed = write(), []
+    if options.measure:  # measuring takes hours, so try first whether the report can be written
+        failed = measure_missing(results)
+        written = write()
+    return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))

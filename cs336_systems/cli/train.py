@@ -147,7 +147,7 @@ def train(arguments: Sequence[str]) -> int:
     if print_only:
         print(json.dumps(config.to_dict(), indent=2))
         return 0
-    from ..report.tables import summary
+    from ..report.run_folders import summary
     from ..training.pipeline import train
 
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Blocks of Markdown documents that commands fill, so that no number in them is typed.
+"""Blocks of Markdown documents that commands fill, so that no number in them is typed by hand.
 
 A block begins with a comment that holds its command and ends with another:
 
@@ -14,31 +14,30 @@ from pathlib import Path
 
 from ..machine.files import write_whole
 
-# The end is empty where the next block, or the end of the document, comes first.
+# `end` is empty if the next block, or the end of the document, comes before <!-- end -->.
 _BLOCK = re.compile(
     r"(?P<begin><!-- cs336 report (?P<arguments>[^\n]*?) -->(?P<newline>\r?\n))"
     r".*?(?P<end><!-- end -->|(?=<!-- cs336 report )|\Z)",
     re.S,
 )
-
-_NO_BLOCK = ("update", "writeup")  # which write other files
-_MEASURES = {"--help", "-h", "--measure"}
+_WRITES_FILES = ("update", "writeup")
+_NOT_IN_BLOCKS = {"--help", "-h", "--measure"}
 
 
 def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
-    """The text with every block's body replaced by what `make` returns for its command's arguments.
+    """The text with each block's body replaced by the result of `make` for the arguments of its command.
 
-    Raises ValueError naming the command of a block that has no end, or whose body would end it or begin another.
+    Raises ValueError naming the command of a block that has no end or makes no text, or whose body contains a comment.
     """
 
     def fill(match: re.Match[str]) -> str:
         if not match["end"]:
             raise ValueError(f"the block of `cs336 report {match['arguments']}` has no <!-- end -->")
         words = shlex.split(match["arguments"])
-        if not words or words[0] in _NO_BLOCK or not _MEASURES.isdisjoint(words):
+        if not words or words[0] in _WRITES_FILES or not _NOT_IN_BLOCKS.isdisjoint(words):
             raise ValueError(f"a block is of `cs336 report {match['arguments']}`, which is no text to fill it with")
         body = f"\n{make(words)}\n\n"
-        if "<!--" in body:  # from a row, say; next time it would be taken for a command
+        if "<!--" in body:  # the next update would take it for a command
             raise ValueError(f"`cs336 report {match['arguments']}` gives text with a comment (<!--) in it")
         return match["begin"] + body.replace("\n", match["newline"]) + match["end"]
 
@@ -46,9 +45,9 @@ def fill_blocks(text: str, make: Callable[[Sequence[str]], str]) -> str:
 
 
 def update_documents(paths: Sequence[Path], make: Callable[[Sequence[str]], str]) -> list[str]:
-    """Fill the blocks of several files; return a line for each that says what became of it.
+    """Fill the blocks of several files; return a line for each with the outcome.
 
-    All are tried. If one could not be filled, raises ValueError with the lines of all.
+    All files are tried. If one cannot be filled, raises ValueError with the lines of all.
     """
     lines: dict[Path, str] = {}
     failed = False
@@ -63,10 +62,10 @@ def update_documents(paths: Sequence[Path], make: Callable[[Sequence[str]], str]
 
 
 def update_document(path: Path, make: Callable[[Sequence[str]], str]) -> bool:
-    """Fill the blocks of a file in place; return whether that changed it."""
+    """Fill the blocks of a file in place; return whether it changed."""
     if not path.is_file():
         raise FileNotFoundError(f"document {path} does not exist")
-    before = path.read_bytes()  # bytes keep their line endings
+    before = path.read_bytes()  # as bytes, to keep the line endings
     try:
         after = fill_blocks(before.decode(), make).encode()
     except (ValueError, FileNotFoundError) as error:

@@ -1,146 +1,104 @@
-"""Our results beside those of others: a table of the comparisons that rows allow, and two pictures.
+"""Our results beside others' in equal work: a table of comparisons and two pictures.
 
-Rows are compared if they are of one run, judged by their file and by all they say of machine, software and commit, and
-of equal work. The choice does not depend on who is faster; if something was measured again, the last run is shown.
+Rows are compared if they are from one run, which means one file and one environment (machine, software, commit). Who is
+faster plays no role in the choice. If something was measured again, the last run counts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row, read_rows
-from .attention import ATTENTION_VIEWS, PEERS
+from .attention_tables import ATTENTION_VIEWS, PEERS
+from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import figure_of, put_title
-from .tables import markdown_table
-from .view import Column, Plot, common_facts, grouped, machine, runs
+from .selection import common_facts, grouped, machine, runs
+from .spec import Column, Plot
 from .views import naming_the_case, naming_the_files
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
-_PRECISION = "bf16"  # what models are trained in
-_KERNEL = "flash_triton"  # this project's kernel that is made for speed
-_SHORTEST = 2048  # for shorter ones the picture would show the host's launch overhead
+_PRECISION = "bf16"  # the usual precision for training
+_KERNEL = "flash_triton"  # this project's fast kernel
+_SHORTEST = 2048  # shorter sequences would show the host's launch overhead
 _TRAINERS = ("cs336", "cs336_graph")
-# Recorded steps only: others wait for the host, and their order changes from launch to launch.
+# Only steps recorded as CUDA graphs: others wait for the host, so their order changes from launch to launch.
 _STRATEGIES = ("overlap:100+graph", "bucketed:100+graph", "fsdp+graph", "fsdp+zero2+graph")
 _PEERS = ("hf_llama", "torch_ddp", "torch_fsdp", "torch_fsdp+zero2")
-_OF_A_SIZE = ("size", "context_length", "batch_size", "precision", "compile")
-_OF_A_STEP = ("size", "devices", "context_length", "batch_size", "precision", "compile", "nccl_max_ctas")
+_STEP_FIELDS = ("size", "context_length", "batch_size", "precision", "compile")
+_PARALLEL_FIELDS = (*_STEP_FIELDS, "devices", "nccl_max_ctas")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The time of something here and of the same with a peer, in one run."""
+    """The times of ours and of a peer for the same work in one run."""
 
-    what: str
+    machine: str
+    work: str
     ours: str
     ours_ms: float
     role: str
-    """What the peer is, or how it was chosen."""
+    """Who the peer is, or how it was chosen."""
     theirs: str
     theirs_ms: float
-    so: str
-    """How much faster or slower ours is: "1.49x faster"."""
-    machine: str = ""
+    verdict: str
+    """Such as "1.49x faster"."""
 
 
-def comparisons(files: Sequence[Path]) -> list[Comparison]:
-    """All that can be compared in the rows of some files, case by case.
-
-    Raises ValueError if nothing can.
-    """
-    found: dict[tuple[str, ...], Comparison] = {}
-    read = _runs(files)
-    for case, compare in _CASES.items():
-        for run in read:
-            with naming_the_files(files, (case,)), naming_the_case(case):
-                for each in compare([row for row in run if row.case == case]):
-                    on = machine(run[0])
-                    found[on, each.what, each.ours, each.role] = replace(each, machine=on)
-    if not found:
-        raise ValueError(
-            f"paths is {[str(path) for path in files]}: there must be rows of one run and of {_PRECISION} with a peer "
-            f"beside ours, of the cases {', '.join(_CASES)}"
-        )
-    order = list(dict.fromkeys((each.machine, each.what) for each in found.values()))
-    return sorted(found.values(), key=lambda each: order.index((each.machine, each.what)))
+_Compared = Iterator[tuple[str, dict[str, float], list[tuple[str, str, str]]]]
+"""For each work: its name, times by name, and the pairs to compare as (ours, theirs, role)."""
 
 
-def headline(files: Sequence[Path]) -> str:
-    """The table of all comparisons in Markdown, under a line that says how to read it."""
-    compared = comparisons(files)
-    machines = dict.fromkeys(each.machine for each in compared)
-    lines = [
-        (
-            each.what if len(machines) == 1 else f"{each.what}, {each.machine}",
-            f"`{each.ours}` {each.ours_ms:.4g} ms",
-            f"{each.role} (`{each.theirs}`) {each.theirs_ms:.4g} ms",
-            each.so,
-        )
-        for each in compared
-    ]
-    table = markdown_table(("what", "here", "beside it", "here it is"), lines, left=3)
-    about = "attention forward and backward; both times of a line are of one run"
-    return f"{', '.join(machines)}; {_PRECISION}; {about}:\n\n{table}"
-
-
-def _runs(files: Sequence[Path]) -> list[list[Row]]:
-    """Rows in bf16 that are ok, by file and run."""
-
-    def is_compared(row: Row) -> bool:
-        return row.status == "ok" and _PRECISION in (row.config.get("precision"), row.config.get("dtype"))
-
-    return [run for file in files for run in runs(filter(is_compared, read_rows(file)))]
-
-
-def _leaderboard(rows: Sequence[Row]) -> Iterator[Comparison]:
+def _leaderboard(rows: Sequence[Row]) -> _Compared:
     for group in grouped(rows, ("num_heads", "length", "head_size", "compile", "rep_ms", "warmup_ms")):
         c = group[0].config
-        what = f"attention, {c['num_heads']} heads of {c['head_size']}, {c['length']:,} tokens{_compiled(c)}"
         times = {row.config["kernel"]: row.metrics["forward_sum_backward_ms"]["mean"] for row in group}
-        yield from _pair(what, times, _KERNEL, "sdpa_flash", "FlashAttention-2")
-        yield from _beside_fastest(what, times)
+        work = f"attention, {c['num_heads']} heads of {c['head_size']}, {c['length']:,} tokens{_compiled(c)}"
+        yield work, times, [(_KERNEL, "sdpa_flash", "FlashAttention-2"), _fastest_peer(times)]
 
 
-def _lengths(rows: Sequence[Row]) -> Iterator[Comparison]:
-    """For each head size the longest sequence, because short ones measure the host."""
+def _lengths(rows: Sequence[Row]) -> _Compared:
+    """The longest sequence of each head size that a peer has too, because short ones measure the host."""
     for group in grouped(rows, ("is_causal", "batch_size", "head_size")):
         times: dict[int, dict[str, float]] = {}
         for row in group:
             times.setdefault(row.config["length"], {})[row.config["kernel"]] = row.metrics["forward_backward_ms"]["p50"]
-        c = group[0].config
-        mask = "" if c["is_causal"] else ", not causal"
-        for length in sorted(times, reverse=True):
-            what = f"attention, batch {c['batch_size']}, one head of {c['head_size']}, {length:,} tokens{mask}"
-            if found := list(_beside_fastest(what, times[length])):
-                yield from found
-                break
+        comparable = [length for length in times if _KERNEL in times[length] and {*PEERS} & {*times[length]}]
+        if comparable:
+            c, length = group[0].config, max(comparable)
+            mask = "" if c["is_causal"] else ", not causal"
+            work = f"attention, batch {c['batch_size']}, one head of {c['head_size']}, {length:,} tokens{mask}"
+            yield work, times[length], [_fastest_peer(times[length])]
 
 
-def _training(rows: Sequence[Row]) -> Iterator[Comparison]:
-    for group in grouped(rows, _OF_A_SIZE):
+def _training(rows: Sequence[Row]) -> _Compared:
+    for group in grouped(rows, _STEP_FIELDS):
         c = group[0].config
-        what = f"training step, {_batch(c)}{_compiled(c)}"
         times = {row.variant: row.metrics["step_ms"]["mean"] for row in group}
-        for ours in _TRAINERS:
-            yield from _pair(what, times, ours, "hf_llama", "Hugging Face's Llama")
+        pairs = [(ours, "hf_llama", "Hugging Face's Llama") for ours in _TRAINERS]
+        yield f"training step, {_batch(c)}{_compiled(c)}", times, pairs
 
 
-def _parallel(rows: Sequence[Row]) -> Iterator[Comparison]:
-    for group in grouped(rows, _OF_A_STEP):
+def _parallel(rows: Sequence[Row]) -> _Compared:
+    for group in grouped(rows, _PARALLEL_FIELDS):
         c = group[0].config
-        what = f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}"
         times = {row.config["variant"]: row.metrics["step_ms"]["p50"] for row in group}
+        pairs = []
         for ours in _STRATEGIES:
-            stage = "+zero2" if "+zero2" in ours else ""  # weights are gathered once a step, not twice
-            if ours.startswith("fsdp"):
-                yield from _pair(what, times, ours, f"torch_fsdp{stage}", "PyTorch's FSDP2")
-            else:
-                yield from _pair(what, times, ours, "torch_ddp", "PyTorch's DDP")
+            stage = "+zero2" if "+zero2" in ours else ""  # gathers the weights once a step instead of twice
+            is_fsdp = ours.startswith("fsdp")
+            theirs = (f"torch_fsdp{stage}", "PyTorch's FSDP2") if is_fsdp else ("torch_ddp", "PyTorch's DDP")
+            pairs.append((ours, *theirs))
+        yield f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}", times, pairs
 
 
 _CASES = {"leaderboard-2025": _leaderboard, "flash": _lengths, "train-step": _training, "ddp": _parallel}
+
+
+def _fastest_peer(times: dict[str, float]) -> tuple[str, str, str]:
+    peers = [name for name in PEERS if name in times]
+    return _KERNEL, min(peers, key=lambda name: times[name], default=""), "the fastest of the others"
 
 
 def _batch(config: dict[str, Any]) -> str:
@@ -151,21 +109,57 @@ def _compiled(config: dict[str, Any]) -> str:
     return ", compiled" if config["compile"] else ", eager"
 
 
-def _pair(what: str, times: dict[str, float], ours: str, theirs: str, role: str) -> Iterator[Comparison]:
-    if ours in times and theirs in times:
-        here, there = times[ours], times[theirs]
-        so = f"{there / here:.2f}x faster" if here <= there else f"{here / there:.2f}x slower"
-        yield Comparison(what, ours, here, role, theirs, there, so)
+def comparisons(files: Sequence[Path]) -> list[Comparison]:
+    """All comparisons that the rows of some files allow, case by case. Raises ValueError if there is none."""
+    found: dict[tuple[str, ...], Comparison] = {}
+    read = _runs(files)
+    for case, compare in _CASES.items():
+        for run in read:
+            with naming_the_files(files, (case,)), naming_the_case(case):
+                for work, times, pairs in compare([row for row in run if row.case == case]):
+                    for ours, theirs, role in pairs:
+                        if ours in times and theirs in times:
+                            here, there, on = times[ours], times[theirs], machine(run[0])
+                            faster = f"{there / here:.2f}x faster" if here <= there else f"{here / there:.2f}x slower"
+                            found[on, work, ours, role] = Comparison(on, work, ours, here, role, theirs, there, faster)
+    if not found:
+        raise ValueError(
+            f"paths is {[str(path) for path in files]}: there must be rows of one run and of {_PRECISION} with a peer "
+            f"beside ours, of the cases {', '.join(_CASES)}"
+        )
+    order = list(dict.fromkeys((each.machine, each.work) for each in found.values()))
+    return sorted(found.values(), key=lambda each: order.index((each.machine, each.work)))
 
 
-def _beside_fastest(what: str, times: dict[str, float]) -> Iterator[Comparison]:
-    if peers := [name for name in PEERS if name in times]:
-        fastest = min(peers, key=lambda name: times[name])
-        yield from _pair(what, times, _KERNEL, fastest, "the fastest of the others")
+def _runs(files: Sequence[Path]) -> list[list[Row]]:
+    """Successful rows in bf16, by file and run."""
+    found = []
+    for file in files:
+        rows = [row for row in read_rows(file) if row.status == "ok"]
+        found += runs(row for row in rows if _PRECISION in (row.config.get("precision"), row.config.get("dtype")))
+    return found
+
+
+def headline(files: Sequence[Path]) -> str:
+    """The Markdown table of all comparisons, below a line with the machine and how to read it."""
+    compared = comparisons(files)
+    machines = dict.fromkeys(each.machine for each in compared)
+    lines = [
+        (
+            each.work if len(machines) == 1 else f"{each.work}, {each.machine}",
+            f"`{each.ours}` {each.ours_ms:.4g} ms",
+            f"{each.role} (`{each.theirs}`) {each.theirs_ms:.4g} ms",
+            each.verdict,
+        )
+        for each in compared
+    ]
+    table = markdown_table(("what", "here", "beside it", "here it is"), lines, left=3)
+    about = "attention forward and backward; both times of a line are of one run"
+    return f"{', '.join(machines)}; {_PRECISION}; {about}:\n\n{table}"
 
 
 def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Draw the two pictures into a folder; return the files. A picture that would show nothing is left out."""
+    """Draw the two pictures into a folder; return the files. An empty picture is left out."""
     read = _runs(files)
     written = []
     for name, make in ((ATTENTION_PICTURE, _attention_figure), (TRAINING_PICTURE, _training_figure)):
@@ -176,10 +170,10 @@ def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
     return written
 
 
-def _last(
+def _last_groups(
     read: Iterable[Sequence[Row]], case: str, fields: Sequence[str], ours: Iterable[str], peers: Iterable[str]
 ) -> list[dict[str, Row]]:
-    """Rows by name, for each setting of the fields those of the last run that has one of ours and one of a peer's."""
+    """Rows by name for each setting of the fields, from the last run that has one of ours and a peer."""
     found = {}
     with naming_the_case(case):
         for run in read:
@@ -191,8 +185,8 @@ def _last(
 
 
 def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
-    """TFLOP/s over length, a panel per head size."""
-    groups = _last(read, "flash", ("batch_size", "head_size", "length", "is_causal"), [_KERNEL], PEERS)
+    """TFLOP/s over length, with a panel for each head size."""
+    groups = _last_groups(read, "flash", ("batch_size", "head_size", "length", "is_causal"), [_KERNEL], PEERS)
     rows = [row for group in groups for row in group.values() if row.config["length"] >= _SHORTEST]
     if not rows:
         return None
@@ -204,58 +198,13 @@ def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
     for axes in figure.axes:
         if axes.get_xlabel():
             axes.set_xlabel("length (tokens)")
-    for line in (line for axes in figure.axes for line in axes.lines if line.get_label() == _KERNEL):
-        line.set(linewidth=2.2, zorder=3)
+        for line in axes.lines:
+            if line.get_label() == _KERNEL:
+                line.set(linewidth=2.2, zorder=3)
     facts = common_facts(rows, keys)[0].replace("_", " ")
-    put_title(
-        figure, f"{facts}. flash_*: this project's; naive, vectorized_torch: plain attention; the rest: of others"
-    )
+    legend = "flash_*: this project's; naive, vectorized_torch: plain attention; the rest: of others"
+    put_title(figure, f"{facts}. {legend}")
     return figure
-
-
-def _training_figure(read: Sequence[Sequence[Row]]) -> Any:
-    """MFU of the training step on one GPU by size, and the step of every strategy on several, eager and compiled."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    sizes = [  # without those of a GPU whose peak is not known
-        group
-        for group in _last(read, "train-step", _OF_A_SIZE, _TRAINERS, _PEERS)
-        if all(row.metrics.get("mfu") is not None for row in group.values())
-    ]
-    steps = _last(read, "ddp", _OF_A_STEP, _STRATEGIES, _PEERS)
-    if not sizes and not steps:
-        return None
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    columns = 2 if sizes and steps else 1
-    grid = figure.add_gridspec(max(1, len(steps)), columns, width_ratios=(4, 6)[:columns],
-                               height_ratios=[len(group) + 1 for group in steps] or [1])  # fmt: skip
-    if sizes:
-        with naming_the_case("train-step"):
-            _draw_sizes(figure.add_subplot(grid[:, 0]), sizes)
-    shared = None
-    for i, group in enumerate(steps):
-        with naming_the_case("ddp"):
-            shared = figure.add_subplot(grid[i, -1], sharex=shared)
-            _draw_steps(shared, group)
-    if shared is not None:
-        shared.set_xlabel("step (ms); line: 20th to 80th percentile")
-    patches = [Patch(color=color) for color in _COLORS.values()]
-    figure.legend(patches, [*_COLORS], frameon=False, fontsize=8, loc="outside lower center", ncols=len(_COLORS))
-    machines = dict.fromkeys(machine(row) for group in (*sizes, *steps) for row in group.values())
-    put_title(
-        figure,
-        f"{', '.join(machines)}; {_PRECISION}. Bars of one size, or on the right of one panel, are of one run",
-    )
-    return figure
-
-
-def _kind(name: str) -> str:
-    if name in _PEERS:
-        return "PyTorch's, Hugging Face's"
-    if name.startswith("alone"):
-        return "one GPU alone"
-    return "here, step recorded as a CUDA graph" if name.endswith("graph") else "here"
 
 
 _COLORS = {
@@ -266,14 +215,56 @@ _COLORS = {
 }
 
 
+def _color(name: str) -> str:
+    if name in _PEERS:
+        return _COLORS["PyTorch's, Hugging Face's"]
+    if name.startswith("alone"):
+        return _COLORS["one GPU alone"]
+    return _COLORS["here, step recorded as a CUDA graph" if name.endswith("graph") else "here"]
+
+
+def _training_figure(read: Sequence[Sequence[Row]]) -> Any:
+    """On the left the MFU of one GPU by size, on the right the step of every strategy on several GPUs."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    sizes = [  # not on a GPU of unknown peak
+        group
+        for group in _last_groups(read, "train-step", _STEP_FIELDS, _TRAINERS, _PEERS)
+        if all(row.metrics.get("mfu") is not None for row in group.values())
+    ]
+    steps = _last_groups(read, "ddp", _PARALLEL_FIELDS, _STRATEGIES, _PEERS)
+    if not sizes and not steps:
+        return None
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    columns = 2 if sizes and steps else 1
+    grid = figure.add_gridspec(max(1, len(steps)), columns, width_ratios=(4, 6)[:columns],
+                               height_ratios=[len(group) + 1 for group in steps] or [1])  # fmt: skip
+    if sizes:
+        with naming_the_case("train-step"):
+            _draw_sizes(figure.add_subplot(grid[:, 0]), sizes)
+    axes = None
+    for i, group in enumerate(steps):
+        with naming_the_case("ddp"):
+            axes = figure.add_subplot(grid[i, -1], sharex=axes)
+            _draw_steps(axes, group)
+    if axes is not None:
+        axes.set_xlabel("step (ms); line: 20th to 80th percentile")
+    patches = [Patch(color=color) for color in _COLORS.values()]
+    figure.legend(patches, [*_COLORS], frameon=False, fontsize=8, loc="outside lower center", ncols=len(_COLORS))
+    machines = ", ".join(dict.fromkeys(machine(row) for group in (*sizes, *steps) for row in group.values()))
+    put_title(figure, f"{machines}; {_PRECISION}. Bars of one size, or on the right of one panel, are of one run")
+    return figure
+
+
 def _draw_sizes(axes: Any, sizes: Sequence[dict[str, Row]]) -> None:
-    """MFU, because it can be compared between sizes; a group of bars per size."""
+    """Draw a group of bars for each size. MFU can be compared between sizes, unlike times."""
     labels = []
     for i, group in enumerate(sizes):
         names = [name for name in (*_TRAINERS, *_PEERS) if name in group]
         for k, name in enumerate(names):
             place, percent = i + 0.27 * (k - (len(names) - 1) / 2), 100 * group[name].metrics["mfu"]
-            axes.bar_label(axes.bar(place, percent, 0.25, color=_COLORS[_kind(name)]), fmt="%.0f", fontsize=8)
+            axes.bar_label(axes.bar(place, percent, 0.25, color=_color(name)), fmt="%.0f", fontsize=8)
         c = group[names[0]].config
         labels.append(f"{_batch(c)}{_compiled(c)}".replace(", ", "\n"))
     axes.set_xticks(range(len(sizes)), labels)
@@ -283,11 +274,11 @@ def _draw_sizes(axes: Any, sizes: Sequence[dict[str, Row]]) -> None:
 
 
 def _draw_steps(axes: Any, group: dict[str, Row]) -> None:
-    """Time of a step, the longest at the top."""
+    """Draw a bar for the step of each strategy, the longest on top."""
     rows = sorted(group.items(), key=lambda each: each[1].metrics["step_ms"]["p50"])
     for i, (name, row) in enumerate(rows):
-        low, middle, high = (row.metrics["step_ms"][which] for which in ("p20", "p50", "p80"))
-        axes.barh(i, middle, 0.7, color=_COLORS[_kind(name)])
+        low, middle, high = (row.metrics["step_ms"][quantile] for quantile in ("p20", "p50", "p80"))
+        axes.barh(i, middle, 0.7, color=_color(name))
         axes.plot([low, high], [i, i], color="black", lw=1)
         axes.annotate(f"{middle:.0f}", (high, i), (3, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)

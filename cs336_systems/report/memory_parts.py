@@ -1,4 +1,4 @@
-"""The tables of `optimizer-sharding` and `fsdp-accounting`: the parts of memory at each moment, and what is saved."""
+"""Memory by part and moment of `optimizer-sharding` and `fsdp-accounting`: tables, picture and view."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,67 +13,83 @@ from ..bench.row import Row
 from ..planner.activations import counted_activations
 from ..planner.memory import part_bytes
 from ..planner.rows import is_of_cpu, training_job, workload_job
+from .fields import row_fields
+from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import put_title
-from .tables import markdown_table, row_fields
-from .view import OUTCOMES, Column, View, common_facts, grouped, label, latest, machine
+from .selection import OUTCOMES, common_facts, grouped, label, latest, machine
+from .spec import Column, View
 
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision", "compile")
 _KEYS = (*_SETTING, "variant")
 _COLORS = dict(
     zip(PARTS, (COLORS[c] for c in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER)), strict=True)
 )
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+Gathers = Sequence[Mapping[str, Any]]
 
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
     """For each machine and setting: memory by part and moment, savings over the first variant, and all gathers."""
-    return "\n\n".join(_setting_tables(group, _gathers_table) for group in grouped(latest(rows, _KEYS), _SETTING))
+    return "\n\n".join(_setting_tables(group, _every_gather) for group in grouped(latest(rows, _KEYS), _SETTING))
 
 
 def memory_parts_in_short(rows: Sequence[Row]) -> str:
-    """The same with one line for the gathers of each direction, instead of one for each gather."""
-    return "\n\n".join(_setting_tables(group, _gathers_in_short) for group in grouped(latest(rows, _KEYS), _SETTING))
+    """The same with one line for all gathers of the forward pass, and one for those of the backward pass."""
+    return "\n\n".join(_setting_tables(group, _gathers_by_pass) for group in grouped(latest(rows, _KEYS), _SETTING))
 
 
 def predicted_today(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what today's planner predicts for them, not the planner of when they were measured."""
-    return [_predicted_today(row) for row in rows]
+    """The rows with the prediction of today's planner in place of the one from when they were measured."""
+    found = []
+    for row in rows:
+        metrics = dict(row.metrics)
+        if "predicted_bytes" in metrics:  # a row of `checkpointing`
+            held, peak = counted_activations(workload_job(row.config), on_gpu=not is_of_cpu(row))
+            metrics |= {"predicted_held_bytes": held, "predicted_bytes": peak}
+        elif stored := metrics.get("predicted"):
+            parts = part_bytes(training_job(row.case, row.variant, row.config))
+            metrics["predicted"] = {name: parts[name] for name in stored}
+        found.append(replace(row, metrics=metrics))
+    return found
 
 
-def _predicted_today(row: Row) -> Row:
-    if "predicted_bytes" in row.metrics:  # of the case checkpointing
-        held, peak = counted_activations(workload_job(row.config), on_gpu=not is_of_cpu(row))
-        return replace(row, metrics={**row.metrics, "predicted_held_bytes": held, "predicted_bytes": peak})
-    stored = row.metrics.get("predicted")
-    if not stored:
-        return row
-    parts = part_bytes(training_job(row.case, row.variant, row.config))
-    return replace(row, metrics={**row.metrics, "predicted": {name: parts[name] for name in stored}})
-
-
-def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
+def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Gathers], str]) -> str:
     done = [row for row in rows if row.status == "ok"]
-    peak = max((row.metrics["peak_memory_bytes"] for row in done), default=0)
-    unit, size = _unit(peak)
+    unit, size = _unit(max((row.metrics["peak_memory_bytes"] for row in done), default=0))
     facts = row_fields(rows[0])
-    head = (
+    parts = [
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
         f"{facts.get('config.precision')}, {'compiled' if facts.get('config.compile') else 'eager'}; "
-    )
-    tables = [
-        f"{head}{unit} a process, of the one that has most; each peak is that since the moment before; "
-        "predicted: each part at its largest, beside the peak of all:"
+        f"{unit} a process, of the one that has most; each peak is that since the moment before; "
+        "predicted: each part at its largest, beside the peak of all:",
+        _moments_table(done, size),
+        _savings_table(rows, unit, size),
     ]
-    tables += [_parts_table(done, size), _savings_table(rows, unit, size)]
-    gathers = [_gathers_text(row, gathers_table) for row in done if "gathers" in row.metrics]
+    for row in done:
+        if "gathers" in row.metrics:
+            in_time, counted = row.metrics["gathers_in_time"], row.metrics["gathers_counted"]
+            late = "the other one holds" if counted - in_time == 1 else "the others hold"
+            parts.append(
+                f"{row.variant}: {in_time} of {counted} all-gathers of a step are over before their weights could be "
+                f"used; {late} it up for {row.metrics['stall_ms']:.3f} ms. {gathers_table(row.metrics['gathers'])}"
+            )
     failures = [f"- {row.variant} {OUTCOMES[row.status]}: {row.error}" for row in rows if row.status != "ok"]
-    return "\n\n".join([*tables, *gathers, *(["\n".join(failures)] if failures else [])])
+    return "\n\n".join([*parts, *(["\n".join(failures)] if failures else [])])
 
 
-def _parts_table(rows: Sequence[Row], size: int) -> str:
-    """A line per variant and moment, and one with the predicted parts, if there are any."""
+def _unit(most: float) -> tuple[str, int]:
+    """The unit, and its number of bytes, in which the largest of some sizes reads best."""
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((each for each in units if most >= each[1]), units[-1])
+
+
+def _number(nbytes: float | None, size: int) -> str:
+    return "-" if nbytes is None else f"{nbytes / size:.2f}" if nbytes else "0"
+
+
+def _moments_table(rows: Sequence[Row], size: int) -> str:
+    """A line for each variant and moment, and one for its predicted parts if there are any."""
     lines = []
     for row in rows:
         for name in MOMENTS:
@@ -88,57 +104,33 @@ def _parts_table(rows: Sequence[Row], size: int) -> str:
 
 
 def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
-    """A line per variant: its step, its measured and predicted peak, and what it saves compared with the first one."""
+    """A line for each variant: step, measured and predicted peak, and both savings over the first variant."""
+
+    def peaks(row: Row) -> tuple[float, float | None]:
+        return row.metrics["peak_memory_bytes"], row.metrics.get("predicted", {}).get("peak")
+
     first = rows[0]
     lines = []
     for row in rows:
         if row.status != "ok":
             lines.append([row.variant, OUTCOMES[row.status], *"-----"])
             continue
-        step, peak, predicted = _times_and_peaks(row)
-        saved = ["-", "-"]
-        if row is not first and first.status == "ok":
-            _, its_peak, its_predicted = _times_and_peaks(first)
-            saved = [_number(_less(its_peak, peak), size), _number(_less(its_predicted, predicted), size)]
+        peak, predicted = peaks(row)
         error = "-" if predicted is None else f"{predicted / peak - 1:+.1%}"
-        lines.append([row.variant, f"{step:.1f}", _number(peak, size), _number(predicted, size), error, *saved])
+        saved, predicted_saved = "-", "-"
+        if row is not first and first.status == "ok":
+            first_peak, first_predicted = peaks(first)
+            saved = _number(first_peak - peak, size)
+            if first_predicted is not None and predicted is not None:
+                predicted_saved = _number(first_predicted - predicted, size)
+        step = f"{row.metrics['step_ms']['p50']:.1f}"
+        lines.append([row.variant, step, _number(peak, size), _number(predicted, size), error, saved, predicted_saved])
     beside = f"saved beside {first.variant} ({unit})"
     header = ["variant", "step (ms)", f"peak ({unit})", "predicted", "error", beside, "predicted to be saved"]
     return markdown_table(header, lines)
 
 
-def _times_and_peaks(row: Row) -> tuple[float, float, float | None]:
-    """Median step in ms, peak in bytes, and the predicted peak, if there is one."""
-    metrics = row.metrics
-    return metrics["step_ms"]["p50"], metrics["peak_memory_bytes"], metrics.get("predicted", {}).get("peak")
-
-
-def _unit(most: float) -> tuple[str, int]:
-    """The unit, and its bytes, in which the largest of some numbers reads best."""
-    return next((each for each in _UNITS if most >= each[1]), _UNITS[-1])
-
-
-def _number(nbytes: float | None, size: int) -> str:
-    return "-" if nbytes is None else f"{nbytes / size:.2f}" if nbytes else "0"
-
-
-def _less(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one - other
-
-
-def _gathers_text(row: Row, table: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
-    """How many gathers are over in time, and a table of them."""
-    metrics = row.metrics
-    late = metrics["gathers_counted"] - metrics["gathers_in_time"]
-    who = "the other one holds it up for" if late == 1 else "the others hold it up for"
-    return (
-        f"{row.variant}: {metrics['gathers_in_time']} of {metrics['gathers_counted']} all-gathers of a step are over "
-        f"before their weights could be used; {who} {metrics['stall_ms']:.3f} ms. {table(metrics['gathers'])}"
-    )
-
-
-def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
-    """A line per gather."""
+def _every_gather(gathers: Gathers) -> str:
     lines = [
         [each["unit"], str(each["turn"]), f"{each['ms']:.3f}", f"{each['slack_ms']:+.3f}", f"{each['stall_ms']:.3f}"]
         for each in gathers
@@ -147,8 +139,8 @@ def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
     return f"In the order in which they are needed, turn 2 in the backward pass:\n\n{table}"
 
 
-def _gathers_in_short(gathers: Sequence[Mapping[str, Any]]) -> str:
-    """A line per direction: the first gather of a unit is for the forward pass."""
+def _gathers_by_pass(gathers: Gathers) -> str:
+    """A line for each pass. The first gather of a unit is for the forward pass."""
     lines = []
     for name, is_forward in (("forward", True), ("backward", False)):
         own = [each for each in gathers if (each["turn"] == 1) is is_forward]
@@ -158,15 +150,23 @@ def _gathers_in_short(gathers: Sequence[Mapping[str, Any]]) -> str:
             stall = f"{sum(each['stall_ms'] for each in own):.3f}"
             lines.append([name, str(len(own)), f"{min(ms):.3f}", f"{statistics.median(ms):.3f}", f"{max(ms):.3f}",
                           f"{least['slack_ms']:+.3f}", least["unit"], late, stall])  # fmt: skip
-    header = ["pass", "gathers", "shortest (ms)", "median (ms)", "longest (ms)", "least slack (ms)", "of", "late",
-              "stall (ms)"]  # fmt: skip
-    return (
-        f"Slack is the time between a gather's end and the first use of its weights:\n\n{markdown_table(header, lines)}"
-    )
+    header = [
+        "pass",
+        "gathers",
+        "shortest (ms)",
+        "median (ms)",
+        "longest (ms)",
+        "least slack (ms)",
+        "of",
+        "late",
+        "stall (ms)",
+    ]
+    table = markdown_table(header, lines)
+    return f"Slack is the time between a gather's end and the first use of its weights:\n\n{table}"
 
 
 def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw the memory at each moment of each row, by part, with the peak since the moment before, into a PNG."""
+    """Draw the memory of each row at each moment, by part, and the peak since the moment before, into a PNG."""
     from matplotlib.figure import Figure
 
     done = [row for row in rows if row.status == "ok"]
@@ -194,8 +194,8 @@ def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:
     return [save_picture(figure, folder / f"{done[0].case}-parts.png")]
 
 
-def _at(moment: str, what: str, name: str) -> Column:
-    return Column(name, f"moments.{moment}.{what}", ".4g", 2**30)
+def _at(moment: str, metric: str, name: str) -> Column:
+    return Column(name, f"moments.{moment}.{metric}", ".4g", 2**30)
 
 
 VIEW = View(

@@ -1,7 +1,7 @@
-"""Files of a report in a folder that may hold others: only files that a report wrote, and nobody changed, are replaced.
+"""The files of a report in a folder that may hold other files. Only unchanged files of a report are replaced.
 
-A record in the folder has the SHA-256 of each file. Pictures also carry a hash of their own (`pictures.py`), so that
-they are known where the record is not kept, as in docs/.
+A record in the folder has the SHA-256 of each file. Pictures also carry a hash of their own (`pictures.py`), by which
+they are recognised in folders without the record, such as docs/.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ RECORD = ".cs336-report.json"
 
 
 def write_into(out: Path, make: Callable[[Path], Sequence[Path | str]]) -> list[Path | str]:
-    """Let `make` write files into a folder, then put them into `out`; return what it returned, as paths in `out`.
+    """Let `make` write files into a temporary folder, move them to `out`, and return its result with paths in `out`.
 
-    `make` finds the files that are the report's own; those that it removes are removed from `out`. Raises ValueError
-    naming the first file of somebody else's that would be replaced; then nothing has changed.
+    `make` finds the report's own files of `out` in that folder; a file that it removes is removed from `out` too.
+    Raises ValueError naming the first file that is not the report's own and would be replaced; then nothing changes.
     """
     record = _read_record(out / RECORD)
     own = [name for name, recorded in record.items() if (out / name).is_file() and _sha256(out / name) == recorded]
@@ -45,7 +45,7 @@ def write_into(out: Path, make: Callable[[Path], Sequence[Path | str]]) -> list[
 
 
 def _check_free(out: Path, name: str, is_own: bool) -> None:
-    """Raise ValueError naming what stands where a file is to be written, unless it is the report's own."""
+    """Raise ValueError if a file cannot be written because of a file or folder that is not the report's own."""
     path = out / name
     for above in path.relative_to(out).parents:
         if (out / above).exists() and not (out / above).is_dir():
@@ -60,13 +60,13 @@ def _check_free(out: Path, name: str, is_own: bool) -> None:
 
 
 def _is_picture_of_a_report(path: Path) -> bool:
-    with contextlib.suppress(OSError):  # it is no picture
+    with contextlib.suppress(OSError):  # not a picture
         return path.suffix == ".png" and hash_in(path) is not None
     return False
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """The hashes by the files' names in the folder; empty for a record that is missing or damaged."""
+    """The hash of each file by its name; empty if the record is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(path.read_text())
         if isinstance(record, dict):

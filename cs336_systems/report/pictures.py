@@ -1,7 +1,7 @@
-"""Pictures as PNG files with a hash of what is drawn in them.
+"""PNG pictures that carry a hash of their content.
 
-Pixels differ between versions of matplotlib and between machines; what is drawn does not. So a picture is stale if it
-has another hash when it is drawn again from the rows.
+Pixels differ between machines and versions of matplotlib, the points and words do not. A picture is stale if drawing it
+again from the rows gives another hash.
 """
 
 import hashlib
@@ -16,12 +16,20 @@ _KEYWORD = "Drawn"
 
 
 def save_picture(figure: Any, path: Path) -> Path:
-    """Write a figure as PNG with the hash of what is drawn in it; return the path."""
+    """Write a figure as PNG with the hash of its content; return the path."""
     return write_figure(figure, path, **{_KEYWORD: drawn_hash(figure)})
 
 
+def hash_in(path: Path) -> str | None:
+    """The hash in a PNG, or None."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.info.get(_KEYWORD)
+
+
 def drawn_hash(figure: Any) -> str:
-    """SHA-256 of the points, bars and words of a figure, not of their looks. Numbers count with six digits."""
+    """SHA-256 of a figure's points, bars and words, without colours and sizes. Numbers count to six digits."""
     drawn = [[text.get_text() for text in figure.texts], *map(_axes_content, figure.axes)]
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
@@ -29,7 +37,7 @@ def drawn_hash(figure: Any) -> str:
 def _axes_content(axes: Any) -> list[Any]:
     words = [axes.get_title(where) for where in ("left", "center", "right")] + [text.get_text() for text in axes.texts]
     for axis in (axes.xaxis, axes.yaxis):
-        words += [axis.get_label_text(), axis.get_scale(), *_tick_labels(axis)]
+        words += [axis.get_label_text(), axis.get_scale(), *_own_tick_labels(axis)]
     lines = [[line.get_label(), _digits(line.get_xydata())] for line in axes.lines]
     bars = [_digits(patch.get_patch_transform().transform(patch.get_path().vertices)) for patch in axes.patches]
     paths = itertools.chain.from_iterable(collection.get_paths() for collection in axes.collections)
@@ -37,22 +45,14 @@ def _axes_content(axes: Any) -> list[Any]:
     return [words, lines, bars, groups, [_digits(path.vertices) for path in paths]]
 
 
-def _tick_labels(axis: Any) -> list[str]:
-    """The tick labels that were given; others are matplotlib's choice."""
+def _own_tick_labels(axis: Any) -> list[str]:
+    """The tick labels that the plot sets, but not those chosen by matplotlib."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
 
     locator, formatter = axis.get_major_locator(), axis.get_major_formatter()
-    are_given = isinstance(locator, FixedLocator) and isinstance(formatter, FixedFormatter | FuncFormatter)
-    return formatter.format_ticks(locator.locs) if are_given else []
+    are_set = isinstance(locator, FixedLocator) and isinstance(formatter, FixedFormatter | FuncFormatter)
+    return formatter.format_ticks(locator.locs) if are_set else []
 
 
 def _digits(points: Any) -> list[str]:
     return [f"{number:.6g}" for point in points for number in point]
-
-
-def hash_in(path: Path) -> str | None:
-    """The hash in a PNG; None if it has none."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.info.get(_KEYWORD)

@@ -1,4 +1,4 @@
-"""The tables and plots of every case, and the files that are made from a row file: Markdown, CSV and PNG."""
+"""The tables and plots of every case, and the files made from rows: Markdown, CSV and PNG."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -8,14 +8,14 @@ from typing import TypeVar
 
 from ..bench.row import Row, read_rows
 from ..machine.files import write_whole
-from . import attention_sweep, bucket_size, lm_matrix, memory_parts, memory_timelines, overlap
-from .attention import ATTENTION_VIEWS, attention_table
-from .ddp_table import ddp_table
-from .memory_tables import memory_table
+from . import memory_parts, memory_profiles, step_streams, strategy_tables, sweep_reports
+from .attention_tables import ATTENTION_VIEWS, attention_table
+from .kernel_profiles import kernels_table
+from .markdown import markdown_table
 from .plots import redraw
-from .profile_tables import kernels_table
-from .saved_tensors import tensors_table
-from .view import Column, Plot, View, csv_text, latest, table
+from .selection import latest
+from .spec import Column, Plot, View
+from .tables import csv_text, table
 
 Shown = TypeVar("Shown")
 
@@ -32,7 +32,7 @@ _MODEL_KEYS = ("size", "vocab_size", "context_length", "batch_size", "mode", "pr
 
 
 def _steps(row: Row) -> list[Row]:
-    """A row for each step whose time a row has, numbered from the first step of the process."""
+    """A row for each timed step, numbered from the first step of the process."""
     return [
         replace(row, config={**row.config, "step": row.config["warmup"] + i}, metrics={"step_ms": {"p50": ms}})
         for i, ms in enumerate(row.metrics.get("steps_ms", ()), 1)
@@ -43,11 +43,24 @@ _FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
 
 def _fraction_bits(row: Row) -> list[Row]:
-    """A row for each type in a row of `autocast-dtypes`, as bits, because a plot cannot show the type's name."""
+    """A row for each tensor of an `autocast-dtypes` row, with its type as a number that can be plotted."""
     return [
         replace(row, config={**row.config, "of": name.replace("_", " ")}, metrics={"bits": _FRACTION_BITS[dtype]})
         for name, dtype in row.metrics["dtypes"].items()
     ]
+
+
+def _saved_tensors(row: Row) -> str:
+    """The tensors that a block saves for its backward pass, with equal ones in one line."""
+    tensors, count = row.metrics["tensors"], row.metrics["num_tensors"]
+    lines = [
+        (t["what"], "x".join(map(str, t["shape"])), t["dtype"], str(t["count"]), f"{t['bytes'] / 2**20:.4g}")
+        for t in tensors
+    ]
+    listed = sum(t["count"] for t in tensors)
+    number = f"{count} saved tensors" if listed == count else f"{listed} of {count} saved tensors, the largest"
+    table = markdown_table(("saved by", "shape", "type", "count", "MiB each"), lines)
+    return f"{row.config['size']} {row.variant}, context {row.config['context_length']}, {number}:\n\n{table}"
 
 
 VIEWS: dict[str, View] = {
@@ -72,7 +85,7 @@ VIEWS: dict[str, View] = {
         columns=(_STEP, _MEAN, _STD, Column("first (ms)", "steps_ms.0"),
                  Column("second (ms)", "steps_ms.1"), Column("last (ms)", "steps_ms.-1")),
         plots=(
-            Plot(name="steps", y=_STEP, x="step", panels=("size",), lines=("mode", "warmup"), log="y", each=_steps),
+            Plot(name="steps", y=_STEP, x="step", panels=("size",), lines=("mode", "warmup"), log="y", points=_steps),
         ),
     ),
     "train-step": View(
@@ -98,7 +111,7 @@ VIEWS: dict[str, View] = {
                       for name in ("parameters", "fc1_output", "norm_output", "logits", "loss", "gradients")),
         plots=(
             Plot(name="bits", y=Column("bits of the fraction", "bits", "d"), x="of", lines=("norm", "precision"),
-                 kind="bar", each=_fraction_bits),
+                 kind="bar", points=_fraction_bits),
         ),
     ),
     "residuals": View(
@@ -117,7 +130,7 @@ VIEWS: dict[str, View] = {
             Plot(name="saved", y=Column("saved (MiB)", "saved_bytes", ".4g", 2**20), x="context_length",
                  lines=("size", "precision", "compile", "attention"), kind="bar"),
         ),
-        details=tensors_table,
+        details=_saved_tensors,
     ),
     "checkpointing": View(
         keys=("size", "num_layers", "context_length", "batch_size", "mode", "precision", "compile", "attention",
@@ -170,66 +183,37 @@ VIEWS: dict[str, View] = {
         ),
     ),
     **ATTENTION_VIEWS,
-    "attention-sweep": attention_sweep.VIEW,
-    "lm-matrix": lm_matrix.VIEW,
-    "bucket-size": bucket_size.VIEW,
-    "overlap-trace": overlap.VIEW,
+    "attention-sweep": sweep_reports.ATTENTION_SWEEP,
+    "lm-matrix": sweep_reports.LM_MATRIX,
+    "bucket-size": strategy_tables.BUCKET_SIZE,
+    "overlap-trace": step_streams.VIEW,
     "optimizer-sharding": memory_parts.VIEW,
     "fsdp-accounting": memory_parts.VIEW,
-    "profile-memory": memory_timelines.VIEW,
+    "profile-memory": memory_profiles.VIEW,
 }  # fmt: skip
 
 
 _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "ddp": ddp_table,
+    "ddp": strategy_tables.ddp_table,
     "kernels": attention_table,
     "optimizer-sharding": memory_parts.memory_parts_table,
     "fsdp-accounting": memory_parts.memory_parts_table,
     "profile-kernels": kernels_table,
-    "profile-memory": memory_table,
+    "profile-memory": memory_profiles.memory_table,
 }
-"""Tables that are more than a line per row."""
+"""Cases whose table is not simply a line for each row."""
 
 
-def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
-    """Write a table (.md, .csv) and plots (.png) per case into a folder, or what the case writes; return the files.
-
-    swept: fields that tell rows apart besides those of the view, because they were measured for several values. A plot
-    that would show nothing is left out. Raises ValueError for rows of a case that has no table, and for rows that are
-    not as their table needs them.
-    """
-    files = []
-    for case, own in _by_case(rows).items():
-        with naming_the_case(case):
-            files += _write_case(case, own, folder, swept)
-    return files
-
-
-def _write_case(case: str, rows: Sequence[Row], folder: Path, swept: Sequence[str]) -> list[Path]:
-    view = _view(case, swept)
-    shown = [] if view is None else view.derive(latest(rows, view.keys))
-    if view is not None and view.write is not None:
-        return view.write(shown, folder)
-    files = [write_whole(folder / f"{case}.md", _case_table(rows, swept) + "\n")]
-    if view is not None:
-        files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
-        for plot in view.plots:
-            files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
-        files += view.more(shown, folder) if view.more else []
-    return files
-
-
-def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.case, []).append(row)
-    return found
+def columns_of(case: str, *names: str) -> list[Column]:
+    """Columns of a case's view, by name."""
+    by_name = {column.name: column for column in VIEWS[case].columns}
+    return [by_name[name] for name in names]
 
 
 def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
-    """Tables of rows in Markdown, one per case; swept: as in `write_views`.
+    """Markdown tables of rows, one for each case. `swept` names further fields that tell rows apart.
 
-    Raises ValueError for a case that has no table, and for a row without what its table shows.
+    Raises ValueError for a case that has no table, and for a row without the fields that its table shows.
     """
     tables = []
     for case, own in _by_case(rows).items():
@@ -238,12 +222,57 @@ def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
     return "\n\n".join(tables)
 
 
+def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
+    """Write a table (.md, .csv) and plots (.png) for each case into a folder; return the files.
+
+    A case with its own `write` gets the files of that instead. Empty plots are left out. `swept` and the errors are as
+    in `rows_table`.
+    """
+    files = []
+    for case, own in _by_case(rows).items():
+        with naming_the_case(case):
+            view = _view(case, swept)
+            shown = view.derive(latest(own, view.keys)) if view else []
+            if view and view.write:
+                files += view.write(shown, folder)
+                continue
+            files.append(write_whole(folder / f"{case}.md", _case_table(own, swept) + "\n"))
+            if view:
+                files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
+                for plot in view.plots:
+                    files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+                files += view.more(shown, folder) if view.more else []
+    return files
+
+
+def _by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, []).append(row)
+    return cases
+
+
+def _view(case: str, swept: Sequence[str]) -> View | None:
+    view = VIEWS.get(case)
+    return view and replace(view, keys=(*view.keys, *(name for name in swept if name not in view.keys)))
+
+
+def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
+    case = rows[0].case
+    if case in _TABLES:
+        return _TABLES[case](rows)
+    view = _view(case, swept)
+    if view is None:
+        raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
+    return table(view.derive(latest(rows, view.keys)), view)
+
+
 UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopIteration)
-"""What code raises when a row lacks a field, or has a value that it cannot compute with."""
+"""Raised by a table or plot if a row lacks a field, or has a value that cannot be computed with."""
 
 
 def in_words(error: BaseException) -> str:
-    """What an error says about the rows, if it is one of UNFIT."""
+    """The fault in the rows that an error of UNFIT stands for; any other error's own message."""
     match error:
         case KeyError():
             return f"there is no {error.args[0]!r}" if error.args else "something is missing"
@@ -260,68 +289,36 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming_the_case(case: str) -> Iterator[None]:
-    """Turn what a table or a plot stumbles over into what is wrong with the rows, which may come from anywhere."""
+    """Turn an error of UNFIT into a ValueError that names the case. Row files may come from anywhere."""
     try:
         yield
     except UNFIT as error:
         raise ValueError(f"a row of case {case!r} is not as its table or plot needs it: {in_words(error)}") from error
 
 
-def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
-    """What `show` makes of the rows of some files.
-
-    Raises ValueError for rows that cannot be shown, naming file and line of the first that cannot be shown by itself,
-    or the files if each can.
-    """
-    rows = [row for path in paths for row in read_rows(path)]
-    if not rows:
-        raise ValueError(f"{', '.join(map(str, paths))}: there is no row")
-    with naming_the_files(paths):
-        return show(rows)
-
-
 @contextlib.contextmanager
 def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None) -> Iterator[None]:
-    """Add to an error which line of some files is the first that cannot be shown by itself; or name the files.
+    """Add file and line of the first row that no table can show to an error; if each row can be shown, the files.
 
-    cases: those whose rows are shown, if it is not all of them.
+    `cases` limits the search to the cases that were shown.
     """
     try:
         yield
     except (ValueError, *UNFIT) as error:
         for path in paths:
             for line, row in enumerate(read_rows(path), 1):
-                if (cases is None or row.case in cases) and (why := _complaint(row)):
-                    raise ValueError(f"{path}, line {line}: {why}") from error
+                if cases is None or row.case in cases:
+                    try:
+                        rows_table([row])
+                    except ValueError as reason:
+                        raise ValueError(f"{path}, line {line}: {reason}") from error
         raise ValueError(f"{', '.join(map(str, paths))}: {in_words(error)}") from error
 
 
-def _complaint(row: Row) -> str | None:
-    """Why a row cannot be shown by itself; None if it can."""
-    try:
-        rows_table([row])
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def columns_of(case: str, *names: str) -> list[Column]:
-    """Columns of a case's view, by name."""
-    by_name = {column.name: column for column in VIEWS[case].columns}
-    return [by_name[name] for name in names]
-
-
-def _view(case: str, swept: Sequence[str]) -> View | None:
-    """A case's view, with more fields that tell rows apart."""
-    view = VIEWS.get(case)
-    return view and replace(view, keys=(*view.keys, *(name for name in swept if name not in view.keys)))
-
-
-def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
-    case = rows[0].case
-    if case in _TABLES:
-        return _TABLES[case](rows)
-    view = _view(case, swept)
-    if view is None:
-        raise ValueError(f"a row has case {case!r}: it must be one of {', '.join({**_TABLES, **VIEWS})}")
-    return table(view.derive(latest(rows, view.keys)), view)
+def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
+    """Call `show` with the rows of all files. Its errors name a file and line, as in `naming_the_files`."""
+    rows = [row for path in paths for row in read_rows(path)]
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, paths))}: there is no row")
+    with naming_the_files(paths):
+        return show(rows)

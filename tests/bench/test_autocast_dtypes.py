@@ -9,7 +9,7 @@ from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import autocast_dtypes
 from cs336_systems.bench.cases.autocast_dtypes import CASE, AutocastDtypesBench, ToyModel, measure
 from cs336_systems.bench.row import Row
-from cs336_systems.report.view import csv_text
+from cs336_systems.report.tables import csv_text
 from cs336_systems.report.views import VIEWS, rows_table
 
 NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

@@ -18,8 +18,8 @@ from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.communication import all_reduce_cost
 from cs336_systems.planner.rows import measured_overheads
-from cs336_systems.report.bucket_size import VIEW, with_added
 from cs336_systems.report.plots import figure_of
+from cs336_systems.report.strategy_tables import BUCKET_SIZE, with_added
 from cs336_systems.report.views import rows_table
 
 MIB = 2**20
@@ -145,7 +145,7 @@ def test_added_is_beside_the_same_setting_alone() -> None:
 
 
 def test_the_plot_draws_the_prediction_beside_what_was_measured() -> None:
-    (axes,) = figure_of(VIEW.plots[0], with_added(made_up()[:3])[1:], VIEW.keys).axes
+    (axes,) = figure_of(BUCKET_SIZE.plots[0], with_added(made_up()[:3])[1:], BUCKET_SIZE.keys).axes
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     assert list(lines.values()) == [([1.0, 100.0], [50, 10]), ([1.0, 100.0], [40.0, 8.0])]
 

@@ -11,7 +11,7 @@ from cs336_systems.bench.cases.checkpointing import CASE, CheckpointingBench, _c
 from cs336_systems.bench.instruments.live_bytes import LiveBytes
 from cs336_systems.bench.row import Row
 from cs336_systems.report.plots import figure_of
-from cs336_systems.report.view import Column, Plot
+from cs336_systems.report.spec import Column, Plot
 from cs336_systems.report.views import rows_table, write_views
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from cs336_systems.bench.turns import slowest
 from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
 from cs336_systems.planner.rows import job_of
-from cs336_systems.report.streams import plot_streams, streams_table
+from cs336_systems.report.step_streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
 
 

@@ -208,10 +208,10 @@ def test_the_command_writes_the_files(
 
 
 def test_equal_losses_are_said_to_be(files: Any, losses: dict[str, Any]) -> None:
-    from cs336_systems.report.lm_matrix import report
+    from cs336_systems.report.sweep_reports import lm_matrix_report
 
     rows: list[Row] = list(CASE.measure(quick(files)))
-    assert "are equal to within 0.0e+00 nats a token" in report(rows, rows)
+    assert "are equal to within 0.0e+00 nats a token" in lm_matrix_report(rows, rows)
     assert row_config(quick(files)[0]).items() <= rows[0].config.items()
 
 

@@ -12,7 +12,7 @@ from cs336_systems.bench.case import configurations, row_config
 from cs336_systems.bench.cases.overlap_trace import CASE, OverlapTrace
 from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.cli.main import main
-from cs336_systems.report.overlap import draw_streams, nsys_command, streams_file, write_page
+from cs336_systems.report.step_streams import draw_streams, nsys_command, streams_file, write_page
 from tests.profiling.test_page import browse, needs_browser
 
 

@@ -13,7 +13,7 @@ from cs336_systems.bench.profiling.isolated_profile import IsolatedProfile, prof
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.workload import Workload
 from cs336_systems.cli.main import main
-from cs336_systems.report.memory_tables import memory_summary
+from cs336_systems.report.memory_profiles import memory_summary
 from cs336_systems.report.views import rows_table
 
 

@@ -28,8 +28,7 @@ from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.bench.workload import Workload
 from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
-from cs336_systems.report.profile_plots import CLASS_COLORS, plot_shares
-from cs336_systems.report.profile_tables import short_name, top_kernels_tables
+from cs336_systems.report.kernel_profiles import CLASS_COLORS, plot_shares, short_name, top_kernels_tables
 from cs336_systems.report.views import rows_table
 
 from .gpu_trace import MUL, SGEMM, inference_step, training_steps

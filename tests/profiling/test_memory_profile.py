@@ -24,7 +24,7 @@ from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
 from cs336_systems.planner.accounting import num_parameters
-from cs336_systems.report.memory_tables import memory_summary
+from cs336_systems.report.memory_profiles import memory_summary
 from cs336_systems.report.pictures import hash_in
 from cs336_systems.report.views import rows_table, write_views
 

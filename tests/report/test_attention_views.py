@@ -9,9 +9,9 @@ import pytest
 
 from cs336_systems.bench.cases.attention import KERNELS
 from cs336_systems.bench.row import Row
-from cs336_systems.report import attention_sweep
-from cs336_systems.report.attention import with_speedups
+from cs336_systems.report.attention_tables import with_speedups
 from cs336_systems.report.plots import KERNEL_COLORS, KERNEL_MARKERS
+from cs336_systems.report.sweep_reports import attention_sweep_speedups, draw_heatmap
 from cs336_systems.report.views import VIEWS, rows_table, write_views
 
 ENV = {"gpu": "NVIDIA Made-up", "cpu_threads": 8}
@@ -166,7 +166,7 @@ def test_the_heat_map_says_time_and_speedup_and_what_failed(tmp_path: Path, monk
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
-    attention_sweep.draw_heatmap(attention_sweep.derive(SWEEP[1:]), tmp_path / "a.png")
+    draw_heatmap(attention_sweep_speedups(SWEEP[1:]), tmp_path / "a.png", "")
     axes = figures[0].axes[0]
     said = {text.get_position(): text.get_text() for text in axes.texts}
     assert said == {(0, 0): "8 ms\n1.00x", (0, 1): "2 ms\n4.00x", (1, 0): "1 ms\n1.00x", (1, 1): "failed"}

@@ -16,7 +16,8 @@ import pytest
 from cs336_systems.bench import row as case
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.report.documents import fill_blocks, update_document, update_documents
-from cs336_systems.report.tables import markdown_table, plot_runs, runs_table, summary_block
+from cs336_systems.report.markdown import markdown_table
+from cs336_systems.report.run_folders import plot_runs, runs_table, summary_block
 from cs336_systems.report.views import rows_table
 
 ROOT = Path(__file__).parents[2]

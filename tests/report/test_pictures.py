@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.row import read_rows
-from cs336_systems.report import lm_matrix
+from cs336_systems.report.kernel_profiles import plot_shares
 from cs336_systems.report.memory_parts import draw_parts
 from cs336_systems.report.pictures import drawn_hash, hash_in, save_picture
 from cs336_systems.report.plots import draw
-from cs336_systems.report.profile_plots import plot_shares
-from cs336_systems.report.streams import plot_streams
-from cs336_systems.report.view import latest
+from cs336_systems.report.selection import latest
+from cs336_systems.report.step_streams import plot_streams
+from cs336_systems.report.sweep_reports import LM_MATRIX_THROUGHPUT, write_lm_matrix
 from cs336_systems.report.views import VIEWS
 
 ROOT = Path(__file__).parents[2]
@@ -81,8 +81,8 @@ def drawn_parts(path: Path) -> None:
 
 
 def drawn_matrix(path: Path) -> None:
-    made = {each.name: each for each in lm_matrix.write(read_rows(ROWS / "lm-matrix.jsonl"), path.parent)}
-    made[lm_matrix.THROUGHPUT].replace(path)
+    made = {each.name: each for each in write_lm_matrix(read_rows(ROWS / "lm-matrix.jsonl"), path.parent)}
+    made[LM_MATRIX_THROUGHPUT].replace(path)
 
 
 PICTURES = {

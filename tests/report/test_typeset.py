@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.report.tables import markdown_table
+from cs336_systems.report.markdown import markdown_table
 from cs336_systems.report.writeup.typeset import to_typst, write_pdf
 
 

@@ -12,7 +12,9 @@ import pytest
 from cs336_systems.bench.row import Row, append_row
 from cs336_systems.cli.report import make_report
 from cs336_systems.report.plots import figure_of
-from cs336_systems.report.view import Column, Plot, csv_text, latest, show
+from cs336_systems.report.selection import latest, show
+from cs336_systems.report.spec import Column, Plot
+from cs336_systems.report.tables import csv_text
 from cs336_systems.report.views import VIEWS, rows_table, show_files, write_views
 
 KEYS = VIEWS["model"].keys
@@ -126,7 +128,7 @@ def test_every_step_is_a_point_after_the_warm_up() -> None:
         replace(row("small", 128, 2.0), config={"size": "small", "warmup": 1}, metrics={"steps_ms": [5.0, 2.0, 2.5]})
     ]
     (plot,) = VIEWS["warmup"].plots
-    (line,) = figure_of(plot, [point for row in rows for point in plot.each(row)], ()).axes[0].lines
+    (line,) = figure_of(plot, [point for row in rows for point in plot.points(row)], ()).axes[0].lines
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 3, 4], [5.0, 2.0, 2.5])
 
 
@@ -168,7 +170,7 @@ def test_a_case_without_a_table_is_named() -> None:
 
 
 def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
-    by_each = {"warmup": {"step"}, "autocast-dtypes": {"of"}}  # fields that the plot's `each` makes
+    by_each = {"warmup": {"step"}, "autocast-dtypes": {"of"}}  # fields that the plot's `points` makes
     for name, view in VIEWS.items():
         for plot in view.plots:
             made = by_each.get(name, set())

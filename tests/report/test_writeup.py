@@ -31,7 +31,7 @@ from cs336_systems.cli import profile as profile_command
 from cs336_systems.cli.report import make_report
 from cs336_systems.config.model import MODEL_SIZES
 from cs336_systems.planner.working import Section, Term
-from cs336_systems.report.memory_timelines import draw_timeline
+from cs336_systems.report.memory_profiles import draw_timeline
 from cs336_systems.report.writeup import (
     attention,
     buckets,

@@ -16,7 +16,7 @@ from cs336_systems.bench.profiling.annotated_attention import SCORES, SOFTMAX, V
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.cli.report import make_report
 from cs336_systems.planner.memory import part_bytes
-from cs336_systems.report.profile_tables import setting
+from cs336_systems.report.kernel_profiles import setting
 from cs336_systems.report.writeup import (
     attention,
     build,

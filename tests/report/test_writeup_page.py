@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.report.tables import markdown_table
+from cs336_systems.report.markdown import markdown_table
 from cs336_systems.report.writeup.render import html_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -7,7 +7,7 @@ from typing import Any
 
 from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.report.memory_parts import memory_parts_in_short
-from cs336_systems.report.view import Column
+from cs336_systems.report.spec import Column
 from cs336_systems.report.writeup import attention, build, flash
 from cs336_systems.report.writeup.problem import RowFile
 from cs336_systems.report.writeup.problems import PROBLEMS

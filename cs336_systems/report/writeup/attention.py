@@ -9,9 +9,10 @@ from ...planner.accounting import naive_attention_bytes
 from ...planner.cards import get_card
 from ...planner.memory import WORKSPACE
 from ...planner.working import GIB, Section, Term
-from ..attention import with_speedups
-from ..tables import markdown_table
-from ..view import OUTCOMES, latest, table
+from ..attention_tables import with_speedups
+from ..markdown import markdown_table
+from ..selection import OUTCOMES, latest
+from ..tables import table
 from ..views import VIEWS, columns_of
 from .claims import Evidence, about, gib, listing, mib, ms, one_setting, p50, peak, percent, span, times
 from .problem import Exhibit, Problem, says
@@ -170,7 +171,7 @@ def compiled_model(e: Evidence) -> str | None:
 def eager_alone(rows: Sequence[Row]) -> str:
     """The table of plain attention that is not compiled, without what compares it with itself."""
     view = VIEWS["attention"]
-    columns = tuple(column for column in view.columns if not column.where.endswith("_speedup"))
+    columns = tuple(column for column in view.columns if not column.metric.endswith("_speedup"))
     shown = _in_order(latest(rows, view.keys))
     return "\n\n".join(filter(None, (table(shown, replace(view, columns=columns)), _workspaces_in_use(shown))))
 

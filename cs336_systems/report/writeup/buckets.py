@@ -10,7 +10,7 @@ from ...planner.accounting import num_parameters
 from ...planner.cards import get_card
 from ...planner.communication import MIB, all_reduce_cost, best_bucket_bytes, overhead_sections
 from ...planner.working import Section
-from ..bucket_size import with_added
+from ..strategy_tables import with_added
 from .claims import Evidence, is_xl_2026, listing, mib, ms, one_setting, p50
 from .steps import ALONE, FAR, SETTING, is_within_spread, steps
 

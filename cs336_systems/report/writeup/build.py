@@ -13,8 +13,8 @@ from ...bench.row import read_rows
 from ...config.model import MODEL_SIZES
 from ...machine.files import write_whole
 from ...planner.working import Section, show
-from ..tables import markdown_table
-from ..view import machine
+from ..markdown import markdown_table
+from ..selection import machine
 from ..views import UNFIT, in_words, naming_the_files
 from .claims import XL_2026, ClaimError
 from .commands import measured_by, not_measured, settings_in_short

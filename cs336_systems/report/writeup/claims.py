@@ -5,7 +5,7 @@ from typing import Any
 
 from ...bench.row import Row
 from ...planner.rows import is_of_cpu
-from ..view import grouped, latest, machine, runs, value_of
+from ..selection import grouped, latest, machine, runs, value_of
 from ..views import VIEWS
 
 GIB = 2**30

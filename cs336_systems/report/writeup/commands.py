@@ -11,7 +11,7 @@ from typing import Any
 from ...bench.cases import NAMES, get_case
 from ...bench.row import Row
 from ...config.model import MODEL_SIZES, ModelConfig
-from ..view import value_of
+from ..selection import value_of
 from .problem import Exhibit, RowFile
 
 _SHOWN = 3

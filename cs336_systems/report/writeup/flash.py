@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from ...bench.row import Row
 from ...planner.rows import card_of, is_of_cpu
-from ..attention import PEERS, fastest, with_speedups
-from ..view import Column, latest
+from ..attention_tables import PEERS, fastest, with_speedups
+from ..selection import latest
+from ..spec import Column
 from ..views import VIEWS, columns_of
 from .claims import Evidence, about, listing, p50, percent, span, times
 from .problem import Exhibit, Problem, says

@@ -1,7 +1,7 @@
 """The problem leaderboard_2026: a training step of an 8B model on two GPUs."""
 
 from ...bench.row import Row
-from ..view import OUTCOMES
+from ..selection import OUTCOMES
 from ..views import VIEWS
 from .claims import Evidence, gib, is_alike, listing, p50, peak, percent, times
 from .problem import Exhibit, Problem, says

@@ -11,9 +11,8 @@ from ...planner.activations import activation_sections, residual_stream
 from ...planner.memory import head_term, logits_terms
 from ...planner.rows import is_of_cpu, workload_job
 from ...planner.working import Section
-from ..memory_tables import KEYS, memory_table
-from ..memory_timelines import draw_timeline
-from ..view import latest
+from ..memory_profiles import KEYS, draw_timeline, memory_table
+from ..selection import latest
 from .claims import (
     XL_2026,
     Evidence,

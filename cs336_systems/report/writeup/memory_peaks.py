@@ -10,8 +10,8 @@ from ...planner.job import Job
 from ...planner.memory import copy_terms, peak_bytes
 from ...planner.memory import peak as moment_of_peak
 from ...planner.rows import card_of
-from ..tables import markdown_table
-from ..view import OUTCOMES
+from ..markdown import markdown_table
+from ..selection import OUTCOMES
 from .claims import XL_2026, Evidence, gib, is_xl_2026, listing, one_setting, peak
 from .profiling import float32_attention
 from .timing import WAY

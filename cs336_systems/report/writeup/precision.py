@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from ...bench.row import Row
-from ..attention import with_speedups
-from ..tables import markdown_table
-from ..view import latest
+from ..attention_tables import with_speedups
+from ..markdown import markdown_table
+from ..selection import latest
 from ..views import VIEWS
 from .claims import (
     Evidence,

@@ -7,7 +7,8 @@ from pathlib import Path
 from ...bench.row import Row
 from ...planner.working import Section
 from ..plots import redraw
-from ..view import latest, table
+from ..selection import latest
+from ..tables import table
 from ..views import VIEWS, rows_table
 from .claims import Evidence
 

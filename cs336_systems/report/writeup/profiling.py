@@ -6,9 +6,8 @@ from pathlib import Path
 from ...bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from ...bench.row import Row
 from ...planner.rows import card_of, is_of_cpu
-from ..profile_plots import plot_shares
-from ..profile_tables import attention_part_ms, kernels_table, setting, shares_in_short, short_name
-from ..view import MACHINE
+from ..kernel_profiles import attention_part_ms, kernels_table, plot_shares, setting, shares_in_short, short_name
+from ..selection import MACHINE
 from .claims import PROFILERS, XL_2026, Evidence, about, is_alike, is_xl_2026, listing, ms, p50, percent
 from .problem import Exhibit, Problem, RowFile, says
 from .timing import CONTEXT, phases_table, spread_of_steps, the_script, times_by_size, warmup_steps

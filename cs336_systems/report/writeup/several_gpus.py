@@ -9,8 +9,7 @@ from ...bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALI
 from ...bench.row import Row
 from ...planner.parallelism import FeedForward, Mesh, least_device_batch, parallelism_sections
 from ..memory_parts import draw_parts, predicted_today
-from ..overlap import streams_file
-from ..streams import plot_streams
+from ..step_streams import plot_streams, streams_file
 from ..views import rows_table
 from .buckets import bucket_optimum, bucket_working, buckets
 from .claims import (

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...bench.row import Row
-from ..tables import markdown_table, row_fields
-from ..view import OUTCOMES, Column, common_facts, show, value_of
+from ..markdown import markdown_table
+from ..selection import OUTCOMES, common_facts, show, value_of
+from ..spec import Column
 
 
 def side_by_side(
@@ -49,4 +50,4 @@ def _named(column: Column, way: str) -> str:
 def _cell(row: Row | None, column: Column) -> str:
     if row is None:
         return "-"
-    return column.text(row_fields(row)) if row.status == "ok" else OUTCOMES[row.status]
+    return column.text(row) if row.status == "ok" else OUTCOMES[row.status]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...bench.row import Row
-from ..view import machine
+from ..selection import machine
 from .claims import Evidence, gib, listing, ms, of_each_size, p50, peak, percent, span
 from .steps import (
     ALONE,

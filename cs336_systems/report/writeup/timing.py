@@ -6,7 +6,9 @@ from dataclasses import replace
 from ...bench.row import Row
 from ...config.model import MODEL_SIZES
 from ...planner.rows import is_of_cpu
-from ..view import Spread, latest, table
+from ..selection import latest
+from ..spec import Spread
+from ..tables import table
 from ..views import VIEWS
 from .claims import Evidence, about, ends, mean, one_setting, p50, percent, span, times
 from .steps import FAR

@@ -1,43 +1,59 @@
-"""Tables of profiles: where the time of a step goes."""
+"""Rows of `profile-kernels`: the shares of a step's time in tables and as a picture."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from ..bench.profiling.kernel_classes import CLASSES
 from ..bench.row import Row
 from ..config.model import DEFAULT_VOCAB_SIZE, MODEL_SIZES
-from .tables import markdown_table, row_fields
-from .view import OUTCOMES, latest
+from .fields import row_fields
+from .markdown import markdown_table
+from .pictures import save_picture
+from .selection import OUTCOMES, latest
 
-_PARTS = (  # label, range, and what counts: True its matrix products, False all but them, None everything
+_ATTENTION_PARTS = (  # label, range, matrix products: only them (True), without them (False), with them (None)
     ("scores: Q K^T", SCORES, True),
     ("scores: scaling, mask, casts", SCORES, False),
     ("softmax", SOFTMAX, None),
     ("values: P V", VALUES, True),
     ("values: casts", VALUES, False),
 )
-_NAME_LENGTH = 90
-_NOISE = ("void ", "at::native::", "(anonymous namespace)::", "at_cuda_detail::")
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without common parts, cut if it is long, because what tells kernels apart comes first."""
-    for noise in _NOISE:
-        kernel = kernel.replace(noise, "")
-    return kernel if len(kernel) <= _NAME_LENGTH else kernel[: _NAME_LENGTH - 3] + "..."
+# Colours of Okabe and Ito. They differ in lightness too: for print and for colour-blind readers.
+CLASS_COLORS = {
+    "matmul": "#0072B2",
+    "attention": "#56B4E9",
+    "softmax": "#D55E00",
+    "reduction": "#E69F00",
+    "elementwise": "#F0E442",
+    "copy": "#009E73",
+    "communication": "#CC79A7",
+    "optimizer": "#4D4D4D",
+    "other": "#BBBBBB",
+}
 
 
 def kernels_table(rows: Sequence[Row]) -> str:
-    """For each configuration: kernel time and shares of classes, the longest kernel of each span, attention's parts."""
+    """For each configuration: times, shares of kernel classes, the longest kernel of each span, attention's parts."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(setting(row), []).append(row)
-    return "\n\n".join(_group_tables(name, latest(group, ())) for name, group in groups.items())
+    texts = []
+    for name, group in groups.items():
+        group = latest(group, ())
+        texts.append(f"{name}:")
+        texts += [f"{row.variant}: {OUTCOMES[row.status]}" for row in group if row.status != "ok"]
+        measured = [row for row in group if row.status == "ok"]
+        if measured:
+            texts += [_times(measured), _shares(measured), _longest(measured)]
+            if any(row_fields(row).get("metrics.attention") for row in measured):
+                texts.append(_attention(measured))
+    return "\n\n".join(texts)
 
 
 def setting(row: Row) -> str:
-    """What a row is a profile of, besides the mode: "xl, 4 x 512, fp32, attention naive, NVIDIA H200"."""
+    """The configuration of a row without its mode: "xl, 4 x 512, fp32, attention naive, NVIDIA H200"."""
     config, get = row.config, row_fields(row).get
     on = row.env.get("gpu") if config.get("device") != "cpu" else "CPU"
     parts = [
@@ -55,17 +71,6 @@ def setting(row: Row) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def _group_tables(name: str, rows: Sequence[Row]) -> str:
-    measured = [row for row in rows if row.status == "ok"]
-    texts = [f"{name}:"]
-    texts += [f"{row.variant}: {OUTCOMES[row.status]}" for row in rows if row.status != "ok"]
-    if measured:
-        texts += [_times(measured), _shares(measured), _longest(measured)]
-        if any(row_fields(row).get("metrics.attention") for row in measured):
-            texts.append(_attention(measured))
-    return "\n\n".join(texts)
-
-
 def _ms(value: Any) -> str:
     return "n/a" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
 
@@ -80,8 +85,8 @@ def _times(rows: Sequence[Row]) -> str:
     return markdown_table(header.split(","), lines)
 
 
-def _spans(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any], float | None]]:
-    """Columns: name of the span, its metrics, and the time of its phases by the host's clock."""
+def _shares(rows: Sequence[Row]) -> str:
+    """A column for each span, with the shares of kernel classes, the kernel time, and the time by the host's clock."""
     columns = []
     for row in rows:
         phases = row_fields(row).get("metrics.phase_wall_ms")
@@ -89,11 +94,6 @@ def _spans(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any], float | None]
         whole["forward + backward"] = phases.get("forward", 0.0) + phases.get("backward", 0.0)
         for name, span in row_fields(row).get("metrics.spans").items():
             columns.append((name, span, phases.get(name, whole.get(name))))
-    return columns
-
-
-def _shares(rows: Sequence[Row]) -> str:
-    columns = _spans(rows)
     shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span, _ in columns)]
     lines = [(cls, *(f"{span['share'].get(cls, 0.0):.1%}" for _, span, _ in columns)) for cls in shown]
     lines.append(("kernel time (ms)", *(_ms(span["kernel_ms"]) for _, span, _ in columns)))
@@ -102,7 +102,8 @@ def _shares(rows: Sequence[Row]) -> str:
 
 
 def _longest(rows: Sequence[Row]) -> str:
-    lines = [(name, *_kernel_cells(span["top"][0])) for name, span, _ in _spans(rows) if span["top"]]
+    spans = [each for row in rows for each in row_fields(row).get("metrics.spans").items()]
+    lines = [(name, *_kernel_cells(span["top"][0])) for name, span in spans if span["top"]]
     header = ["in", "class", "calls a step", "ms a step", "share", "kernel with the most time"]
     return markdown_table(header, lines)
 
@@ -112,8 +113,15 @@ def _kernel_cells(kernel: dict[str, Any]) -> tuple[str, ...]:
     return kernel["class"], *numbers, f"`{short_name(kernel['kernel'])}`"
 
 
+def short_name(kernel: str) -> str:
+    """A kernel's name without common prefixes, cut at 90 letters because its beginning tells kernels apart."""
+    for noise in ("void ", "at::native::", "(anonymous namespace)::", "at_cuda_detail::"):
+        kernel = kernel.replace(noise, "")
+    return kernel if len(kernel) <= 90 else kernel[:87] + "..."
+
+
 def top_kernels_tables(row: Row) -> str:
-    """The kernels with the most time in each phase of a profile, and in all together."""
+    """The kernels with the most time in each phase of a profile, and in all phases together."""
     header = ["#", "class", "calls a step", "ms a step", "share", "kernel"]
     tables = []
     for name, span in row_fields(row).get("metrics.spans").items():
@@ -123,8 +131,14 @@ def top_kernels_tables(row: Row) -> str:
     return "\n\n".join(tables)
 
 
+def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
+    """Time in a range of attention: of its matrix products (True), of everything else (False), or of both (None)."""
+    of_class = row_fields(row).get("metrics.attention").get(part, {}).get(phase, {})
+    return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
+
+
 def _attention(rows: Sequence[Row]) -> str:
-    """Time and operations of attention's parts, with products apart from what surrounds them."""
+    """Time and operations of attention's parts, with matrix products apart from the kernels around them."""
     operations = row_fields(rows[0]).get("metrics.attention_operations")
     columns = [
         (row, phase)
@@ -133,7 +147,7 @@ def _attention(rows: Sequence[Row]) -> str:
         if any(phase in of_phase for of_phase in row_fields(row).get("metrics.attention").values())
     ]
     lines = []
-    for label, part, products in _PARTS:
+    for label, part, products in _ATTENTION_PARTS:
         counted = "-" if products is False else f"{operations[part] / 1e9:.3g}"
         lines.append((label, counted, *(_ms(attention_part_ms(row, phase, part, products)) for row, phase in columns)))
     heads = [
@@ -151,35 +165,41 @@ def _attention(rows: Sequence[Row]) -> str:
 
 
 def shares_in_short(rows: Sequence[Row]) -> str:
-    """A line for each setting: by mode its time, its kernels' time and the parts of matrix products and attention."""
+    """A line for each setting: times and the main shares of each mode."""
+
+    def order(row: Row) -> tuple[Any, ...]:
+        get, sizes = row_fields(row).get, list(MODEL_SIZES)
+        place = sizes.index(get("config.size")) if get("config.size") in sizes else len(sizes)
+        return get("config.precision") != "fp32", place, get("config.context_length"), setting(row), row.variant
+
     lines: dict[str, dict[str, tuple[str, ...]]] = {}
-    names: dict[str, str] = {}
-    for row in sorted((row for row in rows if row.status == "ok"), key=_place_in_short):
-        name, span = _whole(row)
-        names[row.variant] = name
+    modes: dict[str, str] = {}
+    for row in sorted((row for row in rows if row.status == "ok"), key=order):
+        spans = row_fields(row).get("metrics.spans")
+        modes[row.variant] = max(spans, key=lambda each: spans[each]["kernel_ms"])  # the span with all kernels
+        span = spans[modes[row.variant]]
         others = {cls: share for cls, share in span["share"].items() if cls != "matmul"}
         most = max(others, key=lambda cls: others[cls], default=None)
+        by_part = row_fields(row).get("metrics.attention").values()
+        attention_ms = sum(ms for by_phase in by_part for of_class in by_phase.values() for ms in of_class.values())
         lines.setdefault(setting(row), {})[row.variant] = (
             _ms(row_fields(row).get("metrics.wall_ms")),
             _ms(span["kernel_ms"]),
             f"{span['share'].get('matmul', 0.0):.0%}",
             "-" if most is None else f"{most} {others[most]:.0%}",
-            _attention_share(row, span["kernel_ms"]),
+            f"{attention_ms / span['kernel_ms']:.0%}" if attention_ms and span["kernel_ms"] else "-",
         )
     if not lines:
         return ""
     words = [each.split(", ") for each in lines]
     common = [word for word in words[0] if all(word in other for other in words)] if len(words) > 1 else []
     header = ["setting"]
-    for name in names.values():
-        header += [f"{name} (ms)", "kernels (ms)", "matmul", "most of the rest", "attention"]
-    cells = [
-        (
-            ", ".join(word for word in own if word not in common),
-            *(c for mode in names for c in by_mode.get(mode, _NONE)),
-        )
-        for own, by_mode in zip(words, lines.values(), strict=True)
-    ]
+    for mode in modes.values():
+        header += [f"{mode} (ms)", "kernels (ms)", "matmul", "most of the rest", "attention"]
+    cells = []
+    for own, by_mode in zip(words, lines.values(), strict=True):
+        distinct = ", ".join(word for word in own if word not in common)
+        cells.append((distinct, *(cell for mode in modes for cell in by_mode.get(mode, ("-",) * 5))))
     also = f" ({', '.join(common)})" if common else ""
     return (
         f"Other settings in short{also}: the time of a pass, of its kernels together, and what share of that matrix "
@@ -188,30 +208,30 @@ def shares_in_short(rows: Sequence[Row]) -> str:
     )
 
 
-_NONE = ("-",) * 5
+def plot_shares(rows: Sequence[Row], out: Path) -> None:
+    """Draw the shares of kernel classes into a PNG, with a bar for each span of each row."""
+    from matplotlib.figure import Figure
 
-
-def _place_in_short(row: Row) -> tuple[Any, ...]:
-    get, sizes = row_fields(row).get, list(MODEL_SIZES)
-    size = get("config.size")
-    place = sizes.index(size) if size in sizes else len(sizes)
-    return get("config.precision") != "fp32", place, get("config.context_length"), setting(row), row.variant
-
-
-def _whole(row: Row) -> tuple[str, dict[str, Any]]:
-    """The span of a profile that has all of its kernels, and its name."""
-    spans = row_fields(row).get("metrics.spans")
-    name = max(spans, key=lambda each: spans[each]["kernel_ms"])
-    return name, spans[name]
-
-
-def _attention_share(row: Row, kernel_ms: float) -> str:
-    parts = row_fields(row).get("metrics.attention")
-    total = sum(ms for by_phase in parts.values() for of_class in by_phase.values() for ms in of_class.values())
-    return f"{total / kernel_ms:.0%}" if total and kernel_ms else "-"
-
-
-def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
-    """Time in a range of attention: of its matrix products, of all else, or (None) of everything."""
-    of_class = row_fields(row).get("metrics.attention").get(part, {}).get(phase, {})
-    return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
+    bars = [(name, span) for row in rows if row.status == "ok" for name, span in row.metrics["spans"].items()]
+    figure = Figure(figsize=(9, 1.6 + 0.55 * len(bars)), layout="constrained")
+    axis = figure.subplots()
+    shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span in bars)]
+    left = [0.0] * len(bars)
+    for cls in shown:
+        widths = [span["share"].get(cls, 0.0) for _, span in bars]
+        style: dict[str, Any] = {"color": CLASS_COLORS[cls], "label": cls, "edgecolor": "white", "height": 0.72}
+        drawn = axis.barh(range(len(bars)), widths, left=left, **style)
+        labels = [f"{width:.0%}" if width >= 0.05 else "" for width in widths]  # narrower bars have no room for one
+        is_dark = cls in ("matmul", "softmax", "copy", "optimizer")
+        axis.bar_label(drawn, labels, label_type="center", color="white" if is_dark else "black", fontsize=9)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axis.set_yticks(range(len(bars)), [f"{name}\n{span['kernel_ms']:,.3g} ms" for name, span in bars])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    axis.set_xlabel("share of kernel time in a step")
+    axis.set_title(setting(rows[0]), loc="left", fontsize=11)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(shown), frameon=False)
+    save_picture(figure, out)

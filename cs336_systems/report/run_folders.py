@@ -1,0 +1,102 @@
+"""Training runs in a table, in words and as loss curves, read from their run folders."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.run import ModelConfig
+from ..planner.accounting import num_parameters
+from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
+from .fields import Fields
+from .markdown import markdown_table
+
+logger = logging.getLogger(__name__)
+
+
+def runs_table(run_dirs: Sequence[Path]) -> str:
+    """A line for each finished run: model, machine, losses beside the baselines, and speed.
+
+    A resumed run shows the speed of its last part.
+    """
+    lines = []
+    for run_dir in run_dirs:
+        if (run_dir / "config.json").exists() and not (run_dir / "result.json").exists():
+            logger.warning("%s is not finished, left out", run_dir)
+            continue
+        config, result = _read_json(run_dir / "config.json"), _read_json(run_dir / "result.json")
+        try:
+            shape = ModelConfig(**config.get("model")).shape
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{config.source} holds no model: {error}") from error
+        device = result.get("env.gpu") or f"{result.get('env.cpu_threads')} CPU threads"
+        lines.append(
+            (
+                run_dir.name,
+                f"{num_parameters(shape) / 1e6:.1f} M",
+                f"{device}, {config.get('train.precision')}",
+                result.number("step", ","),
+                result.number("train_loss", ".3f"),
+                result.number("valid_loss", ".3f"),
+                result.number("unigram_entropy", ".3f"),
+                result.number("bigram_model_loss", ".3f"),
+                result.number("tokens_per_s", ",.0f"),
+                result.number("mfu", ".1%"),
+            )
+        )
+    if not lines:  # no error: unfinished runs may still be plotted
+        return "none of these runs is finished"
+    header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
+    return markdown_table(header.split(","), lines)
+
+
+def _read_json(path: Path) -> Fields:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a folder of a finished run is needed")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return Fields(str(path), content)
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """How a run ended, as `cs336 train` prints it; `result` is the content of result.json."""
+    return _summary(Fields("the result", result))
+
+
+def summary_block(run_dir: Path) -> str:
+    """`summary` of a run folder as a Markdown code block."""
+    return f"```text\n{_summary(_read_json(run_dir / 'result.json'))}\n```"
+
+
+def _summary(result: Fields) -> str:
+    lines = [
+        f"validation loss  {result.number('valid_loss', '.4f')} nats a token",
+        f"unigram entropy  {result.number('unigram_entropy', '.4f')} of the same text: "
+        "how frequent each token is in it",
+        f"bigram model     {result.number('bigram_model_loss', '.4f')} on the same text: "
+        "it sees only the previous token, and knows the training text's pairs",
+    ]
+    if (sample := result.get("sample")) is not None:
+        lines += ["", "sample:", *(f"    {line}".rstrip() for line in str(sample).strip().splitlines())]
+    lines += ["", f"run folder       {result.get('run_dir')}"]
+    lines += [f"loss curve       {result.get('loss_curve')}", f"checkpoint       {result.get('checkpoint')}"]
+    return "\n".join(lines)
+
+
+def plot_runs(run_dirs: Sequence[Path], path: Path) -> None:
+    """Draw the loss curves of some runs into one picture. Raises ValueError if none of them has begun."""
+    begun = [run_dir for run_dir in run_dirs if (run_dir / METRICS_FILE).is_file()]
+    for run_dir in run_dirs:
+        if run_dir not in begun:
+            logger.warning("%s has no %s, not drawn", run_dir, METRICS_FILE)
+    if not begun:
+        raise ValueError(f"none of these runs has a {METRICS_FILE}: there is nothing to draw")
+    names = [run_dir.name for run_dir in begun]
+    if len(set(names)) < len(names):
+        names = [str(run_dir) for run_dir in begun]
+    plot_loss_curves({n: read_metrics(d / METRICS_FILE) for n, d in zip(names, begun, strict=True)}, path)

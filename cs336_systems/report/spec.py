@@ -1,0 +1,93 @@
+"""How rows are shown, as data: the columns of a table, the axes of a plot, and the view of a case."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..bench.row import Row
+from .fields import row_fields
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric as a column of a table. The format "s" is for text."""
+
+    name: str
+    """The header, with the unit."""
+    metric: str
+    """The dotted name in `metrics`."""
+    form: str = ".2f"
+    unit: int = 1
+    """The divisor: 2**30 turns bytes into GiB."""
+
+    def text(self, row: Row) -> str:
+        """The formatted value, or "-" if the row has none."""
+        fields, name = row_fields(row), f"metrics.{self.metric}"
+        if not fields.has(name):
+            return "-"
+        return str(fields.get(name)) if self.form == "s" else fields.number(name, self.form, self.unit)
+
+    def value(self, row: Row) -> float | None:
+        """The number itself, or None if the row has none."""
+        fields, name = row_fields(row), f"metrics.{self.metric}"
+        return fields.value(name) / self.unit if fields.has(name) else None
+
+
+@dataclass(frozen=True)
+class Spread(Column):
+    """A metric measured many times, shown as its mean and standard deviation."""
+
+    def text(self, row: Row) -> str:
+        """Such as "12.34 ± 0.56", or "-" if the row has none."""
+        if not row_fields(row).has(f"metrics.{self.metric}"):
+            return "-"
+        return " ± ".join(Column("", f"{self.metric}.{of}", self.form, self.unit).text(row) for of in ("mean", "std"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A metric over a field of the configuration, with a line or bars for each value of some other fields.
+
+    A row without the x field is a horizontal line, because its metric does not depend on that field. If all bars share
+    one x, they are drawn horizontally, one below the other.
+    """
+
+    name: str
+    y: Column
+    x: str
+    lines: tuple[str, ...]
+    kind: Literal["line", "bar"] = "line"
+    log: str = ""
+    """The logarithmic axes: x, y or xy."""
+    panels: tuple[str, ...] = ()
+    """Fields whose values get axes of their own within one picture."""
+    files: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    """Fields whose values get a picture of their own, with all values that they may have."""
+    beside: Column | None = None
+    """A second, dashed column of a line plot, such as a prediction."""
+    points: Callable[[Row], Sequence[Row]] = lambda row: [row]
+    """Splits a row into several points."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The table and the plots of a case."""
+
+    keys: tuple[str, ...]
+    """Fields that tell rows apart. Fields that differ among the rows are columns; the others are named above the table.
+
+    If rows agree in keys, variant and machine, only the last is shown.
+    """
+    columns: tuple[Column, ...]
+    plots: tuple[Plot, ...] = ()
+    derive: Callable[[Sequence[Row]], Sequence[Row]] = lambda rows: rows
+    """Adds metrics that compare several rows, such as speed-ups."""
+    note: Column | None = None
+    """A text below the table, written once if all rows agree."""
+    details: Callable[[Row], str] | None = None
+    """Text below the table for each successful row."""
+    write: Callable[[Sequence[Row], Path], list[Path]] | None = None
+    """Writes the case's own files instead of the table and the plots."""
+    more: Callable[[Sequence[Row], Path], list[Path]] | None = None
+    """Writes further files beside the table and the plots."""

@@ -1,0 +1,142 @@
+"""Compute and communication of a GPU over one step: tables, pictures and a page; the view of `overlap-trace`."""
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..bench.cases.overlap_trace import DEFAULTS
+from ..bench.instruments.intervals import merge
+from ..bench.instruments.streams import Streams, totals
+from ..bench.profiling.nsys import record_command
+from ..bench.profiling.page import fill_page
+from ..bench.row import Row
+from ..machine.files import write_whole
+from .markdown import markdown_table
+from .pictures import save_picture
+from .selection import common_facts
+from .spec import Column, View
+
+logger = logging.getLogger(__name__)
+COLORS = {"compute": "#1f77b4", "communication": "#d62728"}
+_KEYS = ("size", "devices", "context_length", "batch_size", "precision", "compile", "variant")
+
+
+def read_streams(path: Path) -> Streams:
+    """The intervals that `record_step` wrote. Raises ValueError or FileNotFoundError naming the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a file that cs336 bench ddp --traces has written is needed")
+    try:
+        content = json.loads(path.read_text())
+        streams = {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} does not hold the intervals of a step: {error}") from error
+    for kind, intervals in streams.items():
+        for begin, end in intervals:
+            if not -math.inf < begin <= end < math.inf:
+                raise ValueError(f"{path}: {kind} has the interval ({begin}, {end}): it must not end before it begins")
+    return streams
+
+
+def streams_table(paths: Sequence[Path]) -> str:
+    """A line for each step: its length, the times of compute and communication, and how much of them overlaps."""
+    lines = []
+    for path in paths:
+        *times, hidden = totals(read_streams(path)).values()
+        lines.append((path.stem, *(f"{time:.1f}" for time in times), "n/a" if hidden is None else f"{hidden:.0%}"))
+    header = "step of,from first to last kernel (ms),computing (ms),communicating (ms),both (ms),hidden"
+    return markdown_table(header.split(","), lines)
+
+
+def plot_streams(paths: Sequence[Path], out: Path) -> None:
+    """Draw the streams of some steps one below the other, on one time axis, into a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 1.3 * len(paths)), layout="constrained")
+    axes = figure.subplots(len(paths), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, path in zip(axes, paths, strict=True):
+        streams = read_streams(path)
+        for row, (kind, color) in enumerate(COLORS.items()):
+            # Kernels a few microseconds apart are drawn as one: a pixel is a quarter of a millisecond.
+            spans = [(a, b - a) for a, b in merge(streams[kind], gap=0.02)]
+            axis.broken_barh(spans, (-row - 0.4, 0.8), color=color, linewidth=0)
+        axis.set_yticks([-row for row in range(len(COLORS))], list(COLORS))
+        axis.set_title(path.stem, loc="left", fontsize=10)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[-1].set_xlabel("ms from the first kernel of the step")
+    axes[-1].set_xlim(left=0)
+    save_picture(figure, out)
+
+
+def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
+    """Write a page of some steps that can be zoomed, from files that `record_step` wrote with the kernels' names.
+
+    Raises ValueError or FileNotFoundError naming a file that is not one.
+    """
+    steps = []
+    for path in paths:
+        streams, content = read_streams(path), json.loads(path.read_text())
+        try:
+            names = [str(name) for name in content["names"]]
+            pieces = {kind: [(int(i), float(a), float(b)) for i, a, b in content["pieces"][kind]] for kind in COLORS}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not hold the work of a step piece by piece: {error!r}") from error
+        steps.append({"name": path.stem, "totals": totals(streams), "names": names, "pieces": pieces})
+    data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}
+    title = "Compute and communication over one step"
+    write_whole(out, fill_page("streams.html", ("axes.js", "streams.js"), title, note, data))
+
+
+def streams_file(row: Row, folder: Path) -> Path | None:
+    """The file of intervals of a row's step, where it was written or else below the folder of the rows."""
+    if not row.metrics.get("streams"):
+        return None
+    written = Path(row.metrics["streams"])
+    for file in (written, folder / written.parent.name / written.name):
+        if file.is_file():
+            return file
+    logger.warning("%s is not here, left out of the picture", written)
+    return None
+
+
+def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write the picture and the page of the rows' steps into a folder. Steps whose file is gone are left out."""
+    found = {file: row for row in rows if (file := streams_file(row, folder)) is not None}
+    if not found:
+        return []
+    files = [folder / "overlap-trace.png", folder / "overlap-trace.html"]
+    plot_streams(list(found), files[0])
+    write_page(list(found), files[1], common_facts(list(found.values()), _KEYS)[0])
+    return files
+
+
+def nsys_command(row: Row) -> str:
+    """The shell command that records the same step with Nsight Systems."""
+    options = []
+    for name in ("variant", "devices", "size", "context_length", "batch_size", "precision", "compile", "warmup"):
+        value = row.config[name]
+        if name == "variant" or value != DEFAULTS[name]:
+            options += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    stem = Path(row.config["traces"]).with_name(f"nsys-{Path(row.metrics.get('streams') or 'step').stem}")
+    command = ["cs336", "bench", "overlap-trace", "--profiler", "nsys", *options, "--out", str(stem.parent / "nsys")]
+    return shlex.join([*record_command(stem), *command])
+
+
+VIEW = View(
+    keys=_KEYS,
+    columns=(
+        Column("step (ms)", "step_ms.p50"),
+        Column("profiled: first to last (ms)", "span_ms"),
+        Column("computing (ms)", "compute_ms"),
+        Column("communicating (ms)", "communication_ms"),
+        Column("both (ms)", "both_ms"),
+        Column("overlapped", "overlapped", ".0%"),
+    ),
+    details=lambda row: (
+        f"To record the step of {row.variant} with Nsight Systems instead:\n\n```bash\n{nsys_command(row)}\n```"
+    ),
+    more=draw_streams,
+)
+"""The view of `overlap-trace`."""
