@@ -359,6 +359,8 @@ class RunConfig:
 
 
 GROUPS: dict[str, type] = {
-    name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
+    name: hint
+    for name, hint in get_type_hints(RunConfig).items()
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint)
 }
 """The groups of fields in a run: model, data, train and so on."""

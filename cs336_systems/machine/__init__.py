@@ -1,1 +1,1 @@
-"""The machine around a run: its devices, its files and its console."""
+"""The machine: devices, files and console."""

@@ -1,4 +1,4 @@
-"""The terminal: the command that a person gives, the lines that they see, and the library's log as lines."""
+"""The console: output, logging, signals, and the environment that launchers set."""
 
 import contextlib
 import io
@@ -14,17 +14,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 COMMAND = "CS336_COMMAND"
-"""Environment variable that holds the command that was given, for whatever makes rows."""
+"""Environment variable with the user's command. Rows record it."""
 _WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir", "--timeout_s")
-"""Options of a command, with a value, that do not say what is measured."""
+"""Options with a value that do not change a measurement. Rows leave them out of the command."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into the latter
+READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into SystemExit
 
 
 def launched_rank() -> int | None:
-    """This process's rank among those that torchrun, or our own launch, has started; None for a process by itself.
+    """The rank that torchrun or our own launcher gave this process; None for a process by itself.
 
-    A stray RANK is not enough: schedulers and shells leave such variables behind (`check_by_itself`).
+    RANK alone does not count, because schedulers and shells leave it behind (see `check_by_itself`).
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
@@ -32,9 +32,9 @@ def launched_rank() -> int | None:
 
 
 def check_by_itself() -> None:
-    """Raise ValueError if this process, which torchrun did not start, seems meant to train with others.
+    """Raise ValueError if WORLD_SIZE suggests several processes, but this one has no rank.
 
-    Left alone, each of them would train on the whole batch, and write into the same folder.
+    Otherwise each process would train on the whole batch and write into the same folder.
     """
     missing = [name for name in ("RANK", "LOCAL_RANK") if name not in os.environ]
     if missing and os.environ.get("WORLD_SIZE") and count_in_environment("WORLD_SIZE", 1) > 1:
@@ -46,9 +46,9 @@ def check_by_itself() -> None:
 
 
 def count_in_environment(name: str, default: int, below: str | None = None) -> int:
-    """A number that whoever starts several processes leaves in their environment.
+    """Read a number that a launcher sets in the environment.
 
-    Raises ValueError naming the variable if it is not a whole number from 0 on, or not below that of another variable.
+    Raises ValueError naming the variable if it is not a whole number from 0 on, or not below the variable `below`.
     """
     value = os.environ.get(name, str(default))
     most = math.inf if below is None else count_in_environment(below, 1)
@@ -60,7 +60,7 @@ def count_in_environment(name: str, default: int, below: str | None = None) -> i
 
 @contextlib.contextmanager
 def by_command(words: Sequence[str]) -> Iterator[None]:
-    """Rows that are made inside name this command, without options that say where they go or what is done already."""
+    """Let rows made inside record this command, without its output folder, time limit and --resume."""
     left, kept = list(words), []
     while left:
         word = left.pop(0)
@@ -79,22 +79,19 @@ def by_command(words: Sequence[str]) -> Iterator[None]:
 
 
 def program(name: str = "cs336") -> str:
-    """How the command `cs336` was called, or how to call another one beside it, for lines that can be pasted."""
+    """How the user called `cs336`, or how to call another program beside it, for commands that can be pasted."""
     called = Path(sys.argv[0])
     return str(called.with_name(name)) if called.name == "cs336" else name
 
 
 def visible(text: str) -> str:
-    """The text with escapes for control characters, except newline and tab.
-
-    A terminal would obey them: they move the cursor, change colours, or set the window's title.
-    """
+    """Escape control characters except newline and tab, so that text cannot control the terminal."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(line: str) -> None:
-    """Print a line. A reader that has gone (`| head`, a closed terminal) is no reason to lose a run."""
-    import rich  # not at the top, so that --help is quick
+    """Print a line. A closed terminal or pipe (`| head`) does not end the run."""
+    import rich  # here, so that --help is quick
 
     console = rich.get_console()
     line = visible(line) if console.is_terminal else line
@@ -104,7 +101,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def no_interrupts_inherited() -> Iterator[None]:
-    """A process that this thread starts inside gets no interrupts."""
+    """Processes started inside get no interrupts from the terminal."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -113,30 +110,30 @@ def no_interrupts_inherited() -> Iterator[None]:
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that ends this process, raised as an interrupt, because SystemExit would be lost in `say`."""
+    """A signal that ends this process. It is a KeyboardInterrupt because `say` would swallow SystemExit."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name}")
         self.exit_code = 128 + number
 
 
-def _end(number: int, _: object) -> None:
-    for each in (signal.SIGTERM, signal.SIGHUP):  # a second signal must not disturb the clean-up
-        signal.signal(each, signal.SIG_IGN)
-    raise Ended(number)
-
-
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM and a hang-up end the block as an interrupt does, so that its processes and folders go with it.
+    """Let SIGTERM and SIGHUP end the block as an interrupt does, so that its processes and folders are cleaned up.
 
-    By default they end this process at once. Here it exits afterwards, with the code that a shell would have seen.
+    The process then exits with the code that a shell reports for the signal.
     """
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                before[number] = signal.signal(number, _end)
+    signals, before = (signal.SIGTERM, signal.SIGHUP), {}
+
+    def end(number: int, _: object) -> None:
+        for each in signals:  # a second signal must not disturb the clean-up
+            signal.signal(each, signal.SIG_IGN)
+        raise Ended(number)
+
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+        for number in signals:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                before[number] = signal.signal(number, end)
     try:
         yield
     except Ended as ended:
@@ -147,18 +144,18 @@ def ended_in_order() -> Iterator[None]:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints log lines through rich's console, so that they do not tear the live progress line."""
+    """Prints log lines through rich's console, above the live progress line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
 
 
 def start_console(quiet: bool = False) -> None:
-    """Prepare this process to print any text, and this project's log. With quiet, only errors of the log.
+    """Set up stdout and logging. `quiet` logs only errors.
 
-    A character that stdout's encoding lacks is printed as "?" instead of ending the process with an error.
+    A character that stdout's encoding lacks is printed as "?" instead of raising an error.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # stdout may be closed, or a notebook's own
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may also be closed, or belong to a notebook
         sys.stdout.reconfigure(errors="replace")
     for package in ("cs336_basics", "cs336_systems"):
         log = logging.getLogger(package)

@@ -1,4 +1,4 @@
-"""Files that are written whole: a write that fails leaves the previous file as it was."""
+"""Atomic writes: a write that fails leaves the previous file as it was."""
 
 import contextlib
 import errno
@@ -12,33 +12,33 @@ from typing import Any
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file, text as UTF-8, in place of any that is there; return its path. Mode and links are kept.
+    """Write or replace a file, with text as UTF-8, and return its path. An old file's mode and links to it are kept.
 
-    What is not a regular file, such as /dev/stdout, is written into. Raises OSError naming the file if that fails; then
-    the file is as it was, or not there.
+    A path such as /dev/stdout or a pipe is written to directly. Raises OSError naming the file if the write fails; the
+    old file is then unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
-        target = path.resolve()  # a link stays one
+        target = path.resolve()  # replace the file behind a link, not the link
         if target.exists() and not target.is_file():
             target.write_bytes(data)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             _replace(target, data)
-    except RuntimeError as error:  # Python 3.12 and before, for links that lead to each other
+    except RuntimeError as error:  # a cycle of links, in Python 3.12 and before
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
-    except OSError as error:  # it names no file, or the temporary one
+    except OSError as error:  # it may name no file, or the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`, for code that writes by itself; it replaces `path` once it is written.
+    """A temporary path for other code to write to. The file then replaces `path`.
 
-    Raises OSError naming the file if that fails; then the file is as it was, or not there.
+    Raises OSError naming the file if the write fails; the old file is then unchanged.
     """
-    beside = path.with_name(f"writing-{path.name}")  # with the same suffix, because that may decide about compression
+    beside = path.with_name(f"writing-{path.name}")  # the same suffix, which may decide the compression
     try:
         yield beside
         os.replace(beside, path)
@@ -58,19 +58,14 @@ def _replace(target: Path, data: bytes) -> None:
         if target.exists():
             shutil.copymode(target, name)
         else:
-            os.chmod(name, 0o666 & ~_umask())
+            mask = os.umask(0o077)  # the umask can only be read by setting it
+            os.umask(mask)
+            os.chmod(name, 0o666 & ~mask)
         os.replace(name, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def write_figure(figure: Any, path: Path, **metadata: str) -> Path:

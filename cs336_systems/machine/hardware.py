@@ -1,4 +1,4 @@
-"""What the machine is and could do at best: devices, number types, peak rates by GPU name, the environment stamp."""
+"""Devices, dtypes, memory and peak rates of this machine, and the environment stamp of measurements."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ _PROC, _CGROUPS = Path("/proc/self"), Path("/sys/fs/cgroup")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Reasons for a lowered GPU clock, by the names of NVML's constants.
+# NVML's names for the reasons of a lowered GPU clock.
 _SLOWED_BY = {
     "SwPowerCap": "power cap",
     "SwThermalSlowdown": "heat",
@@ -34,7 +34,7 @@ _SLOWED_BY = {
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:
-    """`peak_flops` of a torch device; fp32 counts as tf32 where float32 matrix products are allowed to use it."""
+    """`peak_flops` of a device. fp32 counts as tf32 if float32 matrix products may use TF32."""
     if device.type != "cuda":
         return None
     if precision == "fp32" and allows_tf32():
@@ -43,15 +43,15 @@ def device_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def allows_tf32() -> bool:
-    """Whether a GPU's float32 matrix products may use TF32, by whichever of PyTorch's two settings was used."""
+    """Whether float32 matrix products on a GPU may use TF32, by either of PyTorch's two settings."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # once the newer one is set, the older one cannot be read
+    except RuntimeError:  # once the newer setting is used, PyTorch refuses to read the older one
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def select_device(name: str) -> torch.device:
-    """The torch device of `train.device`: auto, cpu, cuda or cuda:N. Raises ValueError for one that is not there."""
+    """The device for `train.device`: auto, cpu, cuda or cuda:N. Raises ValueError if this machine lacks it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
@@ -68,7 +68,7 @@ def select_device(name: str) -> torch.device:
 
 
 def use_device(name: str) -> torch.device:
-    """`select_device`, and make it the current device, because streams and graphs are made on the current one."""
+    """Select a device and make it current, because streams and graphs are created on the current device."""
     device = select_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -77,27 +77,27 @@ def use_device(name: str) -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its index, if it is a GPU: without one it is the current one, and each thread has its own."""
+    """The device with an explicit GPU index. Without one it means the current GPU, which differs between threads."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def use_device_in_thread(device: torch.device) -> None:
-    """Make the device that the process uses current in this new thread too, which begins on GPU 0.
+    """Make the process's GPU current in a new thread, which starts on GPU 0.
 
-    Otherwise whatever the thread asks of CUDA, even whether an event has passed, makes a context on GPU 0: half a GB of
-    its memory for every rank of the machine.
+    Otherwise any CUDA call of the thread, even a query of an event, creates a context on GPU 0. That takes half a GB of
+    its memory for each rank on the machine.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A tensor's values in main memory, once the device has computed them. Other threads may use it meanwhile.
+    """Copy a tensor to main memory and wait for it, without blocking CUDA calls of other threads.
 
-    They cannot during `tolist` or a copy to memory that is not pinned. Those hold CUDA's lock until what is queued
-    before them is done, and whatever another thread then launches, or frees, waits as long.
+    `tolist` and copies to unpinned memory hold CUDA's lock until all queued work is done, so that launches and frees of
+    other threads wait too.
     """
     if not tensor.is_cuda:
         return tensor
@@ -109,7 +109,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Total memory of a GPU, or for the CPU what this process may have of the machine's; None if nothing tells."""
+    """Total memory of a GPU, or the main memory that this process may use. None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     limits = _cgroup_limits()
@@ -119,7 +119,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def _cgroup_limits() -> list[int]:
-    """Memory that the control groups of this process allow it in bytes: a container's, a batch system's. Linux only."""
+    """Memory limits in bytes from Linux control groups, which containers and batch systems set."""
     found = []
     with contextlib.suppress(OSError):
         for line in (_PROC / "cgroup").read_text().splitlines():
@@ -130,24 +130,24 @@ def _cgroup_limits() -> list[int]:
                 root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
             else:
                 continue
-            # Inside a container its own group is the root, whatever its path outside. Outer groups limit inner ones.
+            # Outer groups limit inner ones. Inside a container, the root is its own group, whatever `group` says.
             path = Path(group.lstrip("/"))
             for folder in {root, *(root / part for part in (path, *path.parents))}:
-                with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+                with contextlib.suppress(OSError, ValueError):  # "max" means no limit
                     found.append(int((folder / name).read_text()))
     return found
 
 
 def requested_gpu_bytes(device: torch.device, peak: bool = False) -> int:
-    """Bytes that tensors on a GPU have requested, now or at most since the last `reset_peak_memory_stats`.
+    """Bytes that tensors on a GPU requested: now, or the peak since `reset_peak_memory_stats`.
 
-    `torch.cuda.memory_allocated` counts what they were given: blocks that can be up to 1 MiB larger.
+    `torch.cuda.memory_allocated` counts the allocator's blocks instead, which are up to 1 MiB larger.
     """
     return torch.cuda.memory_stats(device)[f"requested_bytes.all.{'peak' if peak else 'current'}"]
 
 
 def check_precision(device: torch.device, precision: str) -> None:
-    """Raise ValueError if the device does not compute in `train.precision` natively."""
+    """Raise ValueError if the device has no native arithmetic for `train.precision`."""
     if device.type == "cuda" and precision == "bf16":
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -158,24 +158,26 @@ def check_precision(device: torch.device, precision: str) -> None:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    """torch.autocast to a 16-bit precision; nothing for fp32."""
+    """torch.autocast for 16-bit precisions; no context for fp32."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
 
 
 def gpu_count() -> int:
-    """How many GPUs PyTorch sees."""
+    """Number of GPUs that PyTorch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpu_name(device: torch.device | None = None) -> str | None:
-    """The name of a GPU, or where no GPU is given of the one that is current; None where PyTorch sees none."""
+    """The name of a GPU, by default the current one. None if PyTorch sees no GPU."""
     if not gpu_count():
         return None
     return torch.cuda.get_device_name(device if device is not None and device.type == "cuda" else None)
 
 
 def environment() -> dict[str, Any]:
-    """What a measurement was made with: GPU name and count, versions, commit. Plain JSON types."""
+    """The environment of a measurement: GPUs, versions, commit. Plain JSON types."""
+    triton = next(iter(metadata.distributions(name="triton")), None)
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu_count() else None
     return {
         "gpu": gpu_name(),
         "gpu_count": gpu_count(),
@@ -183,18 +185,18 @@ def environment() -> dict[str, Any]:
         "platform": platform.machine(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _version("triton"),
+        "triton": triton.version if triton else None,
         "cuda": torch.version.cuda,
-        "driver": _driver_version() if gpu_count() else None,
+        "driver": driver.splitlines()[0] if driver else None,
         "commit": _commit(),
     }
 
 
 def gpu_state(device: torch.device) -> dict[str, Any]:
-    """Clocks in MHz, temperature in degrees Celsius, power in W, and what slows a GPU down now; empty if unknown.
+    """Current clocks in MHz, temperature in degrees Celsius and power in W of a GPU. Empty if unknown.
 
-    What slows it down is a list of reasons (power cap, heat, ...); an idle GPU's low clock is not one. Other processes
-    that use the GPU are counted, if the system tells, because they take its time.
+    `slowed_by` lists reasons for a lowered clock, such as heat; an idle GPU's low clock has none. `other_processes`
+    counts other programs on the GPU, if the system reports them.
     """
     if device.type != "cuda":
         return {}
@@ -205,7 +207,7 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             active = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-            return {
+            state = {
                 "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
                 "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
                 "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
@@ -215,32 +217,19 @@ def gpu_state(device: torch.device) -> dict[str, Any]:
                     for name, reason in _SLOWED_BY.items()
                     if active & getattr(pynvml, f"nvmlClocksEventReason{name}")
                 ],
-                **_other_processes(pynvml, handle),
             }
+            with contextlib.suppress(pynvml.NVMLError):  # not all systems report processes
+                # NVML lists this process too, perhaps under another number.
+                state["other_processes"] = max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)
+            return state
         finally:
             pynvml.nvmlShutdown()
-    except Exception as error:  # NVML is not there, or does not tell: a measurement goes without
+    except Exception as error:  # without NVML, or without its permission, a measurement has no state
         logger.debug("no state of the GPU: %s", error)
         return {}
 
 
-def _other_processes(pynvml: Any, handle: Any) -> dict[str, int]:
-    """How many processes compute on a GPU besides this one, which does too, perhaps listed under another number."""
-    try:
-        return {"other_processes": max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1)}
-    except Exception as error:  # whatever it is, the rest of the state is known
-        logger.debug("no processes of the GPU: %s", error)
-        return {}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache  # every row asks
+@functools.cache  # each row needs the outputs
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
@@ -249,13 +238,8 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _driver_version() -> str | None:
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found.splitlines()[0] if found else None
-
-
 def _commit() -> str | None:
-    """The commit that runs; CS336_COMMIT names it if the code is a copy without its history."""
+    """The commit of this code. CS336_COMMIT gives it if the code is a copy without its history."""
     if given := os.environ.get("CS336_COMMIT"):
         return given
     commit = _output("git", "rev-parse", "--short=12", "HEAD")

@@ -1,9 +1,9 @@
-"""Peak matrix rates of GPUs by name, from the vendors' datasheets. Needs no PyTorch."""
+"""Peak matrix rates of GPUs from their datasheets. Needs no PyTorch."""
 
 import re
 
-# Dense matrix rates in TFLOP/s from the vendors' datasheets, without sparsity; fp32 is the rate of the plain cores.
-# The first name found in the device's own name wins, so longer names come before shorter ones.
+# Dense matrix rates in TFLOP/s, without sparsity. fp32 is the rate of the CUDA cores. The first name that occurs in the
+# device's name wins, so longer names come before shorter ones.
 _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GB200", dict(bf16=2500, fp16=2500, tf32=1250, fp32=80)),
     ("B200", dict(bf16=2250, fp16=2250, tf32=1100, fp32=75)),
@@ -22,28 +22,28 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100", dict(fp16=125, fp32=15.7)),
 )
 
-# The driver's names of a part of a card: a MIG instance (H100 80GB HBM3 MIG 1g.10gb), a virtual GPU (A100-4C, T4-8Q).
+# A part of a card: a MIG instance (H100 80GB HBM3 MIG 1g.10gb) or a virtual GPU (A100-4C, T4-8Q).
 _PART = re.compile(r"\bMIG\b|-\d+[ABCQ](?:ME)?\b")
 
 
 def known_name(device_name: str) -> str | None:
-    """The name of a whole GPU in the table of peaks, by the name that its driver gives; None for others and for parts.
+    """The name in the table of peaks for a driver's device name. None for unknown GPUs and for parts of a GPU.
 
     No datasheet has the peak of a part, and a virtual GPU's share of its card changes with its neighbours.
     """
     if _PART.search(device_name):
         return None
     for name, _ in _PEAK_TFLOPS:
-        # Not the slower sisters: RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti.
+        # Exclude the slower or different RTX 4090 Laptop GPU, RTX 4090 D and RTX 3090 Ti.
         if re.search(rf"\b{re.escape(name)}\b(?! (?:Ti|D|Laptop|Max-Q|SUPER)\b)", device_name):
             return name
     return None
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Datasheet peak of one GPU in FLOP/s for matrix products in a precision ("fp32", "tf32", "bf16" or "fp16").
+    """Datasheet peak in FLOP/s of one GPU for matrix products in "fp32", "tf32", "bf16" or "fp16".
 
-    None if the device or its rate in this precision is unknown, and for a part of a GPU (MIG, vGPU).
+    None if the GPU or its rate in this precision is unknown, and for a part of a GPU (MIG, vGPU).
     """
     name = known_name(device_name)
     rate = None if name is None else dict(_PEAK_TFLOPS)[name].get(precision)
