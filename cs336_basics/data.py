@@ -40,7 +40,7 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name this file in an OSError that names none, as one about a full disk does not."""
+    """Add the file's name to an OSError that lacks one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -67,9 +67,10 @@ def sidecar_path(path: str | os.PathLike[str]) -> Path:
 
 
 def has_sidecar(path: str | os.PathLike[str]) -> bool:
-    """Whether a token file has a sidecar. Another JSON file may have its name: train.json, a data set's own file.
+    """Whether a token file has a sidecar, recognised by the field tokenizer_sha256.
 
-    A sidecar is known by its field tokenizer_sha256, near the beginning; the other file may be large.
+    Another JSON file may have the sidecar's name, such as a data set's own train.json. It may be large, so only its
+    beginning is read.
     """
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
@@ -253,11 +254,11 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def divergence_of_kind(
     train: npt.NDArray[np.integer], valid: npt.NDArray[np.integer], vocab_size: int, max_tokens: int = 1 << 20
 ) -> tuple[float, float]:
-    """How far the token frequencies of a validation text are from the training text's, and parts of that from the rest.
+    """Divergence of token frequencies between validation and training text, and within the training text.
 
-    Both are Jensen-Shannon divergences in nats (Lin 1991), from 0 to log 2. The second is the median over eight parts
-    of the training text, spread over it and each as long as what is used of the validation text. Divergences of short
-    texts are larger, so the first number means something only beside the second.
+    Both are Jensen-Shannon divergences in nats (Lin 1991), from 0 to log 2. The second compares each of eight evenly
+    spaced parts of the training text with the other seven, and is their median. A part is as long as the validation
+    text. Short texts diverge more, so the first number means something only beside the second.
     """
     length = min(len(valid), len(train) // 8, max_tokens)
     if length == 0:
@@ -279,8 +280,8 @@ def unigram_bigram_entropy(tokens: npt.NDArray[np.integer], max_tokens: int = 10
     """Unigram and bigram entropy of a text in nats per token: H(x_t) and H(x_t | x_{t-1}).
 
     Both are plug-in estimates from the text's own counts (of its first max_tokens), so no unigram or bigram model can
-    score lower on this text. On a short text with a large vocabulary the bigram entropy is far below what any model
-    could know beforehand; `bigram_model_loss` is what a model does know beforehand.
+    score lower on this text. On a short text with a large vocabulary the bigram entropy is far below the loss of any
+    model that has not seen the text; `bigram_model_loss` is the loss of such a model.
     """
     ids = np.asarray(tokens[:max_tokens], dtype=np.int64)
 

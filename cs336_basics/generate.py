@@ -49,7 +49,7 @@ def _check_prompts(model: TransformerLM, prompts: Sequence[Sequence[int]], max_n
         raise ValueError(f"prompt of {longest} tokens: the model's context_length is {model.context_length}")
     if max_new_tokens is not None and not 0 <= max_new_tokens <= room:
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens}: it must be from 0 to {room}, which is what the context_length of "
+            f"max_new_tokens is {max_new_tokens}: it must be from 0 to {room}, the room that the context_length of "
             f"{model.context_length} leaves after a prompt of {longest}"
         )
 

@@ -35,7 +35,7 @@ _SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
-"""Our name -> that of Llama's config.json."""
+"""Our name -> the name in Llama's config.json."""
 _TOP_NAMES = {
     "token_embeddings.weight": "model.embed_tokens.weight",
     "ln_final.weight": "model.norm.weight",
@@ -118,7 +118,7 @@ def export_hf(
 def check_export_folder(folder: str | os.PathLike[str]) -> None:
     """Raise ValueError if the folder holds a model that `export_hf` has not written, because it would replace it.
 
-    An export of ours is recognised by the fields of its config.json: those of other models differ.
+    An earlier export is recognised by the fields of its config.json, which other models lack or exceed.
     """
     try:
         found = json.loads(Path(folder, "config.json").read_bytes())
@@ -200,7 +200,7 @@ def _read_config(path: Path) -> ModelShape:
     if not _is_positive(theta):
         raise ValueError(f"{path}: rope_theta is {theta!r}: it must be a positive number")
     shape = ModelShape(**{ours: config[theirs] for ours, theirs in _SIZES.items()}, rope_theta=float(theta))
-    for name, (accepted, found) in _what_is_fixed(config, shape).items():
+    for name, (accepted, found) in _fixed_settings(config, shape).items():
         if found != accepted:
             raise ValueError(f"{path}: {name} is {found!r}, and only {accepted!r} can be imported")
     return shape
@@ -210,8 +210,8 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 63
 
 
-def _what_is_fixed(config: dict[str, Any], shape: ModelShape) -> dict[str, tuple[Any, Any]]:
-    """Settings that are fixed in this model: the accepted value, and the one in config.json, else LlamaConfig's."""
+def _fixed_settings(config: dict[str, Any], shape: ModelShape) -> dict[str, tuple[Any, Any]]:
+    """Settings that this model fixes: the accepted value, and the one in config.json or LlamaConfig's default."""
     rope, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     heads, head_dim = shape.num_heads, shape.d_model // shape.num_heads
     return {
@@ -242,16 +242,16 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _drop_rotary_frequencies(folder: Path, shape: ModelShape, weights: dict[str, Tensor]) -> None:
-    """Remove the buffers of rotary frequencies, since the model derives its own from rope_theta.
+    """Remove buffers of rotary frequencies, because our model computes them from rope_theta.
 
-    Raises ValueError if they differ from those, because the model was then trained with others.
+    Raises ValueError if the model was trained with other frequencies.
     """
     head_size = shape.d_model // shape.num_heads
     expected = shape.rope_theta ** (-torch.arange(0, head_size, 2) / head_size)
     buffers = [name for name in weights if name.endswith("rotary_emb.inv_freq")]
     for name in buffers:
         found = weights.pop(name).float()
-        # Close to 16 bits, in which they may have been written.
+        # The tolerance of 16 bits, because they may have been saved in half precision.
         if found.shape != expected.shape or not torch.allclose(found, expected, rtol=2**-7, atol=2**-24):
             raise ValueError(
                 f"{folder}: {name} does not hold the frequencies of rope_theta {shape.rope_theta:g} in config.json: "

@@ -44,7 +44,7 @@ def linear_cross_entropy(
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Float[Tensor, ""]]:
-    """The 2-norm of each gradient, in at least float32: a type with 8 bits would not hold the sum of the squares."""
+    """The 2-norm of each gradient, in float32 or wider, because bfloat16 is too coarse for a sum of squares."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
@@ -55,8 +55,8 @@ def gradient_norms(gradients: list[Tensor]) -> list[Float[Tensor, ""]]:
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
     """Scale all gradients in place so that their global 2-norm is at most max_norm (Pascanu et al. 2013).
 
-    Returns the norm before clipping as a tensor on the gradients' device. Reading it waits for the device, so that is
-    left to the caller. max_norm = inf only measures the norm.
+    Returns the norm before clipping as a tensor on the gradients' device, so that only a caller who reads it waits for
+    the device. max_norm = inf only measures the norm.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:

@@ -1,14 +1,11 @@
-"""The architecture of a model as data. Imports no PyTorch, so that a command line can use it before that is loaded."""
+"""The architecture of a model as data. Imports no PyTorch, so that the command line starts quickly."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What determines the parameters of a `TransformerLM` and their meaning: its arguments, except the attention.
-
-    Two runs can share weights if their shapes are equal.
-    """
+    """The arguments of `TransformerLM` except the attention. Models of equal shape can share weights."""
 
     vocab_size: int
     context_length: int

@@ -18,14 +18,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 
-# Bytes read at a time; characters after which a piece of text is cut at the next place where it may be cut; characters
-# of the pieces that are handed to the library together; length of the parts that a long word is cut into.
-_READ_BYTES = 1 << 20
-_PIECE_CHARS = 1 << 16
-_BATCH_CHARS = 1 << 22
-_LONGEST_WORD = 1 << 10
-# The library takes about 140 bytes of memory per character, so a piece of this length takes 19 GB.
-_LONGEST_PIECE = 1 << 27
+_READ_BYTES = 1 << 20  # bytes per read
+_PIECE_CHARS = 1 << 16  # a piece of text ends at the first possible place after this many characters
+_BATCH_CHARS = 1 << 22  # characters that the library encodes in parallel
+_LONGEST_WORD = 1 << 10  # for training, a very long word is cut into parts of this length
+_LONGEST_PIECE = 1 << 27  # takes 19 GB, because the library needs about 140 bytes per character
 
 # Where a text may be cut: a piece ends where the pattern begins.
 _WORD = re.compile(r"(?<=\S)[ \n]")  # Python's \s covers all of Unicode's White_Space, so \S is always visible text
@@ -69,7 +66,7 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
             pending = len(decoder.getstate()[0])  # bytes of an incomplete character, left from the previous read
             try:
                 block = file.read(min(_READ_BYTES, end - position))
-            except OSError as error:  # named here: whoever writes what comes of it names another file
+            except OSError as error:  # name this file here, because the caller would name the file that it writes
                 raise ValueError(f"text file {path} cannot be read: {error.strerror}") from error
             if not block:
                 raise ValueError(f"text file {path} became shorter while it was read")
@@ -172,8 +169,8 @@ def _where_to_cut(tokenizer: tokenizers.Tokenizer) -> re.Pattern[str]:
 class Tokenizer:
     """Text to token IDs and back. `train` or `load` creates one; `save` writes the library's own tokenizer.json.
 
-    It encodes every text whole, and the same each time. So truncation and padding, which transformers leaves in a
-    file when it was last called with them, are switched off, and BPE dropout is refused.
+    Encoding is complete and deterministic: truncation and padding, which transformers may leave in a file, are switched
+    off, and BPE dropout is refused.
     """
 
     def __init__(self, library_tokenizer: tokenizers.Tokenizer) -> None:
@@ -232,7 +229,7 @@ class Tokenizer:
         try:
             beside.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
             os.replace(beside, path)
-        except OSError as error:  # which may not say which file
+        except OSError as error:  # it may not name the file
             beside.unlink(missing_ok=True)
             raise OSError(error.errno, error.strerror, str(path)) from error
 
@@ -243,9 +240,9 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the tokenizer's JSON form: tokenizers that give other IDs have another one.
+        """SHA-256 of the tokenizer's JSON form. Tokenizers that give different IDs have different hashes.
 
-        Truncation and padding in the file that it was loaded from do not change it.
+        Truncation and padding settings of a loaded file do not change it.
         """
         return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
 
