@@ -8,13 +8,23 @@ from ..config.checks import folder_to_write, require, shown
 from .arguments import check_png, make_parser, parse
 
 _OPTIONS = {
-    "plot": ("runs", "streams"),
-    "out": ("tables", "headline", "writeup"),
-    "results": ("writeup",),
-    "links_from": ("writeup",),
-    "measure": ("writeup",),
+    "plot": (("runs", "streams"), "also draw them into this PNG."),
+    "results": (("writeup",), "folder of rows (default: results)."),
+    "links_from": (
+        ("writeup",),
+        "the folder from which links to row files start, if the document will be moved (default: --out).",
+    ),
+    "out": (
+        ("tables", "headline", "writeup"),
+        "the folder to write to (default: runs/tables or runs/writeup; headline then draws no pictures). Files that no "
+        "report wrote are not replaced.",
+    ),
+    "measure": (
+        ("writeup",),
+        "first measure the rows that the folder lacks. This needs a GPU and an hour or more; a second call continues.",
+    ),
 }
-"""Options of `cs336 report`, and the reports that take each."""
+"""Options of `cs336 report`: the reports that take each, and its help."""
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -83,33 +93,14 @@ def _options(arguments: Sequence[str]) -> Any:
         "in --results, as Markdown, HTML and PDF in --out.",
     )
     parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
-    parser.add_argument("--plot", type=str, default=None, help="With runs or streams: also draw them into this PNG.")
-    parser.add_argument("--results", type=str, default=None, help="With writeup: folder of rows (default: results).")
-    parser.add_argument(
-        "--links_from",
-        type=str,
-        default=None,
-        help="With writeup: the folder from which links to row files start, if the document will be moved (default: "
-        "--out).",
-    )
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="With writeup: first measure the rows that the folder lacks. This needs a GPU and an hour or more; a "
-        "second call continues.",
-    )
-    parser.add_argument(
-        "--out",
-        type=str,
-        default=None,
-        help="Folder to write to (default: runs/tables for tables, runs/writeup for writeup, no pictures for "
-        "headline). Files that no report wrote are not replaced.",
-    )
+    for name, (used, text) in _OPTIONS.items():
+        kind: dict[str, Any] = {"action": "store_true"} if name == "measure" else {"type": str, "default": None}
+        parser.add_argument(f"--{name}", help=f"With {' or '.join(used)}: {text}", **kind)
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):
         accepted = "left out with writeup" if options.paths else f"given with {options.what}"
         raise ValueError(f"paths is {options.paths}: it must be {accepted}")
-    for name, used in _OPTIONS.items():
+    for name, (used, _) in _OPTIONS.items():
         if (value := getattr(options, name)) not in (None, False) and options.what not in used:
             raise ValueError(f"{name} is {shown(value)}: it must be left out with {options.what}")
     return options

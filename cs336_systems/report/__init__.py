@@ -1,1 +1,1 @@
-"""Tables and plots from rows and from runs' own files. Reads only what was measured; types no number."""
+"""Tables, plots and documents from measured rows and from run folders. No number is typed by hand."""

@@ -55,7 +55,7 @@ def _table_line(row: Row) -> tuple[str, ...]:
 
 
 def memory_summary(row: Row) -> str:
-    """One row in full: the peak by category and by phase, the largest allocations, and what is counted."""
+    """One row in full: the peak by category and by phase, the largest allocations, and how memory was counted."""
     title, m = f"# {title_of(row)}", row.metrics
     if "peak_bytes" not in m:
         return f"{title}\n\n{'out of memory before the step' if row.status == 'oom' else 'failed'}: {row.error}"

@@ -13,6 +13,7 @@ from .fields import Fields
 from .markdown import markdown_table
 
 logger = logging.getLogger(__name__)
+_LOSSES = ("train_loss", "valid_loss", "unigram_entropy", "bigram_model_loss")
 
 
 def runs_table(run_dirs: Sequence[Path]) -> str:
@@ -37,10 +38,7 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
                 f"{num_parameters(shape) / 1e6:.1f} M",
                 f"{device}, {config.get('train.precision')}",
                 result.number("step", ","),
-                result.number("train_loss", ".3f"),
-                result.number("valid_loss", ".3f"),
-                result.number("unigram_entropy", ".3f"),
-                result.number("bigram_model_loss", ".3f"),
+                *(result.number(name, ".3f") for name in _LOSSES),
                 result.number("tokens_per_s", ",.0f"),
                 result.number("mfu", ".1%"),
             )

@@ -272,7 +272,7 @@ UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopI
 
 
 def in_words(error: BaseException) -> str:
-    """The fault in the rows that an error of UNFIT stands for; any other error's own message."""
+    """The fault in the rows behind an error of UNFIT; for any other error its message."""
     match error:
         case KeyError():
             return f"there is no {error.args[0]!r}" if error.args else "something is missing"
@@ -289,7 +289,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming_the_case(case: str) -> Iterator[None]:
-    """Turn an error of UNFIT into a ValueError that names the case. Row files may come from anywhere."""
+    """Turn an error of UNFIT into a ValueError naming the case, because row files may come from anywhere."""
     try:
         yield
     except UNFIT as error:
@@ -298,7 +298,7 @@ def naming_the_case(case: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None) -> Iterator[None]:
-    """Add file and line of the first row that no table can show to an error; if each row can be shown, the files.
+    """Make an error name the file and line of the first row that cannot be shown by itself, or else all files.
 
     `cases` limits the search to the cases that were shown.
     """
@@ -316,7 +316,7 @@ def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None
 
 
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
-    """Call `show` with the rows of all files. Its errors name a file and line, as in `naming_the_files`."""
+    """The result of `show` for the rows of all files. Errors name the file and line, as in `naming_the_files`."""
     rows = [row for path in paths for row in read_rows(path)]
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: there is no row")
