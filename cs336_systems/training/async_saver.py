@@ -1,7 +1,6 @@
-"""Saving while training goes on: the state is copied at once, and a thread writes the copy.
+"""Saving while training goes on: the state is copied at once, and a thread writes the copy with `save_checkpoint`.
 
-The copy is in the host's memory, pinned if the state is on a GPU. So taking it costs the GPU one transfer, and costs
-the training thread only the start of it. What is written, and in which order, is up to `save_checkpoint`.
+The copy is in the host's memory, pinned if the state is on a GPU. The training thread only starts the transfer.
 """
 
 import copy
@@ -18,7 +17,8 @@ from torch import Tensor
 from ..machine.hardware import use_device_in_thread
 from ..parallel import comm
 from ..parallel.failure import CollectiveError
-from .checkpoint import checkpoint_name, prune_together, save_checkpoint
+from .checkpoint import prune_together, save_checkpoint
+from .manifest import checkpoint_name
 from .tensor_files import Rows
 from .together import file_group
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class AsyncSaver:
     """Saves one checkpoint at a time in a background thread. All ranks make, use and close one together.
 
-    What goes wrong in the background is raised by the next `save`, `wait` or `close`. If a process ends without
-    `close`, the checkpoint under way stays unfinished, and so is not there.
+    The next `save`, `wait` or `close` raises an error of the background thread. If a process ends without `close`, the
+    unfinished checkpoint does not count as one.
     """
 
     def __init__(self) -> None:
@@ -41,16 +41,16 @@ class AsyncSaver:
     def save(
         self, folder: Path, tensors: Mapping[str, Tensor | Rows], *, keep_last: int | None = None, **manifest: Any
     ) -> Path:
-        """Copy the tensors and return the checkpoint's path. It is written later, and then older ones are pruned.
+        """Copy the tensors and return the path of the checkpoint, which is written later. Then older ones are pruned.
 
-        `manifest` is what `save_checkpoint` takes. Waits for the previous save and raises its CheckpointError. On a
-        GPU, what the current stream does to the tensors after this call is not saved.
+        `manifest` has the keyword arguments of `save_checkpoint`. Waits for the previous save and raises its
+        CheckpointError. Work that the current stream does on the tensors after this call is not saved.
         """
         self.wait()
         own = _own_part(tensors)
         copies = {name: self._copy(name, tensor) for name, tensor in own.items()}
         gpu = _gpu_of(own)
-        copied = torch.cuda.Event(blocking=True) if gpu is not None else None  # blocking: its waiter sleeps
+        copied = torch.cuda.Event(blocking=True) if gpu is not None else None  # blocking: the waiting thread sleeps
         if copied is not None:
             copied.record(torch.cuda.current_stream(gpu))
         self._thread = threading.Thread(
@@ -63,7 +63,7 @@ class AsyncSaver:
         return folder / checkpoint_name(manifest["step"])
 
     def wait(self) -> None:
-        """Return when the save under way is on the disk. Raises CheckpointError if it has failed."""
+        """Return when the last save is on the disk. Raises CheckpointError if it has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -72,7 +72,7 @@ class AsyncSaver:
             raise error
 
     def close(self) -> None:
-        """`wait`, and release the copies; PyTorch keeps memory that was pinned for what is pinned next."""
+        """`wait`, and release the copies. PyTorch keeps the pinned memory for later use."""
         try:
             self.wait()
         finally:
@@ -85,13 +85,13 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, CollectiveError):
-            return  # the save under way waits for the same rank
+            return  # the save in the background waits for the same lost rank
         try:
             self.close()
         except Exception as failure:
             if error is None:
                 raise
-            logger.error("%s", failure)  # only logged: the error that ended the block is raised
+            logger.error("%s", failure)  # the error that ended the block is the one to raise
 
     def _copy(self, name: str, tensor: Tensor | Rows) -> Tensor | Rows:
         source = _local(tensor).detach()
@@ -122,9 +122,9 @@ class AsyncSaver:
 
 
 def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Rows]:
-    """The part of the state that this rank writes: a tensor that several ranks have is dealt to one of them.
+    """The tensors that this rank writes. A tensor that several ranks have goes to the least loaded of them.
 
-    This comes before the copy, because main memory would otherwise hold the whole state once per rank.
+    The division comes before the copy, because otherwise main memory would hold the whole state once per rank.
     """
     if comm.world_size() == 1:
         return tensors
@@ -142,7 +142,7 @@ def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Row
 
 
 def _gpu_of(tensors: Mapping[str, Tensor | Rows]) -> torch.device | None:
-    """The GPU that the tensors are on, of which a rank has one, or None."""
+    """The rank's GPU, if one of the tensors is on it."""
     return next((_local(tensor).device for tensor in tensors.values() if _local(tensor).is_cuda), None)
 
 

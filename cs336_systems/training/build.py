@@ -1,4 +1,4 @@
-"""What is done to a model before training: cast, compiled, checkpointed, wrapped; and its optimizer."""
+"""Builds a model for training: draws or loads weights, casts, compiles, checkpoints, wraps; and its optimizer."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
-    """Do to a model, in place, what the configuration asks for, before a strategy wraps it."""
+    """Cast, compile and checkpoint a model in place, as the configuration says. A strategy wraps it afterwards."""
     if config.weight_dtype == "bf16":
         cast_weights(model, torch.bfloat16)
     if config.compile:
@@ -45,10 +45,7 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters to a dtype, and nothing else.
-
-    Not `model.to(dtype)`: the rotary tables are float32, because in bfloat16 a far position's angle would be anything.
-    """
+    """Cast the parameters to a dtype. The rotary tables stay float32: bfloat16 has no exact angle of a far position."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -56,7 +53,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def build_optimizer(
     model: torch.nn.Module, config: OptimizerConfig, sharded: bool | Literal["simple"] = False
 ) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices and none on vectors (norm weights); sharded: each rank has a part of the state."""
+    """AdamW with weight decay on matrices and none on vectors (norm weights).
+
+    sharded: each rank keeps a part of the state (ZeRO-1).
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -79,47 +79,47 @@ def build_optimizer(
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """torch.compile, with a backward pass that computes in the dtypes of its tensors, as the uncompiled one does.
+    """torch.compile, with a backward pass that computes in the dtypes of its tensors, as in eager mode.
 
-    By default PyTorch traces the backward pass under the autocast that surrounds the forward pass, even for code that
-    had switched autocast off: `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804).
-    The setting belongs to each thread (in older versions, to the process), and compiling takes place in the thread that
-    calls first.
+    By default PyTorch traces the backward pass under the autocast around the forward pass, even for code that had
+    switched autocast off: `naive` attention would get its gradients from 16-bit products (PyTorch's issue 179804). The
+    setting belongs to a thread (in older versions, to the process), so it is made in the thread that calls.
     """
-    return functools.partial(_in_own_types, torch.compile(function))
+    inner = torch.compile(function)
 
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._functorch.config.backward_pass_autocast != "off":
+            torch._functorch.config.backward_pass_autocast = "off"
+        return inner(*args, **kwargs)
 
-def _in_own_types(compiled: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    if torch._functorch.config.backward_pass_autocast != "off":
-        torch._functorch.config.backward_pass_autocast = "off"
-    return compiled(*args, **kwargs)
+    return call
 
 
 def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
-    """torch.compile in place, block by block: one compilation serves all, so start-up does not grow with their number.
+    """torch.compile each block's forward and the final norm, in place.
 
-    Of the blocks only their own forward, so that what a strategy attaches to them from outside stays outside of the
-    graphs; the last norm too.
-    memory_budget: as in `TrainConfig.compile_memory_budget`.
+    All blocks share one compilation, so start-up does not grow with depth. A strategy's hooks stay outside the graphs.
+    memory_budget: as `TrainConfig.compile_memory_budget`.
     """
+
+    def within_budget(forward: Callable[..., Any], *inputs: Any) -> Any:
+        # The first call compiles. It keeps this share of the activations.
+        with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+            return forward(*inputs)
+
     for layer in model.layers:
         layer.forward = compiled(layer.forward)
         if memory_budget < 1:
-            layer.forward = functools.partial(_within_budget, layer.forward, memory_budget)
+            layer.forward = functools.partial(within_budget, layer.forward)
     model.ln_final.compile()
-
-
-def _within_budget(compiled: Callable[..., Any], memory_budget: float, *inputs: Any) -> Any:
-    """Call a compiled function; if this call compiles it, that happens with this share of activations to keep."""
-    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-        return compiled(*inputs)
 
 
 def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
     """Make blocks drop their activations and recompute them in the backward pass (Chen et al. 2016).
 
-    What stays in memory is the input of each checkpointed block, or of the first one of a group. Groups are
-    checkpointed from outside of their blocks, so the recompute gathers the sharded weights of a whole group.
+    Only the input of each checkpointed block, or of each group of blocks, stays in memory. A group is checkpointed
+    around its blocks, so FSDP gathers the weights of the whole group again for the recomputation.
     """
     if config.checkpointed is None:
         return
@@ -141,10 +141,10 @@ def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
 
 
 def strategy_of(config: RunConfig) -> Maker:
-    """The strategy that the configuration asks for, for this number of processes.
+    """The configuration's strategy for this number of processes.
 
-    Raises ValueError if there is none, or if it does not take an option that is given. A bucket size is only for speed,
-    so that a strategy may do without.
+    Raises ValueError if there is none, or if it does not take an option that is set. A strategy may ignore the bucket
+    size, which matters only for speed.
     """
     name = config.parallel.strategy_for(comm.world_size())
     strategy, usual = get_strategy(name), ParallelConfig()
@@ -156,7 +156,7 @@ def strategy_of(config: RunConfig) -> Maker:
 
 
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
-    """The model in the strategy that the configuration asks for. Raises ValueError as `strategy_of` does."""
+    """The model in the configuration's strategy. Raises ValueError as `strategy_of` does."""
     options = Options(
         bucket_size_mb=config.parallel.group_size_mb(),
         grad_dtype=DTYPES.get(config.parallel.grad_dtype),
@@ -167,7 +167,7 @@ def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
 
 
 def initial_model(config: RunConfig, device: torch.device, weights: LoadedModel | None) -> TransformerLM:
-    """A freshly initialized model, or one with these weights. A strategy sends rank 0's weights to all ranks."""
+    """A newly initialized model, or one with the given weights. A strategy later sends rank 0's to all ranks."""
     torch.manual_seed(config.train.seed)
     with device:  # initialize the weights where they stay: 2.7 billion of them take a minute on a CPU
         attention = get_attention(config.model.attention)
@@ -179,7 +179,7 @@ def initial_model(config: RunConfig, device: torch.device, weights: LoadedModel 
 
 
 def check_config(config: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if this run cannot train on this device, or with this many processes."""
+    """Raise ValueError if the run cannot train on this device or with this number of processes."""
     config.check_world_size(comm.world_size())
     check_precision(device, config.train.precision)
     if config.train.cuda_graph and device.type != "cuda":
@@ -192,7 +192,7 @@ def check_config(config: RunConfig, device: torch.device) -> None:
 
 
 def lacking_memory(config: RunConfig, device: torch.device) -> str:
-    """A message if the run cannot fit, else "". Checked before the model is built: huge ones take forever to fail."""
+    """A message if the run cannot fit into memory, else "". Needs no model: a huge one takes long to fail."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
     strategy = config.parallel.strategy_for(world_size)

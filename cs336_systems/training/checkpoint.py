@@ -1,13 +1,12 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are whole or absent.
 
-A checkpoint is a folder `step_00000100`. It holds tensors as safetensors files, of each rank its own, and
-`manifest.json`. The tensors are written through `torch.distributed.checkpoint`, so that one process and many take the
-same path. The manifest is written last, by rank 0, with the size and SHA-256 of every file. The folder is written under
-another name, flushed to the disk, and renamed into place, so a crash at any moment leaves either no folder of that name
-or a whole one. Nothing is ever unpickled.
+A checkpoint is a folder `step_00000100` of safetensors files and `manifest.json`. Every rank writes its own tensors,
+through `torch.distributed.checkpoint`, which serves one process and many alike. Then rank 0 writes the manifest, with
+the size and SHA-256 of every file. The folder is written under another name, flushed to the disk and renamed into
+place, so a crash at any moment leaves a whole folder of that name or none. Nothing is ever unpickled.
 
-All ranks call `save_checkpoint`, `collect_state` and `restore_state` together. The other functions here act on files
-and communicate nothing: with several ranks, `together.on_first_rank` calls them.
+All ranks call `save_checkpoint` and `prune_together` together. The other functions act on files and communicate
+nothing: with several ranks, `together.on_first_rank` calls them.
 """
 
 import contextlib
@@ -22,39 +21,9 @@ from torch import Tensor
 
 from ..parallel import comm
 from ..parallel.failure import CollectiveError
-from .manifest import (
-    MANIFEST,
-    Manifest,
-    check_identity,
-    checkpoint_name,
-    describe_files,
-    find_checkpoints,
-    newest_whole_checkpoint,
-    verify_checkpoint,
-)
-from .state import collect_state, restore_state
-from .tensor_files import Rows, read_tensors, tensor_shapes, write_tensors
+from .manifest import MANIFEST, Manifest, checkpoint_name, describe_files, find_checkpoints
+from .tensor_files import Rows, write_tensors
 from .together import main_group, naming_the_rank, on_every_rank, on_first_rank, reason
-
-__all__ = [
-    "MANIFEST",
-    "CheckpointError",
-    "Manifest",
-    "Rows",
-    "check_identity",
-    "checkpoint_name",
-    "collect_state",
-    "find_checkpoints",
-    "newest_whole_checkpoint",
-    "prune_checkpoints",
-    "prune_together",
-    "read_tensors",
-    "restore_state",
-    "save_checkpoint",
-    "set_newer_aside",
-    "tensor_shapes",
-    "verify_checkpoint",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +31,7 @@ _SAVING, _DELETING = ".saving-", ".deleting-"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those written before are untouched."""
+    """A checkpoint could not be written. Earlier ones are untouched."""
 
 
 def save_checkpoint(
@@ -79,23 +48,28 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into `folder` and return its path once it is on the disk.
 
-    All ranks call it together, each with the tensors that it has (see `write_tensors`); the other arguments are rank
+    All ranks call it together, each with its own tensors (see `write_tensors`). The fields of the manifest are rank
     0's. `group` is a `together.file_group`, for saving from another thread than the main one.
 
-    Raises CheckpointError on all ranks, after removing what was written, if one of them fails (a full disk, say) or is
-    gone.
+    If one rank fails (a full disk, say) or is gone, removes the unfinished folder and raises CheckpointError on all.
     """
     group = group or main_group()
     final = folder / checkpoint_name(step)
     saving = folder / f"{_SAVING}{final.name}"
 
+    def remove() -> None:
+        shutil.rmtree(saving, ignore_errors=True)
+
     def start() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(saving, ignore_errors=True)
+        remove()
         saving.mkdir()
 
-    def commit(files: dict[str, dict[str, Any]]) -> None:
-        _check_all_there(saving, files)
+    def describe() -> dict[str, dict[str, Any]]:
+        with naming_the_rank():
+            return describe_files(saving / name for name in written)
+
+    def commit() -> None:
         manifest = Manifest(
             step=step,
             sequences=sequences,
@@ -103,56 +77,42 @@ def save_checkpoint(
             trainer=trainer,
             config=config,
             versions=versions,
-            files=files,
+            files={name: file for theirs in described for name, file in sorted(theirs.items())},
         )
-        _write_and_flush(saving / MANIFEST, manifest.to_json())
-        _flush_folder(saving)
-        _put_in_place(saving, final)
-        _flush_folder(folder)
+        _commit(saving, final, manifest)
 
     try:
         with comm.awaiting(f"saving of {final}"):
             on_first_rank(start, f"start of {final}", group)
             written = write_tensors(saving, tensors, group)
-            described = on_every_rank(lambda: _describe(saving, written), f"hashing of {final}", group)
-            files = {name: file for theirs in described for name, file in sorted(theirs.items())}
-            on_first_rank(lambda: commit(files), f"commit of {final}", group)
+            described = on_every_rank(describe, f"hashing of {final}", group)
+            on_first_rank(commit, f"commit of {final}", group)
     except Exception as error:
-        _remove(saving, error, group)
+        if isinstance(error, CollectiveError):  # a rank is gone: do not wait for the others
+            if comm.rank() == 0:
+                remove()
+        else:
+            with contextlib.suppress(CollectiveError), comm.awaiting(f"removal of {saving}"):
+                on_first_rank(remove, f"removal of {saving}", group)
         raise CheckpointError(f"checkpoint {final} could not be written: {reason(error)}") from error
     if comm.rank() == 0:
         _delete_leftovers(folder, _SAVING, _DELETING)
     return final
 
 
-def _describe(saving: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    with naming_the_rank():
-        return describe_files(saving / name for name in names)
+def _commit(saving: Path, final: Path, manifest: Manifest) -> None:
+    """Write the manifest, flush everything to the disk, and give the folder its name.
 
-
-def _check_all_there(saving: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Ranks on several machines need one file system: a manifest must not list what nobody will find."""
-    for name, expected in files.items():
-        if not (saving / name).is_file() or (saving / name).stat().st_size != expected["bytes"]:
+    An earlier checkpoint of this step, whole or torn, is moved away first, and back if the renaming fails.
+    """
+    for name, file in manifest.files.items():  # ranks on several machines need one file system
+        if not (saving / name).is_file() or (saving / name).stat().st_size != file["bytes"]:
             raise ValueError(f"{name}, which another rank has written, is not where rank 0 writes: not the same disk?")
-
-
-def _remove(saving: Path, error: Exception, group: Any) -> None:
-    """Remove what was written; if all ranks are there, it is gone for all of them on return."""
-
-    def remove() -> None:
-        shutil.rmtree(saving, ignore_errors=True)
-
-    if isinstance(error, CollectiveError):  # the others may be anywhere
-        if comm.rank() == 0:
-            remove()
-        return
-    with contextlib.suppress(CollectiveError), comm.awaiting(f"removal of {saving}"):
-        on_first_rank(remove, f"removal of {saving}", group)
-
-
-def _put_in_place(saving: Path, final: Path) -> None:
-    """Rename, after moving away what is there: a torn checkpoint, or the same step of an earlier try."""
+    with (saving / MANIFEST).open("w") as written:
+        written.write(manifest.to_json())
+        written.flush()
+        os.fsync(written.fileno())
+    _flush_folder(saving)
     aside = final.with_name(f"{_DELETING}{final.name}")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
@@ -163,13 +123,7 @@ def _put_in_place(saving: Path, final: Path) -> None:
         if aside.exists():
             aside.rename(final)
         raise
-
-
-def _write_and_flush(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _flush_folder(final.parent)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -187,9 +141,9 @@ def _delete_leftovers(folder: Path, *prefixes: str) -> None:
 
 
 def set_newer_aside(folder: Path, step: int) -> None:
-    """Rename checkpoints after `step` to `superseded-*`: torn ones, and those of a try that is not continued.
+    """Rename checkpoints after `step`, whole or torn, to `superseded-*`, because a run that goes on makes new ones.
 
-    They would otherwise be taken for this try's. Nothing deletes them: a further one of the same step gets a number.
+    Nothing deletes them. If the name is taken, it gets a number.
     """
     for path in find_checkpoints(folder):
         if int(path.name[5:]) > step:
@@ -203,16 +157,15 @@ def set_newer_aside(folder: Path, step: int) -> None:
 
 
 def prune_together(folder: Path, keep_last: int | None, group: Any = None) -> None:
-    """`prune_checkpoints` after a save, by rank 0. All ranks call it together; `group` is as in `save_checkpoint`."""
-    what = f"pruning of {folder}"
-    with comm.awaiting(what):
-        on_first_rank(lambda: prune_checkpoints(folder, keep_last), what, group)
+    """`prune_checkpoints` on rank 0, after a save. All ranks call it together; `group` is as in `save_checkpoint`."""
+    with comm.awaiting(f"pruning of {folder}"):
+        on_first_rank(lambda: prune_checkpoints(folder, keep_last), f"pruning of {folder}", group)
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None) -> None:
-    """Delete all but the newest keep_last checkpoints. A deletion that is cut short leaves no torn checkpoint.
+    """Delete all but the newest keep_last checkpoints. An interrupted deletion leaves no torn checkpoint.
 
-    What a save has written so far stays, because the save may be under way in another thread.
+    An unfinished save stays, because another thread may be writing it.
     """
     if keep_last is not None:
         for path in find_checkpoints(folder)[keep_last:]:

@@ -1,4 +1,4 @@
-"""The run folder: the names of what is in it, which run it belongs to, and one process at a time."""
+"""The run folder: the names of its files, whose it is, and a lock for one process at a time."""
 
 import contextlib
 import dataclasses
@@ -9,21 +9,20 @@ from pathlib import Path
 
 from cs336_basics.shape import ModelShape
 
-from .checkpoint import find_checkpoints
+from .manifest import find_checkpoints
 from .metrics import METRICS_FILE
 
 CHECKPOINTS = "checkpoints"
 CONFIG, TOKENIZER, RESULT = "config.json", "tokenizer.json", "result.json"
 SAMPLE, LOSS_CURVE = "sample.txt", "loss_curve.png"
-LOCK = ".run.lock"  # not .lock, which data has: a run in the folder of its data would wait for itself
+LOCK = ".run.lock"  # not .lock: a run in the folder of its data would wait for itself
 
 
 def check_run_dir(run_dir: Path, own: set[Path]) -> None:
-    """Raise ValueError for a folder in which someone else's files would be replaced; `own` are this run's data.
+    """Raise ValueError for a folder in which the run would replace files of others. `own` is this run's tokenizer.
 
-    A run writes its config.json before all other files, so a folder with such a file belongs to a run, however that
-    ended. A model or a package has a config.json too, but without our architecture in it. Checkpoints without a
-    config.json are a run that was copied in part.
+    A run writes its config.json first, so a folder with such a file belongs to a run. A model or a package has a
+    config.json too, but not with our architecture. Checkpoints without a config.json are a partial copy of a run.
     """
     checkpoints = run_dir / CHECKPOINTS
     try:
@@ -62,10 +61,9 @@ def _is_run_config(path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Keep a second process out of the run folder. The lock ends with the process, however that ends.
+    """Keep a second process out of the run folder. The lock ends with the process.
 
-    Raises ValueError for a folder that is in use or cannot be written to. A folder that an error leaves empty is
-    removed.
+    Raises ValueError for a folder that is in use or cannot be written to. Removes a folder that an error leaves empty.
     """
     lock = run_dir / LOCK
     try:

@@ -1,7 +1,6 @@
-"""Training in several processes on this machine: started here through PyTorch's elastic launcher, and waited for.
+"""Training in several processes on this machine, through the launcher behind torchrun.
 
-The processes are those that torchrun would start: each runs `one_rank.py`. They leave their result, or why they failed,
-in files for the process that started them.
+Each process runs `one_rank.py`. It leaves its result, or the reason of its failure, in a file for this process.
 """
 
 import contextlib
@@ -37,15 +36,15 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (ValueError, FileNotFoundError, NonFiniteError, CheckpointError, failure.CollectiveError)
 }
-_SAVING_S = 600  # for a checkpoint after a signal
+_SAVING_S = 600  # time to write a checkpoint after a signal
 _PROGRAM = ["-m", "cs336_systems.training.one_rank"]
 
 
 def launch(config: RunConfig) -> RunResult:
     """Run `train(config)` in `parallel.devices` processes; return the run's result.
 
-    Raises what the first process to fail raised: the errors of `train`, RuntimeError for any other. Raises
-    KeyboardInterrupt, of which Ended is one, for a signal that comes before the processes can save.
+    Raises the error of the first process that failed: one of the errors of `train`, or a RuntimeError. Raises
+    KeyboardInterrupt, or its subclass Ended, for a signal that comes before the processes can save.
     """
     check_devices(config.train.device, config.parallel.devices)
     by_interrupt = False
@@ -65,7 +64,7 @@ def launch(config: RunConfig) -> RunResult:
 
 
 class _Interrupt(SignalException):
-    """SIGINT, forwarded as SIGTERM, which ends a process that is still starting at once, wherever it waits."""
+    """SIGINT, forwarded as SIGTERM, which ends a process that is still starting wherever it waits."""
 
     def __init__(self) -> None:
         super().__init__("interrupted", signal.SIGTERM)
@@ -76,14 +75,14 @@ def _interrupt(*_: Any) -> None:
 
 
 def run_processes(program: list[str], count: int, folder: Path) -> None:
-    """Run `python PROGRAM... PARENT` in so many processes on this machine, as torchrun would, and wait for them.
+    """Run `python PROGRAM... PARENT` in `count` processes on this machine, as torchrun would, and wait for them.
 
-    PARENT is this process's ID, see `one_of_several`. `folder` is for their reports. Once they have ended, raises what
-    the first of them to fail raised, and SignalException if a signal came.
+    PARENT is this process's ID, see `one_of_several`. The processes report failures in `folder`. Raises the error of
+    the first process that failed, or SignalException if a signal came, after all have ended.
     """
-    for name in ("", ".elastic.agent.server.api"):  # the latter, which has a level of its own, tells of each signal
+    for name in ("", ".elastic.agent.server.api"):  # the latter has a level of its own and logs each signal
         logging.getLogger(f"torch.distributed{name}").setLevel(logging.CRITICAL)
-    # We handle SIGINT. A PyTorch without this field handles it itself, and forwards it as it is.
+    # SIGINT is handled below. A PyTorch without `signals_to_handle` forwards it unchanged.
     options: dict[str, Any] = {"shutdown_timeout": _SAVING_S, "signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     launcher = LaunchConfig(
@@ -103,7 +102,7 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
     environ = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"} | {
         **os.environ,
         failure.OWN_LAUNCH: "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for a kernel or a strategy that only this one can find
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # to find a kernel or strategy of the user's
     }
     before = dict(os.environ)
     os.environ.update(environ)
@@ -121,9 +120,9 @@ def run_processes(program: list[str], count: int, folder: Path) -> None:
 
 
 def check_devices(device: str, count: int, name: str = "parallel.devices") -> None:
-    """Raise ValueError if there are fewer GPUs than processes of this machine or, on a CPU, far fewer cores.
+    """Raise ValueError for more processes than GPUs or, on a CPU, for far more than cores.
 
-    device: as in train.device. name: what the message calls the count.
+    device: as in train.device. name: name of the count in the message.
     """
     on_gpus = select_device(device).type == "cuda"
     cores = os.cpu_count() or 1
@@ -137,7 +136,7 @@ def check_devices(device: str, count: int, name: str = "parallel.devices") -> No
 
 
 def use_device_of_rank(device: str) -> torch.device:
-    """The device of this rank, made the current one: its own GPU of the machine, or the CPU."""
+    """Select this rank's device: its own GPU of the machine, or the CPU."""
     check_devices(device, local_world_size(), "LOCAL_WORLD_SIZE (torchrun's --nproc-per-node)")
     kind = select_device(device).type
     return use_device(f"cuda:{local_rank()}" if kind == "cuda" else kind)
@@ -154,37 +153,34 @@ def check_launch(config: RunConfig) -> None:
 
 
 def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
-    """The exception of the process that failed first, with what is known of those that a signal ended.
+    """The error to raise for failed processes: the first report of a cause, and the ranks that a signal ended.
 
-    That another rank is gone is a consequence and not a cause, so such a report comes after others. The launcher ends
-    the remaining processes by SIGTERM, and by SIGKILL if that is not enough; they come last, or not at all after one
-    that another signal has ended.
+    A report that another rank is gone describes a consequence, so it comes after other reports. The launcher ends the
+    remaining processes by SIGTERM, then by SIGKILL. Such ranks come last, and are left out if another signal ended one.
     """
-    by_signal = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
     reports = []
     for file in sorted(folder.rglob("error.json")):
-        with contextlib.suppress(ValueError):  # not ours, which are whole
+        with contextlib.suppress(ValueError):  # a process may die while it writes
             reports.append(json.loads(file.read_text())["message"])
     reports.sort(key=lambda report: (report["kind"] == "CollectiveError", int(report["extraInfo"]["timestamp"])))
+    signals = {rank: f.signal_name() for rank, f in failures.items() if f.exitcode < 0}
     report = reports[0]["message"] if reports else ""
-    # If a rank has waited, the others were there, and hung.
+    # A rank that waited in vain means that the others hung, and that the launcher ended them.
     waited = any(words in report for words in (failure.HANGS, *failure.TIMED_OUT))
-    by_launcher = waited or {*by_signal.values()} <= {"SIGTERM"}
-    if not by_launcher:
-        by_signal = {rank: name for rank, name in by_signal.items() if name != "SIGTERM"}
-    ended = [f"rank {rank} was ended by {name}" for rank, name in by_signal.items()]
+    by_launcher = waited or {*signals.values()} <= {"SIGTERM"}
+    ended = [f"rank {rank} was ended by {name}" for rank, name in signals.items() if by_launcher or name != "SIGTERM"]
     if not reports:
         ended += [f"rank {rank} ended with exit code {f.exitcode}" for rank, f in failures.items() if f.exitcode >= 0]
         return failure.CollectiveError("; ".join(ended))
-    told = [report, *ended] if by_launcher else [*ended, report]
-    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join(told))
+    message = [report, *ended] if by_launcher else [*ended, report]
+    return _ERRORS.get(reports[0]["kind"], RuntimeError)("; ".join(message))
 
 
 @contextlib.contextmanager
 def one_of_several(parent: str) -> Iterator[None]:
-    """Context of a process that `run_processes` has started: a failure is left for that, and ends the process.
+    """Context of a process started by `run_processes`: reports a failure to the parent, and ends the process.
 
-    When the process that started it is gone, however that ended, this one is told to stop (Linux only).
+    If the parent is gone, this process gets SIGTERM (Linux only).
     """
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG
@@ -196,5 +192,5 @@ def one_of_several(parent: str) -> Iterator[None]:
         yield
     except BaseException as error:
         failure.leave_failure(error)
-        # Not sys.exit: what is left of a process group whose other ranks are gone may wait for them forever.
+        # Not sys.exit: closing a process group whose other ranks are gone may wait for them forever.
         os._exit(1)

@@ -18,27 +18,28 @@ from ..config.run import ModelConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import environment
 from ..planner.accounting import num_parameters
-from .checkpoint import MANIFEST, Manifest, newest_whole_checkpoint, read_tensors, save_checkpoint, verify_checkpoint
+from .checkpoint import save_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
+from .manifest import MANIFEST, Manifest, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
-from .tensor_files import tensor_shapes
+from .tensor_files import read_tensors, tensor_shapes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights, with what is needed to use them."""
+    """The weights of a run, with the shape and the tokenizer to use them."""
 
     checkpoint: Path
     manifest: Manifest = field(repr=False)
     shape: ModelShape
     state_dict: dict[str, Tensor] = field(repr=False)
-    """In the type in which the run held them, train.weight_dtype."""
+    """In the run's train.weight_dtype."""
     tokenizer: Tokenizer | None
 
     def build(self, device: str | torch.device, attention: str = "auto") -> TransformerLM:
-        """The model itself, in float32, on a device."""
+        """The model, in float32, on a device."""
         with torch.device(device):
             model = TransformerLM(**asdict(self.shape), attention=get_attention(attention))
         model.load_state_dict(self.state_dict)
@@ -46,7 +47,7 @@ class LoadedModel:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """The newest whole checkpoint of a run folder, or the checkpoint that the path itself is.
+    """The newest whole checkpoint of a run folder, or the checkpoint at the path itself.
 
     Raises ValueError or FileNotFoundError naming the path.
     """
@@ -60,8 +61,13 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
     return found
 
 
-def _shape_of(checkpoint: Path, manifest: Manifest) -> ModelShape:
-    """The architecture in a manifest. Raises ValueError if there is none, or one that the files cannot be of."""
+def load_model(path: str | Path) -> LoadedModel:
+    """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
+
+    Raises ValueError if the manifest describes no model that the files can hold, or if the run's tokenizer is not the
+    one that the checkpoint was made with.
+    """
+    checkpoint, manifest = find_checkpoint(Path(path))
     file = checkpoint / MANIFEST
     values: dict[str, Any] = {f.name: manifest.identity.get(f"model.{f.name}") for f in fields(ModelShape)}
     if missing := [name for name, value in values.items() if value is None]:
@@ -71,19 +77,8 @@ def _shape_of(checkpoint: Path, manifest: Manifest) -> ModelShape:
     except ValueError as error:
         raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
     needed, there = 4 * num_parameters(shape), sum(entry["bytes"] for entry in manifest.files.values())
-    if needed > there:  # said before a model of so many layers is built
+    if needed > there:  # before a model of so many layers is built
         raise ValueError(f"checkpoint file {file} describes a model of {needed:,} bytes, its files hold {there:,}")
-    return shape
-
-
-def load_model(path: str | Path) -> LoadedModel:
-    """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
-
-    Raises ValueError if the manifest describes no model, or if the run's tokenizer is not the one that the checkpoint
-    was made with.
-    """
-    checkpoint, manifest = find_checkpoint(Path(path))
-    shape = _shape_of(checkpoint, manifest)
     with torch.device("meta"):
         names = TransformerLM(**asdict(shape)).state_dict()
     stored = tensor_shapes(checkpoint)
@@ -103,7 +98,7 @@ def load_model(path: str | Path) -> LoadedModel:
 def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, Path]:
     """Write a run's newest model as a Hugging Face folder (default: hf in the run folder), in its train.weight_dtype.
 
-    Returns the checkpoint that it is from, and the folder. Raises ValueError for a folder that is a run or checkpoint.
+    Returns its checkpoint and the folder. Raises ValueError for a folder that holds anything but an export.
     """
     loaded = load_model(path)
     out = Path(out) if out is not None else loaded.checkpoint.resolve().parent.parent / "hf"
@@ -116,9 +111,9 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
 
 
 def import_run(folder: str | Path, run_dir: str | Path) -> Path:
-    """Make a run folder, at step 0, from a Hugging Face Llama of our kind; return its checkpoint.
+    """Make a run folder, at step 0, from a Hugging Face Llama of our architecture; return its checkpoint.
 
-    Raises ValueError if run_dir is not empty or the folder is something else.
+    Raises ValueError if run_dir is not empty or the folder holds another model.
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):

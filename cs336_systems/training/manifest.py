@@ -1,6 +1,6 @@
-"""What a checkpoint is of, which checkpoints there are, and whether one is whole.
+"""The manifest of a checkpoint: describes the run, and proves that every file is whole.
 
-All of this reads files and communicates nothing: with several ranks, `together.on_first_rank` calls it.
+The functions here read files and communicate nothing: with several ranks, `together.on_first_rank` calls them.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is of; also the mark that it is whole."""
+    """The content of manifest.json. A checkpoint without one is torn."""
 
     step: int
     sequences: int
     """Sequences of the run consumed so far: the position in the data."""
     identity: dict[str, Any]
-    """What a run must share to continue from here: architecture, tokenizer, data and seed."""
+    """The facts that a run must share to continue from here: architecture, tokenizer, training tokens, seed."""
     trainer: dict[str, Any]
-    """The loop's own small state: loss scale, skipped steps."""
+    """The trainer's small state: loss scale, skipped steps."""
     config: dict[str, Any]
     versions: dict[str, Any]
     files: dict[str, dict[str, Any]]
-    """Per file its `bytes` and `sha256`."""
+    """`bytes` and `sha256` of each file, by name."""
     format: int = _FORMAT
 
     def to_json(self) -> str:
@@ -63,30 +63,30 @@ class Manifest:
         return manifest
 
     def _check_types(self) -> None:
-        """Raise ValueError for what no run writes: a checksum says that a file is as it was written, not by whom."""
+        """Raise ValueError for a value that no run writes: a right checksum does not say who wrote the file."""
+
+        def require(condition: bool, name: str, value: Any, accepted: str) -> None:
+            if not condition:
+                shown = json.dumps(value)
+                raise ValueError(f"its {name} is {shown if len(shown) < 80 else shown[:80] + '...'}: "
+                                 f"it must be {accepted}")  # fmt: skip
+
         counts: dict[str, Any] = {"step": self.step, "sequences": self.sequences}
-        objects = {name: getattr(self, name) for name in ("identity", "trainer", "config", "versions", "files")}
-        for name, value in objects.items():
-            _require_type(isinstance(value, dict), name, value, "a JSON object")
+        for name in ("identity", "trainer", "config", "versions", "files"):
+            require(isinstance(getattr(self, name), dict), name, getattr(self, name), "a JSON object")
+        require(bool(self.files), "files", self.files, "the checkpoint's files, at least one")
         for name, file in self.files.items():
-            _require_type(Path(name).name == name, "file name", name, "one without a folder")
-            _require_type(isinstance(file, dict), f"files {name}", file, "a JSON object")
-            _require_type(isinstance(file.get("sha256"), str), f"files {name} sha256", file.get("sha256"), "text")
+            require(Path(name).name == name, "file name", name, "one without a folder")
+            require(isinstance(file, dict), f"files {name}", file, "a JSON object")
+            require(isinstance(file.get("sha256"), str), f"files {name} sha256", file.get("sha256"), "text")
             counts[f"files {name} bytes"] = file.get("bytes")
-        _require_type(bool(self.files), "files", self.files, "the checkpoint's files, at least one")
-        if self.trainer:  # empty in an imported checkpoint, from which no loop resumes
+        if self.trainer:  # empty in an imported checkpoint, from which no run resumes
             scaler = self.trainer.get("scaler")
             counts["trainer skipped_steps"] = self.trainer.get("skipped_steps")
             numbers = isinstance(scaler, dict) and all(type(value) in (int, float) for value in scaler.values())
-            _require_type(numbers, "trainer scaler", scaler, "a JSON object of numbers")
+            require(numbers, "trainer scaler", scaler, "a JSON object of numbers")
         for name, value in counts.items():
-            _require_type(type(value) is int and 0 <= value < 1 << 63, name, value, "an integer of at least 0")
-
-
-def _require_type(condition: bool, name: str, value: Any, accepted: str) -> None:
-    if not condition:
-        shown = json.dumps(value)
-        raise ValueError(f"its {name} is {shown if len(shown) < 80 else shown[:80] + '...'}: it must be {accepted}")
+            require(type(value) is int and 0 <= value < 1 << 63, name, value, "an integer of at least 0")
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -99,7 +99,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of each file, by its name, as the manifest has them."""
+    """The manifest's `files`: size and SHA-256 of each file, by name."""
     files = sorted(files)
     with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
         hashes = list(pool.map(sha256_of_file, files))
@@ -114,7 +114,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def verify_checkpoint(path: Path) -> Manifest:
-    """Read the manifest and check every file against it. Raises ValueError naming the file that is missing or torn."""
+    """Read the manifest and check every file against it. Raises ValueError naming a file that is missing or damaged."""
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist")
     if not (path / MANIFEST).is_file():
@@ -126,9 +126,7 @@ def verify_checkpoint(path: Path) -> Manifest:
     if path.name != checkpoint_name(manifest.step) and _STEP.fullmatch(path.name):
         raise ValueError(f"checkpoint {path} is of step {manifest.step}, its manifest says")
     if unlisted := {file.name for file in path.glob("*.safetensors")} - manifest.files.keys():
-        raise ValueError(
-            f"checkpoint file {path / min(unlisted)} is not in the manifest"
-        )  # and would be read unverified
+        raise ValueError(f"checkpoint file {path / min(unlisted)} is not in the manifest")
     for name, expected in manifest.files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -159,10 +157,10 @@ def check_identity(
     why: Iterable[str] = (),
     partly: bool = False,
 ) -> None:
-    """Raise ValueError naming every field in which a run differs from the one that wrote the checkpoint.
+    """Raise ValueError naming every field of the identity in which a run differs from the checkpoint's.
 
-    why: other differences, which may be the cause; the message lists them too.
-    partly: compare only the fields that are given.
+    why: other differences that may be the cause. The message lists them too.
+    partly: compare only the fields of `identity`.
     """
     names = sorted(identity if partly else {*manifest.identity, *identity})
     differing = [

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl always, a progress line for a person, TensorBoard and Weights & Biases if asked."""
+"""The metrics of a run: metrics.jsonl, a progress line, and on request TensorBoard and Weights & Biases."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Something that takes a row of metrics for a step."""
+    """Receives the rows of metrics of a run."""
 
     def write(self, row: Row) -> None: ...
 
@@ -33,7 +33,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line, appended as it comes. Rows after `last_step` are cut off at the start."""
+    """metrics.jsonl: one JSON object a line. Drops rows after `last_step`, which a resumed run makes again."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
         kept = _rows_until(path, last_step)
@@ -42,7 +42,7 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, row: Row) -> None:
-        # NaN and Infinity are not JSON, so a loss that is not a number is null.
+        # JSON has no NaN and Infinity: such a loss becomes null.
         plain = {k: finite_or_none(v) if isinstance(v, float) else v for k, v in row.items()}
         with naming_file(self._path):
             self._file.write(json.dumps(plain, allow_nan=False) + "\n")
@@ -75,8 +75,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A Weights & Biases run, kept in the run folder; mode "offline" sends nothing.
 
-    A resume logs into the same run: under its ID, which replaces what the run had, first the rows up to `last_step`
-    from metrics.jsonl. Unlike Weights & Biases' own rewind, that works offline and on every server.
+    A resumed run has the same ID, and first logs the rows of metrics.jsonl up to `last_step` again. They replace the
+    earlier log. Unlike Weights & Biases' own rewind, this works offline and on every server.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int) -> None:
@@ -119,7 +119,7 @@ def finite_or_none(value: float) -> float | None:
 
 
 def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
-    """All sinks that the configuration asks for. Raises ValueError for one whose package is not installed."""
+    """The sinks that the configuration names. Raises ValueError if a package is not installed."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
         sinks.append(TensorBoard(run_dir, last_step))
@@ -129,7 +129,7 @@ def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a metrics.jsonl. A last line that a crash cut short is left out."""
+    """The rows of a metrics.jsonl. Leaves out a last line that a crash cut short."""
     lines = Path(path).read_text().splitlines()
     rows = []
     for i, line in enumerate(lines):
@@ -161,7 +161,7 @@ def summarise(times_ms: Sequence[float]) -> dict[str, float]:
 
 
 class Progress:
-    """One line about how the run goes: live on a terminal, elsewhere a plain line now and then."""
+    """The progress line: updated in place on a terminal, otherwise printed every 10 seconds."""
 
     PLAIN_INTERVAL_S = 10.0
 
@@ -182,7 +182,7 @@ class Progress:
             self._live.stop()
 
     def update(self, row: Row) -> None:
-        """Show a row of the loop: one with a loss after each step, one with a valid_loss after a validation."""
+        """Show the row of a step or of a validation."""
         now = time.perf_counter()
         if "valid_loss" in row:
             self._valid = f"  valid {row['valid_loss']:.4f}"
@@ -198,9 +198,9 @@ class Progress:
             say(line)
 
     def format(self, row: Row, now: float) -> str:
-        """The progress line for a step's row at a time. Only the live line mentions an MFU that is not known.
+        """The progress line for the row of a step. Only the live line mentions an unknown MFU.
 
-        The time left is not told after one step, which may have compiled the model.
+        It has no time left after the first step, which may have compiled the model.
         """
         steps_done = row["step"] - self._first_step
         seconds = int((now - self._start) / steps_done * (self._max_steps - row["step"]))

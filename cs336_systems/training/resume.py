@@ -28,8 +28,9 @@ from .load import LoadedModel, load_model
 from .loop import Position, Trainer
 from .manifest import Manifest, check_identity, find_checkpoints, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
-from .prepare import PreparedData, is_own
+from .prepare import PreparedData
 from .result import RunResult
+from .stages import in_data_dir
 from .state import restore_state
 from .together import on_every_rank, on_first_rank
 
@@ -62,7 +63,7 @@ class Plan:
             return
         data = self.config.data
         tokenizer, copy = Path(data.tokenizer_path), self.checkpoint.parent.parent / TOKENIZER
-        if not is_own(data, tokenizer) and not tokenizer.is_file() and copy.is_file():
+        if not in_data_dir(data, tokenizer) and not tokenizer.is_file() and copy.is_file():
             raise FileNotFoundError(f"data.tokenizer {tokenizer} does not exist: {copy} is the run's copy of it")
         changed = _changed_data(self.config, self.manifest)
         tokens = Path(str(data.train_tokens))

@@ -1,7 +1,7 @@
-"""The state of a run as named tensors, however it is spread over ranks, and back.
+"""The state of a run as named tensors, collected from ranks that share it in any way, and restored to them.
 
-Names and shapes are those of a single process, so a run can resume with another division over ranks than it was saved
-with.
+Names and shapes are the same as in a single process, so a run can resume with another number of ranks or another
+strategy.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from .tensor_files import Rows, read_tensors, tensor_shapes
 from .together import on_every_rank
 
 Shards = Mapping[str, tuple[torch.Size, int]]
-"""By parameter name: the shape of the whole parameter, and the first row of it that this rank has."""
+"""By parameter name: the shape of the whole parameter, and the first of this rank's rows."""
 
 
 def collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, shards: Shards | None = None
 ) -> dict[str, Tensor | Rows]:
-    """This rank's tensors of a run by name: `model.*`, `optimizer.PARAMETER.STATE` and the generators' states `rng.*`.
+    """This rank's tensors by name: `model.*`, `optimizer.PARAMETER.STATE`, and on rank 0 the generators' `rng.*`.
 
-    Parameters in `shards`, and optimizer state of their local shape, are Rows of whole tensors. An optimizer that keeps
-    the state of only some parameters gives only that. The generators are rank 0's.
+    Parameters in `shards`, and optimizer state of the same local shape, become Rows of whole tensors. A sharded
+    optimizer contributes only the state that it keeps.
     """
     shards = shards or {}
     tensors = {f"model.{name}": _global(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
@@ -34,8 +34,8 @@ def collect_state(
             value = torch.as_tensor(value)
             is_shard = name in shards and value.dim() > 0
             if is_shard and value.shape != parameter.shape:
-                raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}: only a scalar or "
-                                 "what is divided as its parameter can be saved from several ranks")  # fmt: skip
+                raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}: only scalars and "
+                                 "state divided as its parameter can be saved from several ranks")  # fmt: skip
             tensors[f"optimizer.{name}.{key}"] = _global(value, shards[name] if is_shard else None)
     if comm.rank() == 0:
         tensors["rng.cpu"] = torch.get_rng_state()
@@ -45,7 +45,7 @@ def collect_state(
 
 
 def _global(tensor: Tensor, shard: tuple[torch.Size, int] | None) -> Tensor | Rows:
-    if isinstance(tensor, DTensor):  # of PyTorch's own sharding, which needs no `shards`
+    if isinstance(tensor, DTensor):  # PyTorch's own sharding, which needs no `shards`
         (chunk,) = tensor.__create_chunk_list__()
         return Rows(tensor.to_local(), tensor.shape, chunk.offsets[0]) if tensor.dim() else tensor.to_local()
     return tensor if shard is None else Rows(tensor, *shard)
@@ -58,11 +58,10 @@ def restore_state(
     device: torch.device,
     shards: Shards | None = None,
 ) -> None:
-    """Restore what `collect_state` collected: parameters in place, optimizer state, generators.
+    """Restore the state that `collect_state` collected: parameters in place, optimizer state, generators.
 
-    All ranks call it together, divided in any way: each reads its rows, and the state of the parameters that it,
-    or nobody, owns (`optimizer.owner_of(parameter)`, if the optimizer has that). What one rank cannot read makes all
-    raise.
+    All ranks call it together. Each reads its rows, and the optimizer state of the parameters that it or nobody owns
+    (`optimizer.owner_of(parameter)`, if the optimizer has that). If one rank cannot read its part, all raise its error.
     """
     tensors: dict[str, Tensor] = {}
     on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
@@ -85,7 +84,7 @@ def restore_state(
 
 
 def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards) -> dict[str, Tensor]:
-    """This rank's tensors from a checkpoint: those of the model in place, new ones for the rest."""
+    """This rank's tensors from a checkpoint. The model's are read in place; for the others, new tensors are made."""
     parameters = dict(model.named_parameters())
     owner_of = getattr(optimizer, "owner_of", None)
     wanted: dict[str, Tensor | Rows] = {}
@@ -94,7 +93,7 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
         if group == "optimizer":
             parameter_name = key.rpartition(".")[0]
             parameter = parameters[parameter_name]
-            # What nobody owns yet, a frozen parameter, every rank keeps.
+            # Nobody owns a frozen parameter yet: every rank keeps its state.
             if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
             shard = shards.get(parameter_name) if len(shape) else None

@@ -1,7 +1,7 @@
 """Named tensors in safetensors files, written and read by one rank or several, through `torch.distributed.checkpoint`.
 
-A tensor is saved in one piece by one of the ranks that have it, or in the pieces that ranks hold of it. In which pieces
-it was written does not matter to a reader: every rank reads the part that it asks for.
+A tensor that several ranks have is written by one of them. A divided tensor is written in pieces, each by its rank. A
+reader need not know the pieces: every rank reads the part that it asks for.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ _FILE_BYTES = 1 << 31  # the writer copies a whole file in memory, so files are 
 
 
 class Rows:
-    """A rank's consecutive rows of a tensor whose other rows are elsewhere; possibly none of them.
+    """A rank's consecutive rows of a tensor, possibly none. Other ranks have the others.
 
-    `torch.distributed.checkpoint` takes it like a DTensor. But it says itself where its rows begin (a DTensor's must be
-    divided as `torch.chunk` does) and lives on any device (a DTensor lives on that of its mesh).
+    `torch.distributed.checkpoint` treats it like a DTensor. A DTensor's rows must be divided as `torch.chunk` does, on
+    the device of its mesh; these rows may begin anywhere, on any device.
     """
 
     def __init__(self, local: Tensor, shape: Sequence[int], first_row: int) -> None:
@@ -45,7 +45,7 @@ class Rows:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self.local.numel() == 0 and self.shape.numel():
-            return []  # there is nothing to write or read, and a reader may stumble over a piece of no rows
+            return []  # PyTorch's reader fails on a piece without rows
         offsets = torch.Size([self.first_row] + [0] * (len(self.shape) - 1))
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.local.shape)]
 
@@ -61,17 +61,17 @@ class Rows:
         ]
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
+class _SavePlanner(dcp.DefaultSavePlanner):  # takes Rows beside tensors
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
         return found.local if isinstance(found, Rows) else super().lookup_object(index)
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):  # takes Rows beside tensors
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # The default first makes real tensors of meta ones, and accepts only tensors.
+        # The default accepts only tensors, and replaces meta tensors first.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -80,59 +80,51 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.HuggingFaceStorageWriter):
-    """Writes what is assigned to this rank, in files of bounded size, and remembers their names."""
+    """Writes the tensors assigned to this rank into files of bounded size, and remembers the files' names."""
 
     def __init__(self, folder: Path, from_gpu: bool) -> None:
         super().__init__(str(folder), save_distributed=True)
         self.files: list[str] = []
         if not from_gpu:
-            # Copy nothing ahead: that would wait, every 10 MB, for what training has queued on the GPU since.
+            # Copying ahead would wait, every 10 MB, for the training steps queued on the GPU.
             self.per_thread_copy_ahead = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
-        # Not earlier: only now is it known which of the tensors that all ranks have are written by this one.
-        storage = {**plan.storage_data, "fqn_to_index_mapping": _file_numbers(plan.items)}
+        # Only now is it known which of the tensors that all ranks have are written by this one.
+        file_of: dict[str, int] = {}
+        index, filled = 1, 0
+        for item in plan.items:
+            assert item.tensor_data is not None
+            size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            if filled and filled + size > _FILE_BYTES:
+                index, filled = index + 1, 0
+            file_of[item.index.fqn] = index
+            filled += size
+        storage = {**plan.storage_data, "fqn_to_index_mapping": file_of}
         with naming_the_rank():
             written = super().write_data(dataclasses.replace(plan, storage_data=storage), planner)
         self.files = sorted({result.storage_data.relative_path for result in written.value()})
         return written
 
 
-def _file_numbers(items: Sequence[WriteItem]) -> dict[str, int]:
-    file_of: dict[str, int] = {}
-    index, filled = 1, 0
-    for item in items:
-        data = item.tensor_data
-        assert data is not None, "what is saved are tensors"
-        size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        if filled and filled + size > _FILE_BYTES:
-            index, filled = index + 1, 0
-        file_of[item.index.fqn] = index
-        filled += size
-    return file_of
-
-
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any = None) -> list[str]:
-    """Write named tensors into a folder as flushed safetensors files of bounded size; return the names of this rank's.
+    """Write tensors into a folder, as flushed safetensors files of bounded size; return the names of this rank's files.
 
-    With several ranks all call it together. A Tensor that several ranks have under one name is the same on all, and one
-    of them writes it. Of a DTensor or Rows, each rank writes its part. If a rank fails, all raise what it reports; if
-    one is gone, they raise CollectiveError.
+    All ranks call it together. A Tensor under one name on several ranks is the same on all, and one of them writes it.
+    Each rank writes its own part of a DTensor or of Rows. If a rank fails, all raise its error; if one is gone, they
+    raise CollectiveError.
     """
     parts = [tensor.local if isinstance(tensor, Rows) else tensor for tensor in tensors.values()]
     writer = _Writer(folder, from_gpu=any(part.is_cuda for part in parts))
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     alone = comm.world_size() == 1
-    with _plain_errors(alone), named("saving"):  # errors of writing come as a CheckpointException, no RuntimeError
+    with _plain_errors(alone), named("saving"):
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     return writer.files
 
 
 def read_tensors(path: Path, into: Mapping[str, Tensor | Rows]) -> None:
-    """Fill the tensors of `into` in place from a checkpoint's tensors of the same names; Rows get only their rows.
-
-    Each rank reads by itself what it asks for.
-    """
+    """Fill the tensors of `into` in place from a checkpoint; Rows get only their rows. Each rank reads by itself."""
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _plain_errors(alone=True):
         dcp.load(dict(into), storage_reader=dcp.HuggingFaceStorageReader(str(path)), planner=planner, no_dist=True)
@@ -140,12 +132,12 @@ def read_tensors(path: Path, into: Mapping[str, Tensor | Rows]) -> None:
 
 @contextlib.contextmanager
 def _plain_errors(alone: bool) -> Iterator[None]:
-    """torch.distributed.checkpoint without its warning of being alone, and with the errors it wraps unwrapped."""
+    """Unwraps the errors of torch.distributed.checkpoint, and silences its warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield
-        except dcp.api.CheckpointException as error:  # no Exception, and no cause: {rank: (exception, traceback)}
+        except dcp.api.CheckpointException as error:  # a BaseException without cause: {rank: (exception, traceback)}
             rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
             if alone or isinstance(failure, RankError):
                 raise failure from None
@@ -153,6 +145,6 @@ def _plain_errors(alone: bool) -> Iterator[None]:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of a checkpoint's whole tensors, however many pieces they are in."""
+    """Shapes and dtypes of a checkpoint's whole tensors, by name."""
     metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]

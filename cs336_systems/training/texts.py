@@ -1,7 +1,5 @@
-"""Texts to train on: parts of files, where one may be split, and TinyStories, fetched."""
+"""The texts of a run: the user's files, generated stories or the downloaded TinyStories, split for validation."""
 
-import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -12,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_basics.data import sha256_of_file
+from cs336_basics import stories
+from cs336_basics.data import sha256_of_file, token_dtype
 from cs336_basics.tokenizer import END_OF_TEXT, read_utf8
+
+from ..config.run import RunConfig
+from ..machine.files import written_whole
+from .stages import one_at_a_time, require_disk_space, run_stage
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ _LINE_END = re.compile(rb"\n")
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Bytes start to end of a text file (end None: to its end), known by the hash of the whole file."""
+    """Bytes `start` to `end` of a text file (None: to its end), with the hash of the whole file."""
 
     path: Path
     sha256: str
@@ -49,35 +52,58 @@ class TextSpan:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the text."""
+        """Identifies the text in a stage's stamp."""
         return {"sha256": self.sha256, "start": self.start, "end": self.end}
 
 
-@contextlib.contextmanager
-def one_at_a_time(folder: Path, lock: str = ".lock") -> Iterator[None]:
-    """Wait until no other process makes files in the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        opened = (folder / lock).open("a")
-    except OSError as error:
-        raise ValueError(
-            f"data.data_dir {folder} cannot be written to: {error.strerror} (with --skip_data, token files that are "
-            "there are used as they are)"
-        ) from error
-    with opened as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("data: waiting for another process that makes files in %s", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
+    """The texts to train and to validate on. Downloads or generates them if necessary."""
+    data = config.data
+    folder = Path(str(data.data_dir))
+    if data.source == "tinystories":
+        train, valid = (fetch_tinystories(name, folder) for name in TINYSTORIES_SHA256)
+        return train, valid
+    text_path = folder / "stories.txt"
+    if data.source == "stories":
+        chars = data.story_chars
+        inputs = {"story_chars": chars, "seed": data.seed, "generator": sha256_of_file(str(stories.__file__))}
+        # The text is ASCII. The number of its tokens is not known yet, but is at most the number of characters.
+        width, valid_chars = token_dtype(config.model.shape.vocab_size).itemsize, int(chars * data.valid_fraction)
+        sizes = [
+            (text_path, chars),
+            (Path(str(data.train_tokens)), (chars - valid_chars) * width),
+            (Path(str(data.valid_tokens)), valid_chars * width),
+        ]
+
+        def write_stories() -> None:
+            with written_whole(text_path) as beside, beside.open("w", encoding="utf-8") as file:
+                file.writelines(stories.stories(data.seed, chars))
+
+        check = functools.partial(require_disk_space, "data.story_chars", chars, sizes)
+        run_stage(data, "text", text_path, inputs, write_stories, check=check)
+    else:
+        text_path = Path(str(data.train_text))
+    whole = _whole_text(text_path)
+    if data.valid_text is not None:
+        return whole, _whole_text(Path(data.valid_text))
+    cut = find_split(text_path, data.valid_fraction)
+    return TextSpan(text_path, whole.sha256, 0, cut), TextSpan(text_path, whole.sha256, cut)
+
+
+def _whole_text(path: Path) -> TextSpan:
+    first = next(read_utf8(path))  # raises at once if the file is missing, empty or not UTF-8
+    beginning = first[:1024]
+    if beginning.count("\0") > len(beginning) // 4:  # UTF-16 has one beside every ASCII character
+        offset = len(beginning[: beginning.index("\0")].encode())
+        raise ValueError(f"text file {path} must be UTF-8 text: NUL bytes, from byte {offset} on, look like UTF-16")
+    return TextSpan(path, sha256_of_file(path))
 
 
 def find_split(path: Path, valid_fraction: float) -> int:
-    """The byte where the last valid_fraction of a text begins.
+    """The byte at which a text is split, so that about its last valid_fraction is for validation.
 
-    It is after an `<|endoftext|>` and the end of its line, or else after a line, or else at a character: the first of
-    these, in that order, that is found within the megabyte from there on.
+    Within the megabyte after the exact place, the split goes behind an `<|endoftext|>` and the end of its line. If
+    there is none, it goes behind a line, and if there is no line either, between two characters.
     """
     size = path.stat().st_size
     wanted = max(1, int(size * (1 - valid_fraction)))
@@ -95,15 +121,14 @@ def find_split(path: Path, valid_fraction: float) -> int:
 def fetch_tinystories(name: str, folder: Path, endpoint: str | None = None) -> TextSpan:
     """Download one file of TinyStories at the pinned revision, unless it is there.
 
-    What came before a download broke off, whatever ended it, is kept as NAME.partial, and the next call asks for the
-    rest. Raises ConnectionError if the file cannot be fetched, and ValueError if the content has another hash than it
-    should; what was fetched is then removed.
+    An interrupted download is kept as NAME.partial, and the next call asks for the rest. Raises ConnectionError if the
+    file cannot be fetched. Raises ValueError if its hash is wrong, after removing it.
     """
     path, expected = folder / name, TINYSTORIES_SHA256[name]
     if not path.is_file():
-        # A lock of its own: the one of the token files need not be in this folder, and may be held by this process.
+        # Not the token files' lock: that may be in another folder, and this process may hold it.
         with one_at_a_time(folder, ".fetch.lock"):
-            if not path.is_file():  # as it may be by now, made by the process that had the lock
+            if not path.is_file():  # the process that had the lock may have made it
                 _fetch(path, expected, endpoint)
                 return TextSpan(path, expected)
     found = sha256_of_file(path)
@@ -118,7 +143,7 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
     of = dict(repo_id=TINYSTORIES_REPOSITORY, filename=path.name, repo_type="dataset", revision=TINYSTORIES_REVISION)
     partial = path.with_name(f"{path.name}.partial")
     logger.info("text: fetching %s of %s", path.name, TINYSTORIES_REPOSITORY)
-    library = logging.getLogger("huggingface_hub")  # which would tell of every attempt
+    library = logging.getLogger("huggingface_hub")  # it would log every attempt
     level = library.level
     library.setLevel(logging.CRITICAL)
     try:
@@ -145,15 +170,15 @@ def _fetch(path: Path, expected: str, endpoint: str | None) -> None:
 
 
 def _download(url: str, partial: Path, expected: str) -> None:
-    """Fetch a URL into a file that may hold the beginning of it. If the server answers with the whole, it starts anew.
+    """Fetch a URL into a file that may hold its beginning. If the server sends the whole, the file starts anew.
 
-    `hf_hub_download` would do, except that no other process finds its partial files again.
+    Not `hf_hub_download`, because another process does not find its partial files.
     """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
-    headers = build_hf_headers() | {"accept-encoding": "identity"}  # a range of compressed bytes would be no use
+    headers = build_hf_headers() | {"accept-encoding": "identity"}  # a range of compressed bytes would be useless
     get = functools.partial(http_get, url, headers=headers, displayed_filename=partial.stem)
     with partial.open("ab") as file:
         if there := file.tell():
@@ -163,7 +188,7 @@ def _download(url: str, partial: Path, expected: str) -> None:
         except HfHubHTTPError as error:
             if there == 0 or error.response.status_code != 416:
                 raise
-            # Range Not Satisfiable: nothing follows, because the file is whole or because it is something else.
+            # Range Not Satisfiable: the partial file is the whole file, or it is something else.
             if sha256_of_file(partial) != expected:
                 logger.warning("text: %s is not the beginning of the file, which is fetched anew", partial)
                 file.seek(0)

@@ -1,6 +1,6 @@
-"""What all ranks do together around files: one acts and the others get its result, or all fail for the same reason.
+"""Work on files that all ranks do together: every rank gets the result, or every rank raises the same error.
 
-With one process the function is called and nothing is sent.
+With one process, the function is called and nothing is sent.
 """
 
 import contextlib
@@ -20,10 +20,8 @@ T = TypeVar("T")
 def file_group(wait_h: float = 0.5) -> Any:
     """A new gloo group of all ranks, for work on files; None with one process. All ranks call it together.
 
-    One rank waits for the others for up to wait_h hours, because they may be hashing or writing many gigabytes.
-
-    It is a group of its own, because its collectives wait for disks, which may take longer than a step of training, and
-    because a background thread must not use a group that another thread uses.
+    Ranks wait for each other for up to wait_h hours, because hashing or writing many gigabytes takes longer than a step
+    of training. A background thread needs a group of its own.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(hours=wait_h)) if comm.world_size() > 1 else None
 
@@ -42,11 +40,11 @@ def main_group() -> Any:
 
 
 class RankError(Exception):
-    """What went wrong on which rank, in words, because not every exception can be sent."""
+    """An error with its rank, in words, because not every exception can be sent."""
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed: the operating system's own words if it is behind the error, however deep."""
+    """Why something failed. If a system error is anywhere in the chain of causes, only its own words."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -69,17 +67,17 @@ def naming_the_rank() -> Iterator[None]:
 
 
 def on_every_rank(function: Callable[[], T], what: str, group: Any = None) -> list[T]:
-    """Call a function on all ranks; return the results of all ranks to each of them, in rank order.
+    """Call a function on all ranks; return all results, in rank order, on every rank.
 
-    If it raises on some rank, that rank's exception (the lowest one's) is raised on all, so nobody is left waiting.
-    Raises CollectiveError if a rank is gone.
+    If the function raises an error on some ranks, all ranks raise that of the lowest, so nobody is left waiting. Raises
+    CollectiveError if a rank is gone. `what` names the work in error messages.
     """
     if comm.world_size() == 1:
         return [function()]
     result, failure = None, None
     try:
         result = function()
-        pickle.dumps(result)  # if it cannot be sent, this rank fails, not those that wait for it
+        pickle.dumps(result)  # if it cannot be sent, this rank fails and not the ranks that wait for it
     except Exception as error:
         failure = error
     outcomes: list[Any] = [None] * comm.world_size()
@@ -93,9 +91,9 @@ def on_every_rank(function: Callable[[], T], what: str, group: Any = None) -> li
 
 
 def on_first_rank(function: Callable[[], T], what: str = "work of the first rank", group: Any = None) -> T:
-    """Call a function on rank 0 alone; return its result on all ranks, or raise its exception on all.
+    """Call a function on rank 0 alone; return its result, or raise its error, on all ranks.
 
-    The result is sent pickled. All ranks call this together, and the function itself communicates nothing.
+    All ranks call this together. The function itself communicates nothing. The result is sent pickled.
     """
     results = on_every_rank(lambda: function() if comm.rank() == 0 else None, what, group)
     return results[0]  # type: ignore[return-value]

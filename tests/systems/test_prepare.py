@@ -33,8 +33,8 @@ from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer, sample_evenly
 from cs336_systems.config.run import DataConfig, ModelConfig, RunConfig
 from cs336_systems.training import prepare
 from cs336_systems.training import texts as sources
-from cs336_systems.training.prepare import find_texts, prepare_data
-from cs336_systems.training.texts import fetch_tinystories, find_split
+from cs336_systems.training.prepare import prepare_data
+from cs336_systems.training.texts import fetch_tinystories, find_split, find_texts
 from tests.training.helpers import largest_file
 
 TEXT = "".join(stories(0, 10_000))
@@ -1006,7 +1006,8 @@ def fetching(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
 
     def start(**environment: str) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        kept |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint} | environment
+        kept |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.endpoint}
+        kept |= {"HF_HUB_DOWNLOAD_TIMEOUT": "60"} | environment  # the second process may be slow to start
         sha256 = hashlib.sha256(SERVED[TRAIN_FILE]).hexdigest()
         arguments = [TRAIN_FILE, REVISION, sha256, str(tmp_path / "folder")]
         started.append(
@@ -1173,7 +1174,7 @@ def test_a_file_that_is_not_on_the_server_is_said(hub: Hub, no_waiting: None, tm
 def test_tinystories_are_prepared_whole_for_training_and_validation(
     hub: Hub, stages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "fetch_tinystories", functools.partial(fetch_tinystories, endpoint=hub.endpoint))
+    monkeypatch.setattr(sources, "fetch_tinystories", functools.partial(fetch_tinystories, endpoint=hub.endpoint))
     config = run_config(source="tinystories", data_dir="d")
     assert stages(config) == ({TOKENIZER, TRAIN, VALID}, set())
     data = prepare_data(config)

@@ -37,8 +37,9 @@ from cs336_systems.config.run import (
     SampleConfig,
     TrainConfig,
 )
-from cs336_systems.training.checkpoint import MANIFEST, prune_checkpoints, save_checkpoint
+from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.loop import Trainer
+from cs336_systems.training.manifest import MANIFEST
 from cs336_systems.training.metrics import METRICS_FILE, Row, read_metrics
 
 REPOSITORY = Path(cs336_systems.__file__).parents[1]

@@ -9,20 +9,17 @@ import torch
 from torch import nn
 
 from cs336_basics.optimizer import AdamW
-from cs336_systems.training.checkpoint import (
+from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
+from cs336_systems.training.manifest import (
     MANIFEST,
     check_identity,
     checkpoint_name,
-    collect_state,
     find_checkpoints,
     newest_whole_checkpoint,
-    prune_checkpoints,
-    read_tensors,
-    restore_state,
-    save_checkpoint,
-    tensor_shapes,
     verify_checkpoint,
 )
+from cs336_systems.training.state import collect_state, restore_state
+from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 
 from .helpers import (
     DAMAGE,

@@ -22,17 +22,15 @@ from torch import Tensor
 from cs336_systems.parallel import comm
 from cs336_systems.training import checkpoint
 from cs336_systems.training.async_saver import AsyncSaver
-from cs336_systems.training.checkpoint import (
+from cs336_systems.training.checkpoint import CheckpointError, save_checkpoint
+from cs336_systems.training.manifest import (
     MANIFEST,
-    CheckpointError,
-    Rows,
     checkpoint_name,
     find_checkpoints,
     newest_whole_checkpoint,
-    read_tensors,
-    save_checkpoint,
     verify_checkpoint,
 )
+from cs336_systems.training.tensor_files import Rows, read_tensors
 
 from ..distributed import run_ranks
 from .helpers import (

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 
 from cs336_systems.training.async_saver import AsyncSaver
-from cs336_systems.training.checkpoint import collect_state, save_checkpoint
+from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.loop import Trainer
+from cs336_systems.training.state import collect_state
 
 from .helpers import assert_same_tensors, make_config, read_independently, tensors_of, tiny_trainer
 from .test_checkpoint_async import REST, held_back

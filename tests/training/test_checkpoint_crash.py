@@ -18,14 +18,12 @@ from cs336_systems.cli.main import main
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.heartbeat import Heartbeats
 from cs336_systems.training import checkpoint, train
-from cs336_systems.training.checkpoint import (
+from cs336_systems.training.checkpoint import CheckpointError, prune_checkpoints, save_checkpoint
+from cs336_systems.training.manifest import (
     MANIFEST,
-    CheckpointError,
     checkpoint_name,
     find_checkpoints,
     newest_whole_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
     verify_checkpoint,
 )
 

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from cs336_systems.parallel import comm
 from cs336_systems.training import checkpoint, tensor_files
-from cs336_systems.training.checkpoint import (
-    CheckpointError,
-    checkpoint_name,
-    newest_whole_checkpoint,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from cs336_systems.training.checkpoint import CheckpointError, save_checkpoint
+from cs336_systems.training.manifest import checkpoint_name, newest_whole_checkpoint, verify_checkpoint
 from cs336_systems.training.together import on_every_rank, on_first_rank, reason
 
 from ..distributed import run_ranks
@@ -128,8 +123,8 @@ def die_in(where: str) -> Callable[..., Any]:
 PLACES: dict[str, tuple[Any, str]] = {
     "writing": (tensor_files.dcp.HuggingFaceStorageWriter, "write_data"),
     "hashing": (checkpoint, "describe_files"),
-    "manifest": (checkpoint, "_write_and_flush"),
-    "renaming": (checkpoint, "_put_in_place"),
+    "manifest": (checkpoint.Manifest, "to_json"),
+    "renaming": (Path, "rename"),
 }
 
 

@@ -16,17 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.zero1 import ShardedOptimizer
 from cs336_systems.training import tensor_files, train
-from cs336_systems.training.checkpoint import (
-    Rows,
-    checkpoint_name,
-    collect_state,
-    read_tensors,
-    restore_state,
-    save_checkpoint,
-    tensor_shapes,
-    verify_checkpoint,
-)
+from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.load import export_run, load_model
+from cs336_systems.training.manifest import checkpoint_name, verify_checkpoint
+from cs336_systems.training.state import collect_state, restore_state
+from cs336_systems.training.tensor_files import Rows, read_tensors, tensor_shapes
 
 from ..distributed import run_ranks
 from .helpers import (

@@ -10,14 +10,10 @@ from torch import Tensor
 from cs336_basics.model import TransformerLM
 from cs336_systems.parallel import STRATEGIES, Options, Strategy
 from cs336_systems.parallel.zero1 import ShardedOptimizer
-from cs336_systems.training.checkpoint import (
-    checkpoint_name,
-    collect_state,
-    read_tensors,
-    restore_state,
-    save_checkpoint,
-    tensor_shapes,
-)
+from cs336_systems.training.checkpoint import save_checkpoint
+from cs336_systems.training.manifest import checkpoint_name
+from cs336_systems.training.state import collect_state, restore_state
+from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 
 from ..distributed import run_ranks
 from .helpers import assert_same_tensors

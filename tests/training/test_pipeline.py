@@ -26,9 +26,9 @@ from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import RunConfig
 from cs336_systems.training import RunResult, train
 from cs336_systems.training.batches import BatchLoader
-from cs336_systems.training.checkpoint import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
 from cs336_systems.training.folder import LOCK
 from cs336_systems.training.loop import NonFiniteError, Trainer
+from cs336_systems.training.manifest import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from cs336_systems.training.prepare import prepare_data
 
@@ -378,9 +378,7 @@ def test_a_checkpoint_without_all_that_a_run_goes_on_from_is_one_line(tmp_path: 
     train(config)
     forge_manifest(checkpoint_path(config, 10), lambda manifest: manifest["trainer"]["scaler"].pop("growth_factor"))
     longer = dataclasses.replace(config.train, max_steps=12)
-    with pytest.raises(
-        ValueError, match=r"step_00000010 .*no 'growth_factor'"
-    ):
+    with pytest.raises(ValueError, match=r"step_00000010 .*no 'growth_factor'"):
         train(resumed(config, train=longer))
 
 
