@@ -48,7 +48,7 @@ class Workload:
     """A model, its input, its numerics, and how much of a training step it does."""
 
     size: str = "small"
-    """Named size of the model, or quick, a tiny one for a CPU."""
+    """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
     vocab_size: int | None = None
     """Size of the vocabulary (default: the size's, else 10,000)."""
     context_length: int = 512
@@ -56,7 +56,7 @@ class Workload:
     batch_size: int = 4
     """Sequences per batch."""
     mode: Literal["forward", "forward_backward", "train_step"] = "forward_backward"
-    """forward: only the loss, without gradients, as in inference. train_step: with the optimizer step."""
+    """forward: only the loss, without gradients. train_step: with the optimizer step."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type; weights are float32."""
     compile: bool = False

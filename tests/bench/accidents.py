@@ -1,4 +1,4 @@
-"""A case for the runner's tests: each configuration is an accident, or none."""
+"""A case for the runner's tests: a configuration says how its measurement fails."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ from cs336_systems.bench.row import Row
 @dataclass(frozen=True, kw_only=True)
 class Accident:
     kind: str = swept("none", "oom", "raises", sweep=("none", "oom", "raises", "is killed"))
-    """What happens."""
+    """How the measurement ends."""
     number: int = swept(1)
-    """Any."""
+    """Any number, to tell configurations apart."""
     folder: str = swept("")
-    """Where it leaves the number of its process."""
+    """Folder for a file with the process IDs."""
 
     def __post_init__(self) -> None:
         if self.number < 1:

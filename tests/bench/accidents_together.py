@@ -1,4 +1,4 @@
-"""The same, those of one number in one call."""
+"""The same case, with the configurations of one number in one call."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from .accidents import Accident
 
 
 def measure(configs: Sequence[Accident]) -> Iterable[Row]:
-    for row in list(ACCIDENTS.measure(configs)):  # none is sent before all are done
+    for row in list(ACCIDENTS.measure(configs)):  # sends no row before all are measured
         yield replace(row, case="together", metrics={**row.metrics, "together": len(configs)})
 
 

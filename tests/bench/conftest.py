@@ -1,4 +1,4 @@
-"""What tests of several cases share."""
+"""Fixtures for the tests of several cases."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command measures here: a process of its own takes seconds, and nothing can be put in its place."""
+    """Measure in this process: starting another takes seconds and escapes monkeypatching."""
 
     def run_case(case: Case, configs: Sequence[Any], path: Path, **_: Any) -> Iterator[Row]:
         for group in groups(case, configs):
@@ -28,7 +28,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ranks_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case of several ranks has them forked with PyTorch loaded, which takes a fraction of a launch's seconds."""
+    """Fork the ranks of a case with PyTorch loaded, which is faster than a launch."""
 
     def run_processes(program: list[str], count: int, folder: Path) -> None:
         *_, module, place = program

@@ -27,7 +27,7 @@ from tests.distributed import run_ranks
     "collective, factor",  # over 4 ranks, as doc/PERFORMANCE.md of NCCL-tests derives them
     [("all-reduce", 1.5), ("reduce-scatter", 0.75), ("all-gather", 0.75), ("broadcast", 1.0)],
 )
-def test_bandwidths_are_those_of_nccl_tests(collective: str, factor: float) -> None:
+def test_bandwidths_follow_nccl_tests(collective: str, factor: float) -> None:
     assert bus_factor(collective, 4) == factor
     # 10^9 bytes in 4 ms are 250 GB/s.
     found = bandwidths(collective, 4, 10**9, 4.0)
@@ -42,9 +42,9 @@ def test_the_rank_with_the_longest_median_counts() -> None:
     assert found["spread_ms"] == 1.5
 
 
-def test_calls_are_fewer_where_they_take_long_and_never_less_than_three() -> None:
+def test_slow_collectives_get_fewer_calls_but_at_least_three() -> None:
     found = [affordable(100.0, 5, 50, budget_s) for budget_s in (0.01, 2.0, 100.0)]
-    assert found == [(1, 3), (5, 15), (5, 50)]  # of 20 calls in 2 s, 5 and 15
+    assert found == [(1, 3), (5, 15), (5, 50)]  # 20 calls fit into 2 s: 5 and 15
 
 
 @pytest.mark.usefixtures("in_this_process", "ranks_forked")
@@ -63,7 +63,7 @@ def test_the_quick_command_measures_every_collective_and_the_planner_reads_its_r
         assert (row.config["backend"], row.config["world_size"]) == ("gloo", 2)
         assert len(row.metrics["ranks_ms"]) == 2
         assert row.metrics["time_ms"]["p50"] == max(row.metrics["ranks_ms"])
-    sizes, seconds = transfer_points(rows, 2)  # of the all-reduces alone
+    sizes, seconds = transfer_points(rows, 2)  # only the all-reduces
     assert sizes == [10**4, 10**6]
     assert seconds == [row.metrics["time_ms"]["p50"] / 1e3 for row in rows if row.config["collective"] == "all-reduce"]
     for name in ("all-reduce.md", "all-reduce-time.png", "all-reduce-bandwidth.png"):
@@ -88,8 +88,8 @@ def what_ran(collective: str, nbytes: int) -> dict[str, Any]:
     return measure_collective(collective, nbytes, torch.device("cpu"), 1, 3, 0.1)[0]
 
 
-def test_what_does_not_divide_by_the_ranks_is_rounded_up_and_said() -> None:
-    # 250 numbers over 3 ranks: 84 each, of 4 bytes.
+def test_a_size_that_does_not_divide_evenly_is_rounded_up() -> None:
+    # 250 numbers of 4 bytes over 3 ranks: 84 each.
     for ran in run_ranks(what_ran, 3, "all-gather", 1000):
         assert (ran["bytes"], ran["buffer_bytes"], ran["world_size"]) == (1000, 3 * 84 * 4, 3)
 
@@ -107,12 +107,12 @@ def test_what_does_not_divide_by_the_ranks_is_rounded_up_and_said() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused_before_measuring(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         CollectiveBench(**fields)
 
 
-def test_nccl_is_measured_where_there_is_a_gpu_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_needs_a_gpu_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from cs336_systems.bench.cases import all_reduce
 
     monkeypatch.setattr(all_reduce, "gpu_count", lambda: 4)
@@ -128,7 +128,7 @@ def test_nccl_is_measured_where_there_is_a_gpu_a_process(monkeypatch: pytest.Mon
 
 
 @pytest.mark.multigpu
-def test_nccl_carries_all_of_them() -> None:
+def test_nccl_runs_every_collective() -> None:
     configs = configurations(CASE, {"backend": ("nccl",), "world_size": (2,), "calls": (20,)}, quick=True)
     rows: list[Row] = list(CASE.measure(configs))
     assert [row.error for row in rows] == [None] * 8

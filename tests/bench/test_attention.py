@@ -1,4 +1,4 @@
-"""The cases `flash`, `attention`, `leaderboard-2025` and `attention-sweep`, tiny and with clocks of our own."""
+"""The presets of the case of attention kernels, tiny and with fake clocks."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def test_flash_is_the_handouts_sweep() -> None:
     assert len(groups(FLASH, configs)) == 10 * 4 * 2
 
 
-def test_kernels_of_16_bits_are_not_asked_for_32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_kernels_are_left_out_of_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.bench.cases.attention.select_device", lambda name: "cuda")
     wide = {config.kernel for config in configurations(FLASH) if config.dtype == "fp32"}
     narrow = {config.kernel for config in configurations(FLASH) if config.dtype == "bf16"}
@@ -50,14 +50,14 @@ def test_kernels_of_16_bits_are_not_asked_for_32_on_a_gpu(monkeypatch: pytest.Mo
 
 
 class Clocked(torch.autograd.Function):
-    """Attention that takes 3 ms forward and 5 ms backward of a clock that nothing else moves; the first time longer."""
+    """Attention that moves a fake clock by 3 ms forward and 5 ms backward; the first two passes take longer."""
 
     now = 0.0
     calls = 0
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        assert q.grad is None  # nothing is added up
+        assert q.grad is None  # gradients do not accumulate
         Clocked.calls += 1
         Clocked.now += 3e-3 if Clocked.calls > 2 else 1.0
         return q + k + v
@@ -73,7 +73,7 @@ class FakeStopwatch(Stopwatch):
         super().__init__(device, lambda: Clocked.now)
 
 
-def test_passes_are_timed_apart_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_and_backward_are_timed_separately_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "get_attention", lambda name: Clocked.apply)
     monkeypatch.setattr(attention, "Stopwatch", FakeStopwatch)
     monkeypatch.setattr(Clocked, "calls", 0)
@@ -87,7 +87,7 @@ def test_passes_are_timed_apart_after_the_warm_up(monkeypatch: pytest.MonkeyPatc
     assert "default_timer" in row.metrics["timer"]
 
 
-def test_attention_out_of_memory_says_what_it_would_have_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oom_row_of_attention_has_the_counted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has less")
 
@@ -101,7 +101,7 @@ def test_attention_out_of_memory_says_what_it_would_have_needed(monkeypatch: pyt
     assert line == "| naive eager | out of memory | 1.91e-05 | 3.05e-05 |"
 
 
-def test_compiled_attention_says_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_tell_compiled_from_eager_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, backend="aot_eager", **how))
     configs = configurations(ATTENTION, {"compile": (False, True), "length": (16, 24), "head_size": (8,)}, (), True)
@@ -137,7 +137,7 @@ def test_the_leaderboard_is_timed_as_in_the_handout(monkeypatch: pytest.MonkeyPa
     assert timer.startswith("triton.testing.do_bench(flash_forward_backward, rep=10000, warmup=1000)")
 
 
-def test_the_leaderboard_on_a_cpu_says_that_it_is_not_the_handouts_timer() -> None:
+def test_the_leaderboard_on_a_cpu_names_its_timer() -> None:
     (row,) = LEADERBOARD.measure(configurations(LEADERBOARD, {"kernel": ("sdpa",)}, quick=True))
     assert "do_bench needs a GPU" in row.metrics["timer"]
     flops = 7 * 2 * 16 * visible_pairs(64, 64, True) * 2
@@ -198,12 +198,12 @@ def test_the_command_writes_the_sweeps_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_plain_attention_holds_what_is_counted() -> None:
+def test_on_a_gpu_plain_attention_holds_the_counted_bytes() -> None:
     given = {"length": (2048,), "head_size": (32,), "compile": (False,), "device": ("cuda",), "repeats": (3,)}
     (row,) = ATTENTION.measure(configurations(ATTENTION, given))
     assert (row.status, row.error) == ("ok", None)
     tensor, counted = 8 * 2048 * 32 * 4, row.metrics["counted_bytes"]
-    # Counted besides them: q, k, v, o and the gradient of o. k and v are in both.
+    # Besides the counted bytes: q, k, v, o and the gradient of o. k and v are in both.
     in_use = counted["saved_for_backward"] + 3 * tensor
     assert in_use <= row.metrics["memory_before_backward_bytes"] <= in_use + (4 << 20)  # blocks are rounded up
     peak = counted["backward_peak"] + 5 * tensor

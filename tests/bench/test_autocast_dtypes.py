@@ -1,4 +1,4 @@
-"""The case `autocast-dtypes`: what a row says was read where it was computed."""
+"""The case `autocast-dtypes`: rows have the types that the model computed with."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def dtypes(norm: str, precision: str, device: str = "cpu") -> dict[str, str]:
 
 @pytest.mark.parametrize("precision", NAMES)
 @pytest.mark.parametrize("norm", NORMS)
-def test_weights_and_gradients_stay_and_products_are_cast(norm: str, precision: str) -> None:
+def test_weights_and_gradients_stay_float32_and_products_are_cast(norm: str, precision: str) -> None:
     found = dtypes(norm, precision)
     assert {found[name] for name in ("parameters", "gradients", "loss")} == {"float32"}
     assert {found[name] for name in ("fc1_output", "logits")} == {NAMES[precision]}
@@ -49,7 +49,7 @@ def test_a_layer_norm_is_float32_where_autocast_lists_it(precision: str, device:
     assert expected == (torch.float32 if device == "cuda" else x.dtype)
 
 
-def test_types_are_read_and_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_are_read_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     class Widening(nn.Module):
         def __init__(self, size: int) -> None:
             super().__init__()
@@ -64,7 +64,7 @@ def test_types_are_read_and_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["parameters"] == found["gradients"] == "bfloat16, float32"
 
 
-def test_the_model_is_the_handouts() -> None:
+def test_the_model_equals_the_handouts() -> None:
     model = ToyModel(20, 5)
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
         "fc1.weight": (10, 20),
@@ -78,7 +78,7 @@ def test_the_model_is_the_handouts() -> None:
     assert isinstance(ToyModel(20, 5, "rms_norm").ln, RMSNorm)
 
 
-def test_the_table_says_types_and_device() -> None:
+def test_the_table_has_types_and_device() -> None:
     rows: list[Row] = list(CASE.measure(configurations(CASE, {"device": ("cpu",)}, quick=True)))
     assert [row.status for row in rows] == ["ok"] * 6
     table = rows_table(rows)

@@ -1,4 +1,4 @@
-"""The case `bucket-size`: the planner's optimum as a size, what buckets add, and the prediction beside it."""
+"""The case `bucket-size`: the planner's best size, the time that buckets add, and the prediction beside it."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def quick(*variants: str, **fields: Any) -> list[BucketBench]:
     return configurations(CASE, {"variant": variants, **{name: (value,) for name, value in fields.items()}}, quick=True)
 
 
-def test_the_optimum_is_that_of_the_rows(tmp_path: Path) -> None:
+def test_the_best_size_follows_from_the_rows(tmp_path: Path) -> None:
     rows = all_reduces(tmp_path, 1e-4, 1e9)
     (best,) = quick("bucketed:best", rows=rows)
     nbytes = 4 * num_parameters(best.workload().shape)
@@ -52,7 +52,7 @@ def test_the_optimum_is_that_of_the_rows(tmp_path: Path) -> None:
     assert predicted["best_mb"] == pytest.approx(size / MIB)
 
 
-def test_the_steps_may_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_can_be_cuda_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ddp, bucket_size):
         monkeypatch.setattr(module, "select_device", torch.device)
     monkeypatch.setattr(ddp, "check_devices", lambda *_: None)
@@ -68,7 +68,7 @@ def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path) -> None:
     for number, rows in enumerate([dict(world_size=4), dict(backend="nccl")]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for variant in ("bucketed:best", "bucketed:1", "alone"):  # beforehand, not when all is measured
+        for variant in ("bucketed:best", "bucketed:1", "alone"):  # before measuring
             with pytest.raises(ValueError, match=r"^rows is .*: world_size is 2: the row file has no all-reduce"):
                 quick(variant, rows=all_reduces(folder, 1e-4, 1e9, **rows))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^variant is 'bucketed:best': it must be bucketed:BUCKET_MB without rows"):
@@ -76,7 +76,7 @@ def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path) -> None:
     assert quick("bucketed:1")[0].predicted() == {}
 
 
-def test_the_command_takes_the_rows_beside_its_own_where_they_tell(
+def test_the_command_uses_all_reduce_rows_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "cs336_systems")
@@ -115,7 +115,7 @@ def test_the_command_takes_the_rows_beside_its_own_where_they_tell(
 def test_a_ring_of_more_sends_more_and_a_call_costs_the_same() -> None:
     (two, four), card = (all_reduce_cost(CARDS["H200"], n) for n in (2, 4)), CARDS["H200"]
     assert two == (card.latency_s, card.link)
-    assert four == (card.latency_s, card.link / 1.5)  # 2 x 3 / 4 bytes a byte instead of 1
+    assert four == (card.latency_s, card.link / 1.5)  # a rank sends 2 x 3 / 4 bytes per byte instead of 1
 
 
 @pytest.mark.parametrize("variant", ["overlap", "bucketed", "bucketed:x", "best"])
@@ -135,7 +135,7 @@ def made_up() -> list[Row]:
             row("bucketed:1", 1.0, 500, None, size="small")]  # fmt: skip
 
 
-def test_added_is_beside_the_same_setting_alone() -> None:
+def test_added_time_compares_with_alone_at_the_same_setting() -> None:
     rows = with_added(made_up())
     assert [row.metrics.get("added_ms") for row in rows] == [None, 50, 10, None]
     assert rows[1].metrics["added"] == 0.5
@@ -144,14 +144,14 @@ def test_added_is_beside_the_same_setting_alone() -> None:
     assert measured_overheads(made_up()[:3]) == [("eager", MIB, pytest.approx(0.05)), ("eager", 100 * MIB, 0.01)]
 
 
-def test_the_plot_draws_the_prediction_beside_what_was_measured() -> None:
+def test_the_plot_draws_prediction_and_measurement() -> None:
     (axes,) = figure_of(BUCKET_SIZE.plots[0], with_added(made_up()[:3])[1:], BUCKET_SIZE.keys).axes
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     assert list(lines.values()) == [([1.0, 100.0], [50, 10]), ([1.0, 100.0], [40.0, 8.0])]
 
 
 @pytest.mark.usefixtures("ranks_forked")
-def test_sizes_take_turns_and_say_what_ran(tmp_path: Path) -> None:
+def test_sizes_take_turns_and_rows_have_the_run(tmp_path: Path) -> None:
     configs = configurations(CASE, {"rows": (all_reduces(tmp_path, 1e-4, 1e9),)}, quick=True)
     *first, _, _, _ = rows = list(CASE.measure(configs))
     assert [(row.variant, row.config["rounds"], len(row.metrics["steps_ms"])) for row in first] == [
@@ -164,7 +164,7 @@ def test_sizes_take_turns_and_say_what_ran(tmp_path: Path) -> None:
     assert all(len(row.metrics["steps_ms"]) == 4 for row in rows)  # 2 steps in 2 rounds
     assert "predicted" not in alone.metrics
     # By hand, backwards through 300 x 32 + 2 blocks of (4 x 32^2 + 3 x 32 x 64 + 64) + 32 + 300 x 32 float32 numbers:
-    # of 0.01 MiB, 10,485 bytes, each matrix of 32 x 64 or more is a bucket; two of 32 x 32 are one.
+    # with buckets of 0.01 MiB (10,485 bytes) each matrix of 32 x 64 or more is a bucket, and two of 32 x 32 are one.
     assert small.metrics["buckets"] > 8 > large.metrics["buckets"] >= 2
     assert large.metrics["predicted"]["best_mb"] == small.metrics["predicted"]["best_mb"] > 0
     json.dumps([replace(row).metrics for row in rows])

@@ -1,4 +1,4 @@
-"""The case `checkpointing`: memory is what the count says, and groups trade it as they should."""
+"""The case `checkpointing`: memory equals the count, and groups trade it as they should."""
 
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,14 @@ def measured(policy: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]
 
 @pytest.mark.parametrize("fields", [dict(), dict(precision="bf16", context_length=64, vocab_size=50)], ids=str)
 @pytest.mark.parametrize("policy", ["none", "block", "every_3", "groups_3", "groups_8"])
-def test_memory_is_what_is_counted(policy: str, fields: dict[str, Any]) -> None:
+def test_measured_memory_equals_the_count(policy: str, fields: dict[str, Any]) -> None:
     _, metrics = measured(policy, **fields)
     assert metrics["held_bytes"] == metrics["predicted_held_bytes"] + 4  # the loss
     assert metrics["peak_bytes"] == pytest.approx(metrics["predicted_bytes"], rel=0.05)
 
 
-def test_groups_keep_inputs_for_blocks() -> None:
-    """Differences of what is kept, in inputs, by hand: 8 blocks keep 8 of them, in groups of 2, 3 and 8: 4, 3 and 1."""
+def test_groups_keep_their_inputs_only() -> None:
+    """8 blocks keep 8 inputs; in groups of 2, 3 and 8 they keep 4, 3 and 1."""
     kept = {k: measured(f"groups_{k}")[1]["held_bytes"] for k in (1, 2, 3, 8)}
     entry = 2 * 16 * 32 * 4
     assert kept[1] - kept[2] == 4 * entry
@@ -49,8 +49,8 @@ def test_groups_keep_inputs_for_blocks() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", ["none", "groups_3"])
-def test_on_a_gpu_the_allocator_holds_what_is_counted(policy: str, precision: str) -> None:
-    # So many tokens that the gradient of a weight, which is not counted, is less than that of an activation.
+def test_on_a_gpu_the_allocator_holds_the_counted_bytes(policy: str, precision: str) -> None:
+    # Enough tokens that the gradient of a weight, which is not counted, is smaller than that of an activation.
     how = dict(size="small", context_length=512, attention="flash_triton", precision=precision, device="cuda", warmup=1)
     _, metrics = measured(policy, **how)
     assert metrics["held_bytes"] == pytest.approx(metrics["predicted_held_bytes"], rel=0.02)
@@ -66,7 +66,7 @@ def test_live_bytes_by_hand() -> None:
         del x
         view.add_(1)
         before.add_(1)
-        assert live.now == 400  # a view keeps it; in place nothing is added
+        assert live.now == 400  # the view keeps it; the in-place operation adds nothing
         other = torch.zeros(50, dtype=torch.bfloat16)
         assert live.now == 500
         del view
@@ -82,7 +82,7 @@ def test_live_bytes_of_a_backward_pass_by_hand() -> None:
         y = x.exp().sum()
         assert live.now == 4000 + 4  # exp saves its result
         y.backward()
-        # The product of what exp saved and the gradient, an expanded number, beside that number and the loss.
+        # The product of exp's output and the gradient (an expanded number), that number, and the loss.
         assert live.peak == 4000 + 4 + 4 + 4000
         del y
     assert live.now == 0
@@ -91,7 +91,7 @@ def test_live_bytes_of_a_backward_pass_by_hand() -> None:
 # Rows
 
 
-def test_a_row_says_policy_and_number() -> None:
+def test_a_row_has_policy_and_number() -> None:
     ran, _ = measured("groups_3")
     assert (ran["policy"], ran["K"], ran["num_layers"]) == ("groups", 3, 8)
     ran, _ = measured("block", num_layers=None)
@@ -101,12 +101,12 @@ def test_a_row_says_policy_and_number() -> None:
     assert metrics["step_ms"]["p50"] > 0
 
 
-def test_nothing_is_predicted_of_what_is_not_counted() -> None:
+def test_unknown_kernels_and_compiled_blocks_have_no_prediction() -> None:
     for fields in (dict(compile=True, attention="naive"), dict(attention="vectorized_torch")):
         assert _counted(CheckpointingBench(**{**QUICK, **fields})) == {}
 
 
-def test_no_groups_are_measured_that_are_larger_than_the_model() -> None:
+def test_groups_larger_than_the_model_are_left_out() -> None:
     found = configurations(CASE, {"num_layers": (4,), "attention": ("naive",), "device": ("cpu",)})
     assert [c.activation_checkpointing for c in found] == [
         "none",
@@ -120,7 +120,7 @@ def test_no_groups_are_measured_that_are_larger_than_the_model() -> None:
 
 
 @pytest.mark.parametrize("given", [("first_99",), ("none", "first_99")])
-def test_more_blocks_than_there_are_are_refused_where_they_are_asked_for(given: tuple[str, ...]) -> None:
+def test_asking_for_more_blocks_than_the_model_has_is_refused(given: tuple[str, ...]) -> None:
     message = "activation_checkpointing is 'first_99': it must be none, .* with K from 1 to 8, the number of blocks"
     with pytest.raises(ValueError, match=f"^{message}$"):
         configurations(CASE, {"activation_checkpointing": given}, quick=True)
@@ -143,15 +143,15 @@ def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
 # Tables and plots
 
 
-def test_the_quick_form_is_every_kind_of_policy_on_eight_blocks() -> None:
+def test_a_quick_run_has_every_kind_of_policy_on_eight_blocks() -> None:
     found = configurations(CASE, quick=True)
     assert [(c.activation_checkpointing, c.num_layers) for c in found] == [
         (policy, 8) for policy in ("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8")
     ]
 
 
-def test_the_quick_form_has_a_table_and_plots(tmp_path: Path) -> None:
-    """Of some of its policies, one step each: that is what takes long."""
+def test_a_quick_run_has_a_table_and_plots(tmp_path: Path) -> None:
+    """Some of its policies, one step each, because steps take long."""
     given = {"activation_checkpointing": ("none", "block", "every_2", "groups_3"), "warmup": (0,), "steps": (1,)}
     rows = list(CASE.measure(configurations(CASE, given, quick=True)))
     assert [row.status for row in rows] == ["ok"] * 4
@@ -168,7 +168,7 @@ def test_the_quick_form_has_a_table_and_plots(tmp_path: Path) -> None:
     assert (tmp_path / "checkpointing-peak.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_prediction_is_a_second_line_and_no_number_a_level_one() -> None:
+def test_the_plot_has_a_line_for_the_prediction_and_a_level_for_none() -> None:
     plot = Plot(name="p", y=Column("y", "y"), x="K", lines=("policy",), beside=Column("z", "z"))
     values = {("none", None): (9.0, None), ("g", 1): (4.0, 5.0), ("g", 8): (6.0, 7.0), ("g", 2): (3.0, 4.0)}
     rows = [

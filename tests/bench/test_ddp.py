@@ -1,4 +1,4 @@
-"""The case `ddp`: what is measured is what was asked for, and what is drawn from a step's streams is right."""
+"""The case `ddp`: the configured runs are measured, and the streams of a step are drawn correctly."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ def quick(*variants: str, **fields: Any) -> list[DDPBench]:
 
 
 def split(rows: Iterable[Row], count: int) -> tuple[list[Row], list[Row]]:
-    """The first rows, so many, and the others."""
+    """The first `count` rows, and the rest."""
     found = list(rows)
     return found[:count], found[count:]
 
@@ -42,7 +42,7 @@ def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
     assert list(dict.fromkeys(config.size for config in configs)) == ["small", "medium", "large", "xl", "2.7B"]
 
 
-def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None:
+def test_each_variant_has_a_row_with_its_run(tmp_path: Path) -> None:
     variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1", "fsdp+zero2")
     first, rows = split(measure(quick(*variants, rounds=2, traces=str(tmp_path))), len(variants))
     assert [row.variant for row in first] == [row.variant for row in rows] == list(variants)
@@ -57,7 +57,7 @@ def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None
     assert [run["parallel"]["reshard_after_forward"] for run in (zero1, zero2)] == [True, False]
     assert not job_of(rows[3]).reshard_after_forward
     for row in rows:
-        assert len(row.metrics["steps_ms"]) == 4  # of two rounds
+        assert len(row.metrics["steps_ms"]) == 4  # in two rounds
         assert row.metrics["step_ms"]["p50"] > 0
         assert row.metrics["peak_memory_bytes"] > 0
     for variant in variants:
@@ -69,7 +69,7 @@ def test_a_row_a_variant_with_the_configuration_that_ran(tmp_path: Path) -> None
         assert sent > 0
 
 
-def test_the_times_of_communication_have_a_table_where_rows_have_them() -> None:
+def test_communication_times_have_a_table() -> None:
     config = row_config(quick(ALONE)[0])
 
     def row(variant: str, **metrics: float) -> Row:
@@ -87,11 +87,11 @@ def test_the_times_of_communication_have_a_table_where_rows_have_them() -> None:
     assert "communicating" not in rows_table(rows[:1])
 
 
-def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_variant_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[list[str]] = []
 
     def launch(program: list[str], devices: int, folder: Path) -> None:
-        """Measures what comes before overlap, which does not fit, as a launch of its own does."""
+        """A launch in which `overlap` runs out of memory after the variants before it are measured."""
         configs = [DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())]
         launches.append([config.variant for config in configs])
         for number, config in enumerate(configs):
@@ -109,7 +109,7 @@ def test_a_variant_that_fails_is_a_row_and_the_others_are_measured(monkeypatch: 
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
 
 
-def test_after_each_round_there_is_a_row_of_the_rounds_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_round_yields_rows_of_the_rounds_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure_round(built: None, config: DDPBench, with_memory: bool) -> dict[str, Any]:
         times = [float(len(measured) + 1)]
         measured.append(config.variant)
@@ -135,12 +135,12 @@ def test_after_each_round_there_is_a_row_of_the_rounds_so_far(monkeypatch: pytes
     for row in rows[:4:2]:
         assert is_of_fewer_rounds(row, naive)
         assert not is_of_fewer_rounds(row, flat)
-        assert not is_of(row, naive)  # what --resume goes by
+        assert not is_of(row, naive)  # as --resume compares them
     assert is_of(rows[4], naive)
     assert not is_of_fewer_rounds(rows[4], naive)
 
 
-def test_variants_built_once_take_turns_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_built_once_are_kept_for_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, int]] = []
     names: dict[int, int] = {}
 
@@ -162,14 +162,14 @@ def test_variants_built_once_take_turns_held_together(monkeypatch: pytest.Monkey
     configs = quick(ALONE, devices=1, rounds=2, steps=1, built_once=True)
     configs += [replace(configs[0], context_length=8)]
     rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
-    first, second = ([("step", i)] * 2 for i in range(2))  # of which the first is not measured
+    first, second = ([("step", i)] * 2 for i in range(2))  # the first is not measured
     warm = [("built", 0), ("step", 0), ("built", 1), ("step", 1)]
     assert events == [*warm, *first, *second, *first, *second, ("closed", 1), ("closed", 0)]
     assert [len(row.metrics["steps_ms"]) for row in rows] == [1, 1, 2, 2]
     assert all("peak_memory_bytes" not in row.metrics and row.config["built_once"] for row in rows)
 
 
-def test_a_row_of_before_there_was_a_field_is_of_its_default() -> None:
+def test_a_field_that_an_old_row_lacks_counts_as_its_default() -> None:
     (config,) = quick("naive")
     row = Row(case="ddp", variant="naive", config=row_config(config))
     del row.config["built_once"]
@@ -182,7 +182,7 @@ def of_rounds(config: DDPBench, rounds: int, status: Any = "ok") -> Row:
 
 
 class Measuring:
-    """In the place of the process that measures: gives rows, or raises what stands among them."""
+    """Replaces the process that measures: yields the rows, and raises the exceptions among them."""
 
     def __init__(self, *events: Row | BaseException) -> None:
         self.events, self.is_sound, self.ended = events, True, False
@@ -199,10 +199,8 @@ class Measuring:
     kill = close
 
 
-def test_the_file_has_the_rounds_so_far_while_the_next_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a process that is killed, and can write nothing more, loses the round under way only."""
+def test_the_file_has_the_rounds_so_far_during_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process, which can write nothing more, loses only the current round."""
     path, configs = tmp_path / "rows.jsonl", quick("naive", "flat", rounds=3)
     there: list[list[tuple[str, int]]] = []
 
@@ -227,7 +225,7 @@ def test_the_file_has_the_rounds_so_far_while_the_next_is_measured(
 
 
 @pytest.mark.parametrize("reason", [KeyboardInterrupt(), SystemExit(143), OSError("no space")], ids=type)
-def test_what_ends_before_the_last_round_leaves_rows_of_those_that_were_over(
+def test_a_launch_that_ends_early_leaves_rows_of_the_finished_rounds(
     reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = quick(ALONE, "naive", "flat", rounds=3)
@@ -241,11 +239,11 @@ def test_what_ends_before_the_last_round_leaves_rows_of_those_that_were_over(
     assert [(row.variant, row.config["rounds"]) for row in read_rows(path)] == [(ALONE, 2), ("naive", 2), ("flat", 1)]
     process = Measuring(*events, *(of_rounds(config, 3) for config in configs))
     assert [row.config["rounds"] for row in runner.run_case(CASE, configs, path, resume=True)] == [3, 3, 3]
-    assert [row.config["rounds"] for row in read_rows(path)] == [2, 2, 1, 3, 3, 3]  # none of those on the way
+    assert [row.config["rounds"] for row in read_rows(path)] == [2, 2, 1, 3, 3, 3]  # no rows of fewer rounds
     assert list(runner.run_case(CASE, configs, path, resume=True)) == []
 
 
-def test_what_fails_in_a_later_round_leaves_those_before_and_the_others_begin_anew(
+def test_a_failure_in_a_later_round_keeps_earlier_rounds_and_restarts_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naive, flat = configs = quick("naive", "flat", rounds=3)
@@ -282,7 +280,7 @@ def test_rows_of_fewer_rounds_come_through_a_launch(monkeypatch: pytest.MonkeyPa
         ("naive", 1), ("flat", 1), ("naive", 2), ("flat", 2)]  # fmt: skip
 
 
-def test_ranks_that_fail_when_all_is_measured_cost_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_the_last_row_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(program: list[str], devices: int, folder: Path) -> None:
         (fields,) = json.loads((folder / "configs.json").read_text())
         (folder / "at_work").write_text("0")
@@ -295,7 +293,7 @@ def test_ranks_that_fail_when_all_is_measured_cost_no_row(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_the_command_writes_where_it_is_told(
+def test_the_command_writes_to_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(program: list[str], devices: int, folder: Path) -> None:
@@ -353,7 +351,7 @@ def test_the_command_writes_where_it_is_told(
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused_before_measuring(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         DDPBench(**{"device": "cpu", **fields})
 
@@ -371,7 +369,7 @@ def test_rows_of_ranks_have_the_states_of_the_first_ranks_gpu(monkeypatch: pytes
     assert (second.env["gpu_before"], second.env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
 
 
-def test_a_limit_of_thread_blocks_is_in_the_name_and_in_the_run_but_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_max_ctas_is_in_the_name_and_the_run_except_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "check_devices", lambda device, devices: None)
     monkeypatch.setattr(ddp, "select_device", torch.device)
     limited, alone = (DDPBench(variant=name, nccl_max_ctas=8, device="cuda") for name in ("overlap:100", ALONE))
@@ -391,7 +389,7 @@ def test_the_slowest_rank_counts() -> None:
     }  # fmt: skip
 
 
-def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
+def test_the_table_has_the_time_added_to_a_step_alone() -> None:
     def row(variant: str, p50: float, gib: int) -> Row:
         config = row_config(quick(ALONE)[0]) | {"device": "cuda"}
         metrics = {"step_ms": {"p20": 0.9 * p50, "p50": p50, "p80": 1.2 * p50}, "peak_memory_bytes": gib << 30}
@@ -406,13 +404,13 @@ def test_the_table_says_what_a_variant_adds_to_a_step_alone() -> None:
     assert "peak memory per process, with what it has loaded, in GiB:" in rows_table([on_cpu])
     assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% | 4.0 | 60.0 | 54.0 to 72.0 | +20.0% | 2.0 |" in table
     assert "| fsdp | out of memory | - | - | - |" in table
-    # A launch has an `alone` of its own, and what is before any is compared with the last.
+    # Each launch has its own `alone`; rows before the first one are compared with the last.
     launches = [row("flat", 300, 4), row("alone", 100, 3), row("naive", 150, 4), row("alone", 200, 3), row("a", 300, 4)]
     table = rows_table(launches)
     assert [line.split(" | ")[3] for line in table.splitlines()[4:]] == ["+50.0%", "+0.0%", "+50.0%", "+50.0%"]
 
 
-def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_run_out_of_memory() -> None:
+def test_each_setting_and_machine_has_a_table_and_a_failure_is_not_an_oom() -> None:
     def row(variant: str, p50: float, gpu: str = "A", status: Any = "ok", **fields: Any) -> Row:
         metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": 1 << 30} if status == "ok" else {}
         config = {**row_config(quick(ALONE)[0]), "device": "cuda", **fields}
@@ -431,7 +429,7 @@ def test_settings_and_machines_have_tables_of_their_own_and_what_failed_did_not_
 # Streams
 
 
-def test_a_step_in_numbers_and_as_a_picture(tmp_path: Path) -> None:
+def test_streams_have_totals_and_a_picture(tmp_path: Path) -> None:
     step = tmp_path / "overlap.json"
     step.write_text(json.dumps({"compute": [[0, 3]], "communication": [[1, 5]]}))
     assert "| overlap | 5.0 | 3.0 | 4.0 | 2.0 | 50% |" in streams_table([step])
@@ -441,7 +439,7 @@ def test_a_step_in_numbers_and_as_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"compute": 3, "communication": []}', '{"compute": [[1]]}'])
-def test_what_holds_no_streams_is_named(content: str, tmp_path: Path) -> None:
+def test_a_file_without_streams_is_named(content: str, tmp_path: Path) -> None:
     step = tmp_path / "step.json"
     step.write_text(content)
     with pytest.raises(ValueError, match=r"step\.json does not hold the intervals of a step"):
@@ -451,16 +449,14 @@ def test_what_holds_no_streams_is_named(content: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interval", ["[2, 1]", "[NaN, 1]", "[0, Infinity]"])
-def test_an_interval_ends_after_it_begins(interval: str, tmp_path: Path) -> None:
+def test_an_interval_that_ends_before_it_begins_is_refused(interval: str, tmp_path: Path) -> None:
     step = tmp_path / "step.json"
     step.write_text(f'{{"compute": [{interval}], "communication": []}}')
     with pytest.raises(ValueError, match=r"step\.json: compute has the interval .* must not end before it begins"):
         streams_table([step])
 
 
-def test_a_row_of_fewer_rounds_does_not_stand_behind_one_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_fewer_rounds_is_not_added_behind_one_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     naive, flat = configs = quick("naive", "flat", rounds=3)
     path = tmp_path / "rows.jsonl"
     append_row(path, of_rounds(naive, 3))

@@ -1,4 +1,4 @@
-"""Whether gathers come in time, from made-up traces whose every microsecond is known."""
+"""Gathers in synthetic traces whose every microsecond is known."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def wait(trace: Trace, unit: str, at: float, thread: int = MAIN) -> None:
 
 
 def step() -> Trace:
-    """The host is ahead until it is late for `head`; the pass back over `block` has a thread of its own."""
+    """The host runs ahead until it is late for `head`; the backward pass of `block` has its own thread."""
     trace = Trace()
     gather(trace, "embedding", 0.0, (10.0, 110.0))
     wait(trace, "embedding", 12.0)
@@ -32,17 +32,17 @@ def step() -> Trace:
     trace.kernel(SGEMM, 55.0, (420.0, 500.0))
     gather(trace, "head", 60.0, (420.0, 450.0))
     wait(trace, "head", 690.0)
-    trace.kernel(SGEMM, 700.0, (705.0, 800.0))  # the host is late; over since 450
+    trace.kernel(SGEMM, 700.0, (705.0, 800.0))  # the host is late; the gather ended at 450
     gather(trace, "block", 710.0, (720.0, 790.0), BACKWARD)
     wait(trace, "block", 730.0, BACKWARD)
-    trace.kernel(SGEMM, 735.0, (900.0, 910.0), stream=30)  # of another thread: it has not waited
+    trace.kernel(SGEMM, 735.0, (900.0, 910.0), stream=30)  # another thread's kernel, which did not wait
     trace.kernel(SGEMM, 740.0, (800.0, 850.0), thread=BACKWARD)  # the kernel before ends at 800
     gather(trace, "last", 950.0, (960.0, 970.0))
-    wait(trace, "last", 980.0)  # and nothing after it
+    wait(trace, "last", 980.0)  # no work follows
     return trace
 
 
-def test_slack_is_from_the_end_of_a_gather_to_when_its_weights_could_be_used() -> None:
+def test_slack_runs_from_the_end_of_a_gather_to_the_first_possible_use() -> None:
     found = gathers_of(step().events)
     assert [(each.unit, each.turn) for each in found] == [("embedding", 1), ("block", 1), ("head", 1), ("block", 2)]
     assert [each.ms for each in found] == pytest.approx([0.1, 0.3, 0.03, 0.07])
@@ -50,7 +50,7 @@ def test_slack_is_from_the_end_of_a_gather_to_when_its_weights_could_be_used() -
     assert [each.stall_ms for each in found] == pytest.approx([0.078, 0.1, 0, 0])
 
 
-def test_the_summary_counts_what_is_in_time_and_adds_up_the_rest() -> None:
+def test_the_summary_counts_gathers_in_time_and_adds_up_stalls() -> None:
     found = summary(gathers_of(step().events))
     assert (found["gathers_in_time"], found["gathers_counted"]) == (2, 4)
     assert found["stall_ms"] == pytest.approx(0.178)
@@ -59,7 +59,7 @@ def test_the_summary_counts_what_is_in_time_and_adds_up_the_rest() -> None:
     )
 
 
-def test_on_a_cpu_gloos_transfers_belong_to_gathers_in_their_order() -> None:
+def test_on_a_cpu_gloos_transfers_match_gathers_in_order() -> None:
     def event(name: str, start: float, duration: float, thread: int = 1) -> dict[str, Any]:
         return {"ph": "X", "cat": "cpu_op", "name": name, "ts": start, "dur": duration, "pid": 1, "tid": thread}
 

@@ -30,7 +30,7 @@ def measure(*kernels: str, **more: Any) -> list[Row]:
     return list(CASE.measure([KernelsBench(kernel=kernel, **QUICK | more) for kernel in kernels]))
 
 
-def test_a_row_says_what_ran_and_its_rates_follow_from_its_times() -> None:
+def test_a_row_has_its_configuration_and_rates_from_its_times() -> None:
     (row,) = measure("naive")
     assert (row.case, row.variant, row.status, row.error) == ("kernels", "naive", "ok", None)
     assert (row.config["shape"], row.config["dtype"], row.config["is_causal"]) == ([1, 2, 32, 16], "fp32", True)
@@ -39,13 +39,13 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_times() -> None:
         assert 0 < times["p20"] <= times["p50"] <= times["p80"]
         flops = products * 2 * 16 * visible_pairs(32, 32, True) * 2  # two heads
         assert row.metrics[f"{name}_tflops"] == pytest.approx(flops / times["p50"] / 1e9)
-        assert row.metrics["samples"][name] >= 2  # of two rounds
+        assert row.metrics["samples"][name] >= 2  # in two rounds
     assert row.metrics["timer"] == "time.perf_counter around each call"
 
 
 def test_kernels_take_turns_and_all_rounds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
-    rounds = iter([[1.0], [1.0], [3.0], [3.0]])  # of two kernels, two rounds
+    rounds = iter([[1.0], [1.0], [3.0], [3.0]])  # two kernels, two rounds
     now: list[list[float]] = []
 
     def get(name: str) -> Any:
@@ -63,7 +63,7 @@ def test_kernels_take_turns_and_all_rounds_count(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "time_ms", fake_time_ms)
     rows = measure("naive", "sdpa")
     assert [name for name, before in zip(turns, ["", *turns], strict=False) if name != before] == ["naive", "sdpa"] * 3
-    for row in rows:  # the first turn is that of what is compiled
+    for row in rows:  # the first of the three turns is the first call
         assert {name: row.metrics[f"{name}_ms"]["p50"] for name in WORKS} == dict.fromkeys(WORKS, 2.0)
 
 
@@ -85,7 +85,7 @@ def test_a_kernel_that_computes_in_another_type_is_an_error(monkeypatch: pytest.
     assert (row.status, row.error) == ("error", "dtype 'fp32' was asked for and 'torch.float64' ran")
 
 
-def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_kernel_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(name: str) -> object:
         def short_of_memory(*_: object) -> None:
             raise torch.OutOfMemoryError("Tried to allocate 8.00 GiB\nof which nothing is there")
@@ -105,7 +105,7 @@ def test_a_kernel_that_cannot_run_is_a_row_and_the_others_go_on(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("too_large, status", [((1 << 30, 1 << 20, 1, 1), "oom"), ((1 << 30,) * 4, "error")])
-def test_a_shape_that_cannot_be_made_is_rows(too_large: tuple[int, ...], status: str) -> None:
+def test_a_shape_that_cannot_be_allocated_gives_failed_rows(too_large: tuple[int, ...], status: str) -> None:
     rows = [*measure("naive", "sdpa", shape=too_large), *measure("naive", "sdpa")]
     assert [row.status for row in rows] == [status, status, "ok", "ok"]
     assert [row.variant for row in rows] == ["naive", "sdpa"] * 2
@@ -160,20 +160,20 @@ def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "text", ["1x2x3", "1x2x3x0", "axbxcxd", "", "1x2x-3x4", "1x2x3x4x5", "1x1x1x2147483648", "1x1x1x" + 5000 * "9"]
 )
-def test_a_shape_that_is_none_is_named(text: str) -> None:
+def test_a_malformed_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^shape is '.*BxHxNxD"):
         parse_shape(text)
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_the_command_measures_appends_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_appends_rows_and_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for expected in (4, 8):
         with pytest.raises(SystemExit) as stop:
             main(["bench", "kernels", "--quick", "--kernels", "naive", "sdpa", "--out", str(tmp_path)])
         assert stop.value.code == 0
         assert len((tmp_path / "kernels.jsonl").read_text().splitlines()) == expected
     commands = {row.env["command"] for row in read_rows(tmp_path / "kernels.jsonl")}
-    assert commands == {"cs336 bench kernels --quick --kernels naive sdpa"}  # wherever the rows went
+    assert commands == {"cs336 bench kernels --quick --kernels naive sdpa"}  # without the output folder
     assert COMMAND not in os.environ
     assert "| sdpa |" in capsys.readouterr().out
     assert {"kernels.md", "kernels.csv", "kernels-tflops.png"} <= {path.name for path in tmp_path.iterdir()}
@@ -206,7 +206,7 @@ def test_options_win_over_quick(tmp_path: Path) -> None:
         (["--out", "/proc"], "out is '/proc/kernels.jsonl'"),
     ],
 )
-def test_the_command_refuses_before_it_measures(
+def test_the_command_refuses_wrong_options_before_measuring(
     wrong: list[str],
     message: str,
     tmp_path: Path,
@@ -225,11 +225,10 @@ def test_the_command_refuses_before_it_measures(
 
 @pytest.mark.gpu
 @pytest.mark.timing
-@pytest.mark.parametrize("length", [32768, 65536])  # where the host is ahead
+@pytest.mark.parametrize("length", [32768, 65536])  # long enough that the host is ahead
 def test_the_case_flash_agrees_with_tritons_benchmark(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the same times, each first as often as second, in short windows after a rest each: within 0.1 s these
-    kernels bring the card to the limit of its power, where its clock falls by a tenth and wavers (docs/log.md).
-    Where that happens all the same, it makes a window slower, never faster: so the fastest are compared."""
+    """Both measure in turn, in short windows after a rest: within 0.1 s these kernels bring the card to its power
+    limit, where its clock falls by a tenth (docs/log.md). That only slows a window, so the fastest are compared."""
     from triton.testing import do_bench
 
     of_case = PRESETS["flash"]

@@ -1,4 +1,4 @@
-"""The case `leaderboard-2026`: it asks for the leaderboard, what runs is that, and its loss is the model's."""
+"""The case `leaderboard-2026`: the leaderboard's configuration runs, and its loss is the model's."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,7 +29,7 @@ def quick(**fields: Any) -> Leaderboard2026Bench:
     return config
 
 
-def test_it_is_the_leaderboards_model() -> None:
+def test_the_model_is_the_leaderboards() -> None:
     (config,) = configurations(CASE)
     shape = config.run_config().model.shape
     assert (shape.d_model, shape.d_ff, shape.num_layers, shape.num_heads) == (4096, 11008, 34, 32)
@@ -40,7 +40,7 @@ def test_it_is_the_leaderboards_model() -> None:
 
 
 def plain_loss(config: Leaderboard2026Bench) -> float:
-    """The loss of the first step, of one process with all logits: the model and the batch that the ranks have."""
+    """The loss of the first step on one process with all logits, for the ranks' model and batch."""
     run = replace(config.run_config(), parallel=ParallelConfig())
     shape = run.model.shape
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))
@@ -66,11 +66,11 @@ def check_row(config: Leaderboard2026Bench, row: Row, rel: float) -> None:
     mean = sum(row.metrics["steps_ms"]) / config.steps
     assert "| strategy | step (ms) | mean (ms) |" in table
     assert f"| {config.strategy} | {row.metrics['step_ms']['p50']:.2f} | {mean:.2f} |" in table
-    assert table.count("gradient norm, clipping, AdamW") == 1  # which the handout's step does not all have
+    assert table.count("gradient norm, clipping, AdamW") == 1  # the handout's step lacks some of these
 
 
 @pytest.mark.usefixtures("ranks_forked")
-def test_two_ranks_measure_the_step_that_was_asked_for() -> None:
+def test_two_ranks_measure_the_configured_step() -> None:
     config = quick(precision="fp32", weight_dtype="fp32")
     (row,) = CASE.measure([config])
     check_row(config, row, rel=1e-5)
@@ -81,7 +81,7 @@ def test_two_ranks_measure_the_step_that_was_asked_for() -> None:
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
-def test_two_gpus_measure_it_compiled_and_in_bfloat16(strategy: str) -> None:
+def test_two_gpus_measure_the_step_compiled_and_in_bfloat16(strategy: str) -> None:
     config = quick(
         strategy=strategy, device="cuda", compile=True, compile_memory_budget=0.75, context_length=128,
         loss_chunk_tokens=64,
@@ -90,7 +90,7 @@ def test_two_gpus_measure_it_compiled_and_in_bfloat16(strategy: str) -> None:
     check_row(config, row, rel=0.01)
 
 
-def test_a_row_says_what_was_built(tmp_path: Any) -> None:
+def test_the_row_is_read_back_from_the_trainer(tmp_path: Any) -> None:
     config = quick(devices=1, batch_size=3, activation_checkpointing="block")
     with tiny_trainer(config.run_config(), random_tokens(1000)) as trainer:
         found = config.read_back(trainer)
@@ -118,6 +118,6 @@ def test_a_row_says_what_was_built(tmp_path: Any) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused_before_measuring(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Leaderboard2026Bench(**{"device": "cpu", **fields})

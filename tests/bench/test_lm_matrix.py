@@ -1,4 +1,4 @@
-"""The case `lm-matrix`: strategies come to the same loss, one that does not is an error, and the files say so."""
+"""The case `lm-matrix`: strategies reach the same loss, another loss is an error, and the files report it."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ FILES = ("results.csv", "time.png", "memory.png", "throughput.png", "report.md")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, tuple[str]]:
-    """Token files, of 1000 tokens and of 200."""
+    """Token files of 1000 and 200 tokens."""
     for name, count in (("train", 1000), ("valid", 200)):
         write_tokens(tmp_path / f"{name}.npy", [random_tokens(count, seed=count)], 300, source="test")
     return {"train_path": (str(tmp_path / "train.npy"),), "val_path": (str(tmp_path / "valid.npy"),)}
@@ -40,10 +40,10 @@ def quick(given: dict[str, Any]) -> list[LMMatrixBench]:
     return configurations(CASE, given, quick=True)
 
 
-def test_runs_on_one_process_and_on_two_come_to_the_loss_of_the_training_loop(
+def test_one_and_two_processes_reach_the_loss_of_the_training_loop(
     files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What it takes to start processes is tested elsewhere.
+    # Starting processes is tested elsewhere.
     monkeypatch.setattr(case, "launch", lambda run: run_ranks(train_on_rank, run.parallel.devices, run)[0])
     rows = list(CASE.measure(quick(files)))
     assert [(row.variant, row.status, row.error) for row in rows] == [
@@ -69,7 +69,7 @@ def train_on_rank(run: RunConfig) -> RunResult:
 
 
 def make_long_enough(config: RunConfig) -> RunConfig:
-    """With all sequences of the validation file, as the case has it."""
+    """The loss on all sequences of the validation file, as in the case."""
     values = config.to_dict()
     values["train"] |= {"validation_sequences": 256, "validation_interval": 0}
     return RunConfig.from_dict(values)
@@ -80,7 +80,7 @@ Launch = Callable[[RunConfig], Any]
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Final losses by strategy, of runs that are none: each step takes 100 ms. An exception is raised."""
+    """Final losses by strategy of fake runs whose steps take 100 ms. An exception among them is raised."""
     found: dict[str, Any] = {}
 
     def pretend(run: RunConfig) -> Any:
@@ -108,7 +108,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_another_loss_is_an_error_that_says_so(files: Any, losses: dict[str, Any]) -> None:
+def test_another_loss_is_an_error(files: Any, losses: dict[str, Any]) -> None:
     losses |= {"naive": 2.0009, "flashddp": 2.0011, "torch_ddp": float("nan")}
     rows = list(CASE.measure(quick(files | {"strategy": ("naive", "flashddp", "torch_ddp", "none")})))
     assert [(row.config["strategy"], row.status) for row in rows] == [
@@ -136,21 +136,21 @@ def test_steps_in_which_float16_overflowed_are_not_compared(files: Any, losses: 
     assert (row.status, row.metrics["norm_difference"]) == ("ok", pytest.approx(0.001))
 
 
-def test_without_a_row_of_one_process_it_is_trained_to_be_compared_with(files: Any, losses: dict[str, Any]) -> None:
+def test_without_a_row_of_one_process_a_reference_is_trained(files: Any, losses: dict[str, Any]) -> None:
     losses |= {"naive": 2.5, "flashddp": 2.0}
     rows = list(CASE.measure(quick(files | {"strategy": ("naive", "flashddp")})))
     assert [(row.config["strategy"], row.status) for row in rows] == [("naive", "error"), ("flashddp", "ok")]
     assert rows[0].error == "final_loss is 2.5 with strategy naive, and 2 with none: they must be within 0.001"
 
 
-def test_where_the_first_fails_the_next_is_compared_with(files: Any, losses: dict[str, Any]) -> None:
+def test_if_the_first_run_fails_the_next_is_the_reference(files: Any, losses: dict[str, Any]) -> None:
     losses |= {"none": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "torch_ddp": 3.0}
     rows = list(CASE.measure(quick(files | {"strategy": ("none", "naive", "torch_ddp")})))
     assert [row.status for row in rows] == ["oom", "ok", "error"]
     assert "and 2 with naive" in str(rows[2].error)
 
 
-def test_a_row_names_the_option_too(files: Any, losses: dict[str, Any]) -> None:
+def test_an_error_of_the_run_names_the_option(files: Any, losses: dict[str, Any]) -> None:
     losses["none"] = ValueError("model.attention is 'sdpa', which cannot be used here: q is on cpu")
     (row,) = CASE.measure(quick(files | {"strategy": ("none",)}))
     assert row.error == "ValueError: kernel is 'sdpa', which cannot be used here: q is on cpu"
@@ -175,7 +175,7 @@ def test_the_default_matrix_takes_turns_by_kernel() -> None:
     assert [config.strategy for config in groups(CASE, configs)[0]] == ["none", "naive", "flashddp", "torch_ddp"]
 
 
-def test_a_shape_takes_the_place_of_a_size() -> None:
+def test_a_shape_replaces_the_size() -> None:
     shape = dict(d_model=64, d_ff=128, num_layers=3, num_heads=4)
     config = LMMatrixBench(device="cpu", **shape)
     assert config.size is None
@@ -207,7 +207,7 @@ def test_the_command_writes_the_files(
     assert "failed" in capsys.readouterr().out
 
 
-def test_equal_losses_are_said_to_be(files: Any, losses: dict[str, Any]) -> None:
+def test_the_report_says_that_losses_are_equal(files: Any, losses: dict[str, Any]) -> None:
     from cs336_systems.report.sweep_reports import lm_matrix_report
 
     rows: list[Row] = list(CASE.measure(quick(files)))
@@ -225,9 +225,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("name", UNFIT)
 @pytest.mark.parametrize("option", ["train_path", "val_path"])
-def test_a_file_that_cannot_be_trained_on_is_refused_beforehand(
-    name: str, option: str, files: Any, tmp_path: Path
-) -> None:
+def test_an_unfit_token_file_is_refused_before_training(name: str, option: str, files: Any, tmp_path: Path) -> None:
     content, message = UNFIT[name]
     path = tmp_path / f"{name}.npy"
     if isinstance(content, bytes):
@@ -238,7 +236,7 @@ def test_a_file_that_cannot_be_trained_on_is_refused_beforehand(
         quick(files | {option: (str(path),)})
 
 
-def test_the_vocabulary_of_a_quick_run_is_the_one_that_is_given() -> None:
+def test_a_quick_run_takes_the_given_vocabulary() -> None:
     (config,) = quick({"vocab_size": (400,), "strategy": ("none",)})
     assert config.model_config().shape.vocab_size == 400
 
@@ -252,7 +250,7 @@ def test_one_process_needs_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", ["quick", "small"])
-def test_a_kernel_that_there_is_not_is_named_as_the_option(size: str) -> None:
+def test_an_unknown_kernel_is_named_as_the_option(size: str) -> None:
     with pytest.raises(ValueError, match=r"^kernel is 'flash': it must be auto or one of"):
         LMMatrixBench(device="cpu", size=size, kernel="flash")
 
@@ -275,6 +273,6 @@ def test_a_kernel_that_there_is_not_is_named_as_the_option(size: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+def test_impossible_runs_are_refused_before_training(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         LMMatrixBench(**{"device": "cpu", "strategy": "flashddp", **fields})

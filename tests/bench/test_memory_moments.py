@@ -23,16 +23,16 @@ from cs336_systems.cli.main import main
 from cs336_systems.report.views import rows_table
 from tests.distributed import run_ranks
 
-# The quick model: two matrices of the vocabulary, 300 x 32; in each of 2 blocks four of 32 x 32, three of 32 x 64, two
-# norms of 32; the last norm. 2 sequences of 16 tokens a process, all float32.
+# The quick model in float32: two matrices of 300 x 32; in each of 2 blocks four matrices of 32 x 32, three of 32 x 64
+# and two norms of 32; the last norm. Each process has 2 sequences of 16 tokens.
 MATRICES = 2 * 300 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64)
 NORMS = 5 * 32
 N = MATRICES + NORMS
 TENSORS = 2 + 2 * 9 + 1
-STEPS = 4 * TENSORS  # AdamW counts the steps of each tensor in a number of 4 bytes
+STEPS = 4 * TENSORS  # AdamW counts the steps of each tensor in 4 bytes
 
 
-def test_a_storage_counts_as_large_as_it_is_now() -> None:
+def test_a_storage_counts_at_its_current_size() -> None:
     meter = StorageMeter()
     before = torch.zeros(1000)
     with meter:
@@ -51,9 +51,7 @@ def test_a_storage_counts_as_large_as_it_is_now() -> None:
 
 
 @pytest.mark.usefixtures("in_this_process", "ranks_forked")
-def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sharding_the_optimizer_saves_half_of_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "optimizer-sharding", "--quick", "--out", str(tmp_path)])
     assert ended.value.code == 0
@@ -66,7 +64,7 @@ def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
             assert sum(moment["parts"].values()) == moment["live_bytes"] <= moment["peak_bytes"]
         first, before = metrics["moments"][INITIALISED]["parts"], metrics["moments"][BEFORE]["parts"]
         assert (first["gradients"], first["optimizer_state"], before["gradients"]) == (0, 0, 4 * N)
-        assert before == metrics["moments"][AFTER]["parts"]  # in a step that is not the first
+        assert before == metrics["moments"][AFTER]["parts"]  # not the first step
         assert abs(before["other"]) < 3000  # rotary tables, the loss, flags
     assert whole["moments"][AFTER]["parts"]["parameters"] == 4 * N
     assert whole["ranks"]["optimizer_state_bytes"] == [8 * N + STEPS] * 2
@@ -74,7 +72,7 @@ def test_what_sharding_the_optimizer_saves_is_half_of_its_state(
     # The parts of the ranks differ by no more than the largest tensor.
     one, other = sharded["ranks"]["optimizer_state_bytes"]
     assert abs(one - other) <= 8 * 300 * 32 + STEPS
-    # The planner counts as a GPU's allocator gives: in units of 512 bytes, of which each norm's 128 take one.
+    # The planner counts in units of 512 bytes, as a GPU's allocator does; each norm of 128 bytes takes one.
     rounding = TENSORS * 512
     for part in ("parameters", "gradients", "optimizer_state"):
         assert whole["predicted"][part] == pytest.approx(whole["moments"][AFTER]["parts"][part], abs=2 * rounding)
@@ -98,15 +96,15 @@ def test_fsdp_keeps_half_of_the_matrices_and_gathers_each_unit_in_each_pass() ->
     kept = 4 * (MATRICES // 2 + NORMS)
     assert fsdp[AFTER]["parts"]["parameters"] == fsdp[AFTER]["parts"]["gradients"] == kept
     assert fsdp[AFTER]["parts"]["optimizer_state"] == 2 * kept + STEPS
-    # At the end of the forward pass the head alone is whole: backward begins with it.
+    # At the end of the forward pass only the head is unsharded, because backward begins with it.
     assert [moment["parts"]["gathered"] for moment in fsdp.values()] == [0, 4 * 300 * 32, 0, 0]
-    # What is computed is the same. gloo's thread may hold the three numbers that the last step reduced a moment longer.
+    # Both compute the same. gloo's thread may hold the three numbers that the last step reduced a moment longer.
     activations = [moments[FORWARD]["parts"]["activations"] for moments in (fsdp, overlap)]
     assert abs(activations[0] - activations[1]) in (0, 3 * 4)
     assert min(activations) > 100_000
     assert rows[0].metrics["peak_memory_bytes"] > rows[1].metrics["peak_memory_bytes"]
     gathers = rows[1].metrics["gathers"]
-    # lm_head stays whole from one pass to the next, and the backward pass of the embedding needs no weights.
+    # lm_head stays unsharded between the passes, and the backward pass of the embedding needs no weights.
     assert [(each["unit"], each["turn"]) for each in gathers] == [
         ("token_embeddings", 1), ("layers.0", 1), ("layers.1", 1), ("lm_head", 1), ("layers.1", 2), ("layers.0", 2)
     ]  # fmt: skip
@@ -117,7 +115,7 @@ def test_fsdp_keeps_half_of_the_matrices_and_gathers_each_unit_in_each_pass() ->
     assert "saved beside overlap (KiB)" in table
 
 
-def test_a_strategy_that_the_planner_does_not_know_is_a_row_without_prediction() -> None:
+def test_a_strategy_unknown_to_the_planner_has_a_row_without_prediction() -> None:
     name = "tests.parallel.own_strategies:Gathering"
     rows = run_ranks(account, 2, (name, "flashddp"))[0]
     assert [(row.variant, row.error) for row in rows] == [(name, None), ("flashddp", None)]
@@ -141,7 +139,7 @@ def test_the_fullest_rank_and_the_slowest_count() -> None:
     assert (found["step_ms"]["p50"], found["spread_ms"]) == (6.0, 4.0)
 
 
-def test_savings_are_beside_the_first_variant() -> None:
+def test_savings_compare_with_the_first_variant() -> None:
     def row(variant: str, gib: float, predicted: float) -> Row:
         parts = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations", "gathered", "other"), 0)
         moment = {"live_bytes": 1 << 30, "peak_bytes": int(gib * 2**30), "parts": parts | {"gradients": 1 << 30}}
@@ -170,13 +168,13 @@ def test_savings_are_beside_the_first_variant() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_measured_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_refused_before_measuring(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         OptimizerShardingBench(device="cpu", **fields)
 
 
 @pytest.mark.multigpu
-def test_on_gpus_the_allocator_agrees_with_what_is_counted() -> None:
+def test_on_gpus_the_allocator_agrees_with_the_count() -> None:
     given = {"device": ("cuda",), "size": ("small",), "context_length": (256,), "precision": ("bf16",)}
     rows = list(sharding_memory.CASE.measure(configurations(sharding_memory.CASE, given)))
     assert [row.error for row in rows] == [None, None]
@@ -193,6 +191,6 @@ def test_on_gpus_the_gathers_of_fsdp_are_found_in_the_trace() -> None:
     given = {"device": ("cuda",), "size": ("small",), "context_length": (256,), "variant": ("fsdp",)}
     (row,) = sharding_memory.FSDP_ACCOUNTING.measure(configurations(sharding_memory.FSDP_ACCOUNTING, given))
     assert row.error is None
-    # Of 12 blocks, embedding and head: all forward, and backward the blocks.
+    # 12 blocks, embedding and head in forward; the blocks in backward.
     assert row.metrics["gathers_counted"] == 12 + 2 + 12
     assert all(0 < each["ms"] < 100 for each in row.metrics["gathers"])

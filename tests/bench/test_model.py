@@ -1,4 +1,4 @@
-"""The cases `model` and `warmup`, and the workload that they do."""
+"""The cases `model` and `warmup`, and their workload."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def test_a_step_does_what_its_mode_says() -> None:
         for p in bench.model.parameters():
             p.register_hook(lambda gradient, seen=seen: seen.append(gradient))  # type: ignore[misc]
         loss = bench.step()
-        assert loss.item() == pytest.approx(5.7, abs=0.3)  # ln 300: it knows nothing
+        assert loss.item() == pytest.approx(5.7, abs=0.3)  # ln 300: an untrained model
         did += ["backward"] if seen else []
         changed = any(not torch.equal(a, b) for a, b in zip(before, bench.model.parameters(), strict=True))
         did += ["optimizer"] if changed else []
@@ -50,7 +50,7 @@ def test_the_same_workload_has_the_same_weights_and_tokens() -> None:
     assert torch.equal(a, b)
 
 
-def test_what_is_read_back_is_what_was_built() -> None:
+def test_the_configuration_is_read_back_from_the_model() -> None:
     bench = Workbench(Workload(precision="bf16", activation_checkpointing="block", **QUICK))
     bench.step()
     facts = bench.read_back()
@@ -58,7 +58,7 @@ def test_what_is_read_back_is_what_was_built() -> None:
     bench.model.layers[0].forward = torch.compile(bench.model.layers[0].forward)
     assert bench.read_back()["compile"]
     compiled = Workbench(Workload(compile=True, activation_checkpointing="block", **QUICK))
-    assert compiled.read_back()["compile"]  # also inside of what checkpoints
+    assert compiled.read_back()["compile"]  # also inside checkpointing
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_the_rates_of_a_row_follow_from_its_time() -> None:
         assert sum(f"{name}_ms" in metrics for name in ("forward", "backward", "optimizer")) == phases
 
 
-def test_laps_are_those_of_the_clock() -> None:
+def test_laps_follow_the_clock() -> None:
     now = iter((10.0, 10.5, 12.0))
     watch = Stopwatch(torch.device("cpu"), lambda: next(now))
     assert [watch.lap_ms(), watch.lap_ms()] == [500.0, 1500.0]
 
 
-def test_a_lap_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lap_ends_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(timing, "wait_for", lambda device: seen.append(f"waited for {device}"))
     watch = Stopwatch(torch.device("cpu"), lambda: seen.append("looked at the clock") or 0.0)
@@ -110,7 +110,7 @@ def test_a_lap_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["model", "warmup", "checkpointing"])
-def test_so_many_steps_come_before_those_that_are_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_steps_come_before_measured_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_case = get_case(name)
     steps: list[int] = []
     monkeypatch.setattr(Workbench, "step", lambda self: steps.append(0))
@@ -148,7 +148,7 @@ class FakeStopwatch:
         return Stopwatch(device, lambda: self._clock["now"])
 
 
-def test_the_warm_up_is_none_at_first() -> None:
+def test_the_first_configuration_has_no_warm_up() -> None:
     warmup = get_case("warmup")
     assert [config.warmup for config in configurations(warmup, {"device": ("cpu",)})] == [0, 1, 2, 5]
     (row,) = warmup.measure(configurations(warmup, {"warmup": (0,), "steps": (3,)}, quick=True))
@@ -156,7 +156,7 @@ def test_the_warm_up_is_none_at_first() -> None:
 
 
 @pytest.mark.parametrize("chosen", [dict(given={"mode": MODES}), dict(sweep=["mode"])], ids=["given", "swept"])
-def test_the_first_steps_of_every_mode_are_measured_and_told_apart(chosen: dict[str, Any]) -> None:
+def test_warmup_measures_every_mode(chosen: dict[str, Any]) -> None:
     warmup = get_case("warmup")
     given = {"steps": (2,), "warmup": (0,), **chosen.get("given", {})}
     rows = list(warmup.measure(configurations(warmup, given, chosen.get("sweep", ()), quick=True)))
@@ -164,7 +164,7 @@ def test_the_first_steps_of_every_mode_are_measured_and_told_apart(chosen: dict[
     assert all(f"| {mode} |" in rows_table(rows) for mode in MODES)
 
 
-def test_the_sweep_of_sizes_has_all_of_the_handouts_tables() -> None:
+def test_the_sweep_of_sizes_covers_the_handouts_tables() -> None:
     configs = configurations(case.CASE, {"device": ("cpu",), "mode": ("forward",)}, ["size"])
     assert [config.size for config in configs] == ["small", "medium", "large", "xl", "2.7B", "10B"]
 
@@ -218,7 +218,7 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pyte
         (["--quick", "--out", "/proc/nowhere"], "out is '/proc/nowhere': it must be a folder"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("model", "--device", "cpu", *arguments) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -226,7 +226,7 @@ def test_what_is_wrong_is_one_line(arguments: list[str], message: str, capsys: p
 
 
 @pytest.mark.parametrize("name", ["bench leaderboard-2026", "bench ddp", "profile kernels", "profile memory"])
-def test_what_is_sized_for_a_gpu_is_not_begun_on_a_cpu_that_nobody_asked_for(
+def test_gpu_sizes_need_an_explicit_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sweep, "gpu_count", lambda: 0)
@@ -239,14 +239,14 @@ def test_what_is_sized_for_a_gpu_is_not_begun_on_a_cpu_that_nobody_asked_for(
     )
 
 
-def test_a_cpu_that_is_asked_for_may_begin_and_says_what_that_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_explicit_cpu_prints_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     check_sized_for_gpu("bench model", "cpu")
     assert capsys.readouterr().out.startswith("bench model is sized for a GPU unless told otherwise: a CPU may take")
     check_sized_for_gpu("bench model", "cuda")
     assert capsys.readouterr().out == ""
 
 
-def test_of_the_cases_some_are_sized_for_a_cpu_too() -> None:
+def test_only_some_cases_have_sizes_for_any_device() -> None:
     for_any = {name for name in NAMES if not get_case(name).quick_is_on_cpu}
     assert for_any == {"precision-accumulation", "autocast-dtypes", "all-reduce"}
 
@@ -260,22 +260,22 @@ def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert configurations(get_case(name), quick=True)
 
 
-@pytest.mark.parametrize("attention", ["naive", "sdpa", "vectorized_torch"])  # the planner knows nothing of the last
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "vectorized_torch"])  # the planner does not know the last
 @pytest.mark.parametrize("mode, copies", [("forward", 1), ("forward_backward", 2), ("train_step", 4)])
-def test_what_a_cpu_cannot_hold_is_a_row_before_it_is_built(
+def test_a_model_too_large_for_a_cpu_is_an_oom_row_before_it_is_built(
     mode: str, copies: int, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: Any = dict(size="small", mode=mode, attention=attention, device="cpu", warmup=0, steps=1)
     weights = 4 * num_parameters(Workload(size="small", device="cpu").shape)
     monkeypatch.setattr(workload, "memory_bytes", lambda device: copies * weights - 1)
-    monkeypatch.setattr(workload, "TransformerLM", None)  # it must not come to that
+    monkeypatch.setattr(workload, "TransformerLM", None)  # it must not be built
     (row,) = case.CASE.measure([case.ModelBench(**fields)])
     assert row.status == "oom"
     assert row.error is not None
     assert row.error.startswith(f"size small, batch_size 4, context_length 256: {mode} needs about ")
 
 
-def test_what_a_cpu_can_hold_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fits_a_cpu_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("forward", "train_step"):
         config = Workload(size="quick", mode=mode, device="cpu")  # type: ignore[arg-type]
         least = config.least_bytes()
@@ -284,7 +284,7 @@ def test_what_a_cpu_can_hold_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
+def test_out_of_memory_is_a_row_and_the_next_configuration_is_measured() -> None:
     configs = configurations(case.CASE, dict(QUICK, device=("cuda",), size=("quick",), mode=("forward",),
                              context_length=(16, 1 << 20), batch_size=(4,), steps=(2,)))  # fmt: skip
     rows = list(case.CASE.measure([configs[1], configs[0]]))
@@ -296,7 +296,7 @@ def test_out_of_memory_is_a_row_and_the_next_is_measured() -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_configuration_twice_takes_the_same_time(precision: str) -> None:
-    # Kernels longer than their launches, on a slow host too: how long those take is the host's, and moves by more.
+    # Kernels longer than their launches even on a slow host, because the host's times vary more.
     size = "2.7B" if precision == "bf16" else "medium"
     config = case.ModelBench(size=size, mode="train_step", precision=precision, device="cuda", context_length=1024)
     first, second = (case.measure(config)[1]["step_ms"]["p50"] for _ in range(2))

@@ -45,7 +45,7 @@ def test_the_page_holds_every_piece_with_its_name_and_needs_no_network(tmp_path:
 
 
 @needs_browser
-def test_the_page_draws_and_tells_what_is_pointed_at(tmp_path: Path) -> None:
+def test_the_page_shows_the_name_under_the_pointer(tmp_path: Path) -> None:
     write_page([a_step(tmp_path / "overlap.json", (2, 4))], tmp_path / "page.html", "")
     script = """
         const box = canvas.getBoundingClientRect(), at = lanes[1];
@@ -76,7 +76,7 @@ def test_the_quick_command_draws_two_strategies(tmp_path: Path, capsys: pytest.C
     assert [step["name"] for step in data["steps"]] == ["quick-16-naive", "quick-16-overlap"]
     for row, step in zip(rows, data["steps"], strict=True):
         sent = step["pieces"]["communication"]
-        # 21 gradients, the flags of used parameters, and the loss, which has the norm with it.
+        # 21 gradients, the flags of used parameters, and the loss together with the norm.
         assert len(sent) == 23
         assert {step["names"][i] for i, _, _ in sent} == {"gloo:all_reduce"}
         assert 0 <= row.metrics["overlapped"] <= 1
@@ -85,7 +85,7 @@ def test_the_quick_command_draws_two_strategies(tmp_path: Path, capsys: pytest.C
     assert "nsys profile --trace=cuda,nvtx" in capsys.readouterr().out
 
 
-def test_the_command_for_nsight_asks_for_the_same_step(tmp_path: Path) -> None:
+def test_the_command_for_nsight_records_the_same_step(tmp_path: Path) -> None:
     (config,) = configurations(CASE, {"variant": ("overlap+bf16",), "compile": (True,), "device": ("cpu",)})
     row = Row(case="overlap-trace", variant="v", config=row_config(config), metrics={"streams": "a/xl-overlap.json"})
     command = shlex.split(nsys_command(row))
@@ -97,7 +97,7 @@ def test_the_command_for_nsight_asks_for_the_same_step(tmp_path: Path) -> None:
                                "--compile", "true", "--out", "runs/bench/nsys"]  # fmt: skip
 
 
-def test_a_trace_that_is_not_here_is_left_out(tmp_path: Path) -> None:
+def test_a_missing_trace_is_left_out(tmp_path: Path) -> None:
     row = Row(case="overlap-trace", variant="v", config={}, metrics={"streams": str(tmp_path / "gone.json")}, env={})
     assert draw_streams([row], tmp_path) == []
 
@@ -116,14 +116,14 @@ def test_a_trace_is_found_where_it_was_written_and_beside_the_rows(tmp_path: Pat
     "fields, message",
     [(dict(profiler="nsys"), "profiler is 'nsys': it must be torch with"), (dict(traces=""), "traces")],
 )
-def test_what_cannot_be_traced_is_refused_beforehand(fields: dict[str, Any], message: str) -> None:
+def test_impossible_traces_are_refused_before_measuring(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         OverlapTrace(device="cpu", **fields)
 
 
 @pytest.mark.multigpu
-def test_on_gpus_what_overlaps_is_overlapped(tmp_path: Path) -> None:
-    # float32, so that a backward pass takes longer to compute than to launch: what waits for the host overlaps nothing.
+def test_on_gpus_overlap_is_found_in_the_trace(tmp_path: Path) -> None:
+    # float32, so that backward takes longer to compute than to launch: work that waits for the host overlaps nothing.
     computes_long = {"precision": ("fp32",), "batch_size": (8,), "context_length": (1024,)}
     given = {"size": ("small",), **computes_long, "device": ("cuda",), "traces": (str(tmp_path),)}
     naive, overlap = CASE.measure(configurations(CASE, given))

@@ -1,4 +1,4 @@
-"""The case `precision-accumulation`: the sums are those of NumPy's own arithmetic."""
+"""The case `precision-accumulation`: the sums equal NumPy's."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def metrics_of(accumulation: str, **fields: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("value, count", [(0.01, 1000), (0.1, 300), (1.0, 3000), (-3.7, 1)])
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-def test_a_sum_is_that_of_another_library(accumulation: str, value: float, count: int) -> None:
+def test_a_sum_equals_numpys(accumulation: str, value: float, count: int) -> None:
     value_type, sum_type = NUMPY[accumulation]
     total = sum_type(0)
     for _ in range(count):
@@ -36,9 +36,9 @@ def test_a_sum_is_that_of_another_library(accumulation: str, value: float, count
     assert metrics["error"] == float(total) - value * count
 
 
-def test_rounding_of_what_is_added_and_of_the_sum_are_told_apart() -> None:
+def test_rows_separate_rounding_of_the_value_and_of_the_sum() -> None:
     error = {name: metrics_of(name)["error"] for name in ACCUMULATIONS}
-    nearest = 655 / 65536  # of 0.01 in float16, whose steps are 2^-17 there: 1311 / 131072
+    nearest = 655 / 65536  # the float16 nearest to 0.01, where its steps are 2^-17: 1311 / 131072
     assert abs(1311 / 131072 - 0.01) < abs(nearest - 0.01)
     assert error["fp16 into fp32"] == pytest.approx(1000 * 1311 / 131072 - 10, abs=1e-4)
     assert error["fp16 cast to fp32 into fp32"] == error["fp16 into fp32"]
@@ -50,14 +50,14 @@ def test_a_float16_sum_of_ones_ends_where_its_steps_are_two() -> None:
     assert metrics_of("fp16 into fp32", value=1.0, count=3000)["sum"] == 3000
 
 
-def test_a_sum_beyond_its_type_is_a_row_that_failed_and_can_be_read_again(tmp_path: Path) -> None:
+def test_an_overflowing_sum_is_a_failed_row(tmp_path: Path) -> None:
     (row,) = CASE.measure([PrecisionAccumulationBench(accumulation="fp16 into fp16", value=100.0, count=1000)])
     assert (row.status, row.error) == ("error", "metrics.sum is inf: it must be a finite number")
     append_row(tmp_path / "rows.jsonl", row)
     assert read_rows(tmp_path / "rows.jsonl") == [row]
 
 
-def test_the_table_has_the_digits_in_which_they_differ() -> None:
+def test_the_table_has_enough_digits_to_show_the_difference() -> None:
     rows = list(CASE.measure(configurations(CASE, quick=True)))
     table = rows_table(rows)
     assert [row.variant for row in rows] == list(ACCUMULATIONS)

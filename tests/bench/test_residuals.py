@@ -1,4 +1,4 @@
-"""The case `residuals`: what hooks find is what is counted, to the byte, and every storage is found once."""
+"""The case `residuals`: hooks find the counted bytes, and every storage once."""
 
 import functools
 from typing import Any
@@ -26,13 +26,13 @@ def metrics_of(config: ResidualsBench) -> dict[str, Any]:
     return measure(config)[1]
 
 
-# What is counted
+# Counts
 
 
 @pytest.mark.parametrize("batch_size, context_length", [(1, 16), (3, 24)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("attention", ["naive", "flash_torch", "sdpa"])
-def test_hooks_find_what_is_counted(attention: str, precision: str, batch_size: int, context_length: int) -> None:
+def test_hooks_find_the_counted_bytes(attention: str, precision: str, batch_size: int, context_length: int) -> None:
     how = dict(attention=attention, precision=precision, batch_size=batch_size, context_length=context_length)
     config = quick(**how)
     metrics, shape = metrics_of(config), config.workload.shape
@@ -43,7 +43,7 @@ def test_hooks_find_what_is_counted(attention: str, precision: str, batch_size: 
     assert sum(t["count"] * t["bytes"] for t in metrics["tensors"]) == metrics["saved_bytes"]
 
 
-def test_tensors_have_the_names_of_what_saved_them() -> None:
+def test_tensors_have_module_and_operation() -> None:
     tensors = {(t["what"], tuple(t["shape"]), t["count"]) for t in metrics_of(quick())["tensors"]}
     assert ("attn softmax", (2, 2, 16, 16), 1) in tensors
     assert ("ln1 rsqrt", (2, 16, 1), 1) in tensors
@@ -53,7 +53,7 @@ def test_tensors_have_the_names_of_what_saved_them() -> None:
     assert [t["count"] for t in flash if t["what"] == "attn flash_torch"] == [4, 1]  # q, k, v and o; the logsumexp
 
 
-def test_compiled_code_saves_less_and_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_saves_less(monkeypatch: pytest.MonkeyPatch) -> None:
     # The partitioner of inductor, without its code generation.
     compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(residuals.torch, "compile", compile)
@@ -63,7 +63,7 @@ def test_compiled_code_saves_less_and_says_what(monkeypatch: pytest.MonkeyPatch)
     assert {t["what"] for t in metrics["tensors"]} == {"compiled"}
 
 
-# What hooks find
+# Hooks
 
 
 def saved_by(module: nn.Module, *inputs: Tensor, autocast: bool = False) -> list[Saved]:
@@ -97,7 +97,7 @@ def test_a_view_keeps_its_whole_storage() -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 5])  # 5: input and weight have the same shape
-def test_copies_of_weights_are_told_from_activations(rows: int) -> None:
+def test_weight_copies_are_recognized(rows: int) -> None:
     found = saved_by(nn.Linear(5, 5, bias=False), torch.randn(rows, 5, requires_grad=True), autocast=True)
     assert sorted((saved.kind, saved.bytes) for saved in found) == [
         ("activation", rows * 5 * 2),
@@ -105,7 +105,7 @@ def test_copies_of_weights_are_told_from_activations(rows: int) -> None:
     ]
 
 
-def test_hooks_are_gone_afterwards() -> None:
+def test_hooks_are_removed() -> None:
     config = quick()
     bench = residuals.BlockBench(config)
     bench.saved()
@@ -113,7 +113,7 @@ def test_hooks_are_gone_afterwards() -> None:
     assert not any(hooks)
 
 
-# What is shown and refused
+# Tables and errors
 
 
 def test_the_quick_form_has_a_table_and_the_tensors_of_each_row() -> None:
@@ -142,7 +142,7 @@ def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["naive", "flash_triton"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_what_is_saved_is_what_stays_allocated(precision: str, attention: str) -> None:
+def test_on_a_gpu_the_saved_bytes_stay_allocated(precision: str, attention: str) -> None:
     how = dict(size="small", context_length=256, precision=precision, attention=attention, device="cuda")
     metrics = metrics_of(quick(**how))
     assert metrics["saved_bytes"] == metrics["counted_bytes"]

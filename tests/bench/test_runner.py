@@ -1,4 +1,4 @@
-"""The runner: every configuration becomes one row, whatever happens to the process that measures it."""
+"""The runner: every configuration gets a row, whatever happens to the process that measures it."""
 
 import contextlib
 import multiprocessing
@@ -46,7 +46,7 @@ def started(folder: Path) -> list[str]:
     return [line.rsplit(" ", 1)[0] for line in (folder / "started").read_text().splitlines()]
 
 
-def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
+def test_a_failure_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     path, said = tmp_path / "rows.jsonl", []
     kinds = ("none", "oom", "raises", "is killed", "exits", "is another")
     rows = run(path, kinds=kinds, numbers=(1, 2), progress=lambda *state: said.append(state))
@@ -67,7 +67,7 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     assert [done for done, _, _ in said] == sorted(done for done, _, _ in said)
 
 
-def test_before_each_group_a_line_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_group_is_logged_before_it_is_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "cs336_systems")
     run(tmp_path / "a", kinds=("none", "oom"), numbers=(1, 2))
     run(tmp_path / "b", accidents_together.CASE, kinds=("none", "oom"), numbers=(1, 2))
@@ -83,7 +83,7 @@ def test_before_each_group_a_line_says_which_it_is(tmp_path: Path, caplog: pytes
     ]
 
 
-def test_a_process_measures_on_until_it_ends_or_each_has_its_own(tmp_path: Path) -> None:
+def test_groups_share_a_process_unless_isolated(tmp_path: Path) -> None:
     shared = run(tmp_path / "a", kinds=("none", "oom"), numbers=(1, 2, 3))
     assert len({row.metrics["process"] for row in shared if row.status == "ok"}) == 1
     isolated = run(tmp_path / "b", kinds=("none",), numbers=(1, 2), isolated=True)
@@ -91,14 +91,14 @@ def test_a_process_measures_on_until_it_ends_or_each_has_its_own(tmp_path: Path)
     assert os.getpid() not in {row.metrics["process"] for row in isolated}
 
 
-def test_rows_bear_the_command_that_was_given_without_what_says_where_they_go(tmp_path: Path) -> None:
+def test_rows_have_the_command_without_its_output_options(tmp_path: Path) -> None:
     words = ["cs336", "bench", "accident", "--kind", "a b", "--out", "/elsewhere", "--timeout_s", "9", "--resume"]
-    with by_command([*words, "--out_dir=/or", "--number", "1"]):  # ends a process, after which there is another one
+    with by_command([*words, "--out_dir=/or", "--number", "1"]):  # the second kind ends its process
         rows = run(tmp_path / "rows.jsonl", kinds=("none", "is killed"))
     commands = [row.env["command"] for row in rows]
     assert commands == ["cs336 bench accident --kind 'a b' --number 1"] * 2
     with by_command(["outer"]):
-        with by_command(["inner", "a\nb"]):  # which a file of rows could not hold as a line
+        with by_command(["inner", "a\nb"]):  # a row's command is one line
             assert Row(case="a", variant="b", config={}).env["command"] == "inner 'a?b'"
         assert Row(case="a", variant="b", config={}).env["command"] == "outer"
     (without,) = run(tmp_path / "others.jsonl", kinds=("none",))
@@ -111,7 +111,7 @@ def test_a_configuration_that_takes_too_long_is_an_error(tmp_path: Path) -> None
     assert "longer than timeout_s, 3 s" in str(rows[1].error)
 
 
-def test_of_those_measured_together_the_one_that_ends_the_process_is_found(tmp_path: Path) -> None:
+def test_the_configuration_that_ends_a_shared_process_is_found(tmp_path: Path) -> None:
     case = accidents_together.CASE
     rows = run(tmp_path / "rows", case, kinds=("none", "is killed", "oom"), numbers=(1,))
     assert {row.variant: row.status for row in rows} == {"none": "ok", "is killed": "error", "oom": "oom"}
@@ -120,13 +120,13 @@ def test_of_those_measured_together_the_one_that_ends_the_process_is_found(tmp_p
     assert [row.metrics["together"] for row in rows] == [2, 2, 2, 2]
 
 
-def test_resume_leaves_out_what_is_there_but_for_errors(tmp_path: Path) -> None:
+def test_resume_skips_measured_configurations_except_errors(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     first = run(path, kinds=("none", "oom", "raises"), folder=str(tmp_path))
     assert len(run(path, kinds=("oom", "raises", "none"), folder=str(tmp_path), resume=True)) == 1
     assert started(tmp_path) == ["none 1", "oom 1", "raises 1", "raises 1"]
     assert read_rows(path)[:3] == first
-    assert len(run(path, kinds=("none",), folder=str(tmp_path))) == 1  # without it everything is measured again
+    assert len(run(path, kinds=("none",), folder=str(tmp_path))) == 1  # without resume everything is measured again
 
 
 def test_a_sweep_that_was_killed_goes_on_with_no_row_lost_or_doubled(tmp_path: Path) -> None:
@@ -146,19 +146,19 @@ def test_a_sweep_that_was_killed_goes_on_with_no_row_lost_or_doubled(tmp_path: P
     process = int((tmp_path / "started").read_text().split()[-1])
     sweep.send_signal(signal.SIGKILL)
     sweep.wait()
-    while Path(f"/proc/{process}").exists() and sys.platform == "linux":  # its process ends, too
+    while Path(f"/proc/{process}").exists() and sys.platform == "linux":  # the worker ends too
         assert time.monotonic() < end
         time.sleep(0.05)
     before = read_rows(path)
     assert [row.variant for row in before] == ["none", "oom"]
     with open(path, "a") as file:
-        file.write('{"case": "accidents", "vari')  # had it been killed while it wrote
+        file.write('{"case": "accidents", "vari')  # as if killed while writing
     rest = run(path, kinds=("none", "oom", "raises"), folder=str(tmp_path), resume=True)
     assert [row.variant for row in rest] == ["raises"]
     assert read_rows(path) == [*before, *rest]
 
 
-def test_what_is_measured_is_the_product_of_what_is_given() -> None:
+def test_configurations_are_the_product_of_given_values() -> None:
     def kinds(**options: Any) -> list[tuple[str, int]]:
         return [(config.kind, config.number) for config in configurations(CASE, **options)]
 
@@ -173,7 +173,7 @@ def test_what_is_measured_is_the_product_of_what_is_given() -> None:
     assert value_type(CASE, "number") is int
 
 
-def test_configurations_are_grouped_by_all_but_the_fields_that_take_turns() -> None:
+def test_configurations_are_grouped_by_the_fields_that_do_not_take_turns() -> None:
     configs = configurations(accidents_together.CASE, {"kind": ("a", "b"), "number": (1, 2)})
     found = [[(config.kind, config.number) for config in group] for group in groups(accidents_together.CASE, configs)]
     assert found == [[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]]
@@ -182,7 +182,7 @@ def test_configurations_are_grouped_by_all_but_the_fields_that_take_turns() -> N
     assert describe_among(configs[:1])(configs[0]) == ""
 
 
-def test_a_row_is_of_a_configuration_that_it_has_more_to_say_of() -> None:
+def test_a_row_with_more_fields_matches_its_configuration() -> None:
     config = Accident(kind="none", number=3)
     asked = row_config(config)
     row = Row(case="accidents", variant="none", config={**asked, "more": 1})
@@ -201,12 +201,12 @@ def test_a_row_is_of_a_configuration_that_it_has_more_to_say_of() -> None:
         ("Tried to allocate 5 XiB", None),
     ],
 )  # fmt: skip
-def test_the_bytes_that_were_asked_for_are_read_from_the_message(message: str, expected: int | None) -> None:
+def test_requested_bytes_are_read_from_the_message(message: str, expected: int | None) -> None:
     assert requested_bytes(message) == expected
 
 
 class Wrapped(RuntimeError):
-    """As torch.compile wraps what a backend, or a kernel, has raised."""
+    """An error as torch.compile wraps it."""
 
     def __init__(self, inner: Exception) -> None:
         super().__init__("backend='inductor' raised:\nand what it was")
@@ -223,11 +223,11 @@ class Wrapped(RuntimeError):
         (RuntimeError(""), ("error", "RuntimeError:")),
     ],
 )
-def test_what_a_compiler_wraps_is_unwrapped(error: Exception, expected: tuple[str, str]) -> None:
+def test_wrapped_errors_are_unwrapped(error: Exception, expected: tuple[str, str]) -> None:
     assert failure(error) == expected
 
 
-def test_a_row_has_the_state_of_its_gpu_before_and_after_also_where_it_was_not_begun_before(
+def test_a_row_has_the_state_of_its_gpu_before_and_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     states = [{}, {"sm_mhz": 1}, {"sm_mhz": 2}, {"sm_mhz": 3}]
@@ -238,7 +238,7 @@ def test_a_row_has_the_state_of_its_gpu_before_and_after_also_where_it_was_not_b
     assert (rows[1].env["gpu_before"], rows[1].env["gpu_after"]) == ({"sm_mhz": 2}, {"sm_mhz": 3})
 
 
-def test_a_gpu_is_begun_before_its_state_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_in_use_before_its_state_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(outcome, "use_device", events.append)
     monkeypatch.setattr(outcome, "current_gpu_state", lambda: events.append("state") or {})
@@ -249,7 +249,7 @@ def test_a_gpu_is_begun_before_its_state_is_asked_for(monkeypatch: pytest.Monkey
     assert events == ["cuda:1", "state", "measured", "state", "state", "measured", "state"]
 
 
-def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> None:
+def test_resume_ignores_rows_of_another_machine(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     (own,) = run(path, kinds=("none",))
     path.unlink()
@@ -259,7 +259,7 @@ def test_resume_takes_no_row_of_another_machine_for_its_own(tmp_path: Path) -> N
     assert run(path, kinds=("none",), resume=True) == []
 
 
-def test_resume_knows_the_gpu_that_a_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_compares_the_gpu_that_a_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("H200", "T4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -273,7 +273,7 @@ def test_resume_knows_the_gpu_that_a_configuration_names(tmp_path: Path, monkeyp
     assert [(row.config.get("device"), row.env["gpu"]) for row in found] == measured
 
 
-def test_resume_takes_rows_of_folders_below_and_of_a_machine_with_more_of_the_same_gpu(tmp_path: Path) -> None:
+def test_resume_uses_rows_of_subfolders_and_of_machines_with_more_of_the_same_gpu(tmp_path: Path) -> None:
     (own,) = run(tmp_path / "further" / "launch" / "rows", kinds=("none",))
     (tmp_path / "further" / "launch" / "others").write_text("no row")
     assert run(tmp_path / "rows", kinds=("none",), resume=True) == []
@@ -282,14 +282,14 @@ def test_resume_takes_rows_of_folders_below_and_of_a_machine_with_more_of_the_sa
     assert run(tmp_path / "alone" / "rows", kinds=("none",), resume=True) == []
 
 
-def test_where_the_files_of_a_row_are_makes_it_no_other_configuration() -> None:
+def test_paths_do_not_tell_configurations_apart() -> None:
     here, there = (OverlapTrace(device="cpu", traces=folder) for folder in ("a", "b"))
     row = Row(case="overlap-trace", variant="v", config=row_config(here), env={})
     assert is_of(row, there)
     assert not is_of(row, replace(there, variant="flat"))
 
 
-def test_what_is_all_in_folders_below_leaves_no_empty_file(
+def test_a_resumed_command_with_nothing_to_measure_leaves_no_empty_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def bench(folder: Path) -> int:
@@ -301,7 +301,7 @@ def test_what_is_all_in_folders_below_leaves_no_empty_file(
     assert bench(tmp_path / "first") == 0
     capsys.readouterr()
     assert bench(tmp_path) == 0
-    assert "| fp16 into fp16 |" in capsys.readouterr().out  # what is there is shown
+    assert "| fp16 into fp16 |" in capsys.readouterr().out  # rows of the subfolder are shown
     assert f"4 of 4 configurations are in {tmp_path} already" in caplog.messages
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
@@ -315,7 +315,7 @@ def test_what_is_all_in_folders_below_leaves_no_empty_file(
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_what_is_raised_beside_the_rows_is_the_error_of_what_is_left(tmp_path: Path) -> None:
+def test_an_error_outside_the_rows_is_the_error_of_its_configuration(tmp_path: Path) -> None:
     rows = run(tmp_path / "rows", kinds=("none", "raises beside", "oom"))
     assert [row.status for row in rows] == ["ok", "error", "oom"]
     assert rows[1].error == "WorkerEndedError: ValueError: nobody has caught this"
@@ -325,17 +325,17 @@ def test_what_is_raised_beside_the_rows_is_the_error_of_what_is_left(tmp_path: P
     "statuses, code",
     [([], 0), (["ok"], 0), (["oom"], 0), (["error"], 1), (["error", "error"], 1), (["error", "oom"], 0)],
 )
-def test_a_command_has_failed_where_all_its_rows_are_errors(statuses: list[Any], code: int) -> None:
+def test_a_command_fails_if_all_rows_are_errors(statuses: list[Any], code: int) -> None:
     assert exit_code([Row(case="c", variant="v", config={}, env={}, status=status) for status in statuses]) == code
 
 
-def test_a_short_memory_is_told_from_other_failures() -> None:
+def test_out_of_memory_is_recognized() -> None:
     assert failure(MemoryError("no")) == ("oom", "no")
     assert failure(RuntimeError("DefaultCPUAllocator: can't allocate memory: you"))[0] == "oom"
     assert failure(KeyError("x")) == ("error", "KeyError: 'x'")
 
 
-def test_a_file_whose_last_line_is_no_row_is_refused_before_anything_is_measured(
+def test_a_file_that_is_not_rows_is_refused_before_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "precision-accumulation.jsonl"
@@ -363,7 +363,7 @@ def test_processes_that_append_to_one_file_lose_nothing(tmp_path: Path) -> None:
     assert sorted(row.variant for row in read_rows(path)) == sorted(f"{n} {i}" for n in range(3) for i in range(100))
 
 
-def test_only_half_a_row_is_cut_off_and_a_damaged_file_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_only_an_incomplete_row_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("somebody's notes\nmore of them")
     with pytest.raises(ValueError, match="line 1 is not JSON"):
@@ -373,10 +373,10 @@ def test_only_half_a_row_is_cut_off_and_a_damaged_file_is_refused_before_anythin
     assert path.read_text().startswith("somebody's notes\nmore of them\n{")
 
 
-def test_however_a_process_was_ended_it_has_a_name() -> None:
-    assert "SIGKILL" in worker._how(-9)
-    assert "signal 36" in worker._how(-36)
-    assert "exit code 3" in worker._how(3)
+def test_exit_codes_and_signals_are_named() -> None:
+    assert "SIGKILL" in worker._how_it_ended(-9)
+    assert "signal 36" in worker._how_it_ended(-36)
+    assert "exit code 3" in worker._how_it_ended(3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -388,7 +388,7 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
     )
     try:
         end, begun = time.monotonic() + 60, False
-        while not begun and time.monotonic() < end:  # as soon as there is a second one, which may still be importing
+        while not begun and time.monotonic() < end:  # until a worker has started
             time.sleep(0.05)
             begun = len(members(sweep.pid)) > 1
         assert begun
@@ -410,7 +410,7 @@ import os, signal, sys, threading, time
 from multiprocessing import popen_forkserver
 from cs336_systems.cli.main import main
 
-threading.Thread(target=threading.Event().wait, daemon=True).start()  # as that of a bar, to which a signal may come
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # it may receive the signal
 
 connect = popen_forkserver.forkserver.connect_to_new_process
 
@@ -426,7 +426,7 @@ sys.exit(main(["bench", "model", "--quick", "--mode", "forward", "--out", sys.ar
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_a_signal_while_a_process_is_asked_for_makes_no_traceback(number: int, tmp_path: Path) -> None:
+def test_a_signal_while_a_worker_starts_prints_no_traceback(number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IN_A_REQUEST, str(int(number)), str(tmp_path)]
     sweep = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert sweep.returncode == 128 + number
@@ -434,7 +434,7 @@ def test_a_signal_while_a_process_is_asked_for_makes_no_traceback(number: int, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_a_sweep_leaves_no_folder_and_its_code(
+def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scratch = tmp_path / "scratch"
@@ -469,7 +469,7 @@ def members(group: int) -> list[int]:
     return found
 
 
-def test_what_makes_times_doubtful_is_said() -> None:
+def test_doubtful_times_are_reported() -> None:
     def said(before: dict[str, Any], after: dict[str, Any]) -> str:
         return _disturbed(Row(case="c", variant="v", config={}, env={"gpu_before": before, "gpu_after": after}))
 
@@ -480,7 +480,7 @@ def test_what_makes_times_doubtful_is_said() -> None:
     assert said(quiet | {"other_processes": 2}, quiet) == said(quiet, quiet | {"other_processes": 2}) == others
 
 
-def test_a_file_of_rows_that_cannot_grow_is_named(tmp_path: Path) -> None:
+def test_a_row_file_that_cannot_grow_is_named(tmp_path: Path) -> None:
     path, row = tmp_path / "rows.jsonl", Row(case="c", variant="v", config={"long": "x" * 900}, env={})
     append_row(path, row)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -495,13 +495,13 @@ def test_a_file_of_rows_that_cannot_grow_is_named(tmp_path: Path) -> None:
     assert read_rows(path) == [row]
 
 
-def test_a_quick_help_has_the_quick_defaults() -> None:
+def test_the_help_of_a_quick_run_has_quick_defaults() -> None:
     whole, quick = (" ".join(_parser(get_case("flash"), is_quick).format_help().split()) for is_quick in (False, True))
     assert "(default: 128 256 512" in whole
     assert "(default: 32 64)" in quick
 
 
 @pytest.mark.parametrize("command", [5, ["a"], "", " ", "a\x1bb", "a\nb", "\ud800"])
-def test_a_command_of_a_row_is_a_line_of_text(command: Any) -> None:
+def test_the_command_of_a_row_must_be_a_line_of_text(command: Any) -> None:
     with pytest.raises(ValueError, match=r"^env\.command of a row is .*: it must be a line of printable text$"):
         Row(case="a", variant="b", config={}, env={"command": command})

@@ -1,4 +1,4 @@
-"""What ran when on a GPU in one step, from made-up traces whose every microsecond is known. And the profiler."""
+"""The streams of a step, in synthetic traces whose every microsecond is known; and the profiler."""
 
 import os
 
@@ -13,19 +13,19 @@ from tests.profiling.gpu_trace import COPY, MUL, SGEMM, Trace, training_steps
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def test_spans_that_touch_are_one() -> None:
+def test_touching_spans_are_merged() -> None:
     assert merge([(3, 4), (0, 1), (1, 2), (1.5, 1.8)]) == [(0, 2), (3, 4)]
     assert merge([(0, 1), (1.2, 2)], gap=0.3) == [(0, 2)]
     assert length([(0, 2), (3, 4)]) == 3
 
 
-def test_overlap_is_the_time_of_both() -> None:
+def test_overlap_is_the_length_of_the_intersection() -> None:
     assert overlap([(0, 4), (6, 8)], [(1, 2), (3, 7)]) == 1 + 1 + 1
     assert overlap([(0, 1)], [(1, 2)]) == 0
     assert overlap([], [(1, 2)]) == 0
 
 
-def test_kernels_are_told_apart_by_their_names() -> None:
+def test_nccl_kernels_are_communication() -> None:
     kernels = [("gemm", 1000.0, 2000.0), (ALL_REDUCE, 2000.0, 4000.0), ("add", 2500.0, 1500.0)]
     events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in kernels]
     found = gpu_pieces(events)
@@ -56,8 +56,8 @@ def test_on_a_cpu_operators_compute_and_gloos_threads_communicate() -> None:
     ]
 
 
-def test_ranges_drawn_on_the_gpu_are_no_work_of_it() -> None:
-    """Between the kernels the GPU is idle, or only communicates, although ranges cover all of it."""
+def test_ranges_on_the_gpu_are_not_work() -> None:
+    """Between the kernels the GPU is idle or only communicates, although ranges cover the whole time."""
     trace = Trace()
     trace.annotation("Optimizer.step#AdamW.step", 0.0, 90.0, (1000.0, 9000.0))
     trace.annotation("comm: updated parameters, round 2", 10.0, 20.0, (1000.0, 9000.0))
@@ -76,7 +76,7 @@ def test_ranges_drawn_on_the_gpu_are_no_work_of_it() -> None:
 
 
 def test_a_training_step_is_idle_before_its_optimizer_and_after() -> None:
-    """Gaps of 60 and of 30 us, the second inside of the range `optimizer` as it is drawn on the GPU."""
+    """Gaps of 60 and 30 us, the second inside the range `optimizer` on the GPU."""
     found = streams_of(gpu_pieces(training_steps(1)))
     assert found == {"compute": [(0.0, 2.18), (2.24, 2.51), (2.54, 2.57)], "communication": []}
 
@@ -86,14 +86,14 @@ def test_a_trace_of_a_cpu_has_no_intervals() -> None:
     assert streams_of(gpu_pieces(events)) == {"compute": [], "communication": []}
 
 
-def test_the_profiler_keeps_its_notices_to_itself(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_profilers_notices_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     with Profiler(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.ones(3) + 1
     assert "aten::add" in {event.name for event in profiler.events()}
     assert capfd.readouterr().err == ""
 
 
-def test_what_else_is_written_while_the_profiler_starts_is_passed_on(
+def test_other_output_during_the_profilers_start_is_passed_on(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_trace(_: object) -> None:

@@ -9,7 +9,7 @@ from cs336_systems.bench.instruments import timing
 from cs336_systems.bench.instruments.timing import time_ms
 
 
-def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
+def test_gradients_are_cleared_before_each_timed_call() -> None:
     x = torch.ones(3, requires_grad=True)
     calls = []
 
@@ -18,14 +18,14 @@ def test_times_are_of_the_work_and_gradients_are_not_added_up() -> None:
         x.sum().backward()
 
     times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=1000.0, gradients_of=[x])
-    assert len(calls) == 5 + len(times)  # five to see how long a call takes
+    assert len(calls) == 5 + len(times)  # five estimate the duration of a call
     calls.clear()
     times = time_ms(work, torch.device("cpu"), warmup_ms=0.0, rep_ms=0.0, gradients_of=[x])
-    assert len(calls) == len(times) == 1  # a long one is not called again
+    assert len(calls) == len(times) == 1  # a long call is not repeated
     assert all(grad is None for grad in calls)
 
 
-def test_each_call_on_a_gpu_finds_its_cache_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_cache_is_flushed_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     event = SimpleNamespace(record=lambda: seen.append("event"), elapsed_time=lambda end: 2.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
@@ -37,7 +37,7 @@ def test_each_call_on_a_gpu_finds_its_cache_flushed(monkeypatch: pytest.MonkeyPa
     assert seen == 2 * ["event", "flushed", "event", "work, None", "event"] + ["waited"]
 
 
-def test_on_a_gpu_the_windows_hold_the_flushes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_flushes_count_towards_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     monkeypatch.setattr(timing, "_gpu_times", lambda work, count, *_: (counts.append(count) or count * [0.02], 0.125))
     times = time_ms(lambda: None, torch.device("cuda"), warmup_ms=25, rep_ms=100)
@@ -45,14 +45,14 @@ def test_on_a_gpu_the_windows_hold_the_flushes_too(monkeypatch: pytest.MonkeyPat
     assert counts == [1, 4, 200, 800]
 
 
-def test_calls_for_so_long_come_before_those_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_calls_come_before_measured_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (counts.append(count) or count * [2.0], 2.0))
     assert len(time_ms(lambda: None, torch.device("cpu"), warmup_ms=20, rep_ms=100)) == 50
     assert counts == [1, 4, 10, 50]
 
 
-def test_a_call_that_takes_no_time_by_the_clock_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_shorter_than_the_clocks_tick_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (count * [0.0], 0.0))
     for rep_ms, count in ((0.0, 1), (0.1, 100)):
         assert time_ms(lambda: None, torch.device("cpu"), warmup_ms=0.1, rep_ms=rep_ms) == count * [0.0]

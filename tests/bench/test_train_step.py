@@ -1,4 +1,4 @@
-"""The step's measurement, on a model that a CPU times in a moment."""
+"""The case `train-step` on a model that a CPU times in a moment."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from cs336_systems.report.views import rows_table
 from cs336_systems.training import build
 
 
-def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
+def test_a_row_has_its_run_and_rates_from_its_time() -> None:
     configs = configurations(CASE, {"batch_size": (2,), "steps": (4,)}, quick=True)
     rows = list(CASE.measure(configs))
     assert [(row.case, row.variant, row.status) for row in rows] == [
@@ -22,18 +22,18 @@ def test_a_row_says_what_ran_and_its_rates_follow_from_its_time() -> None:
         assert mean > 0
         assert row.metrics["startup_s"] > 0
         assert row.metrics["tokens_per_s"] == pytest.approx(2 * 16 / (mean / 1e3))
-        assert row.metrics["mfu"] is None  # a CPU's peak is not known
+        assert row.metrics["mfu"] is None  # the peak of a CPU is unknown
     assert rows_table(rows).count("\n| ") == 4
 
 
-def test_what_a_cpu_cannot_hold_is_a_row_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_for_a_cpu_is_an_oom_row_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "memory_bytes", lambda device: 1 << 20)
     given = {"variant": ("cs336", "hf_llama"), "size": ("xl",)}
     for row in CASE.measure(configurations(CASE, given, quick=True)):
         assert (row.status, row.error is not None and "to train this needs at least" in row.error) == ("oom", True)
 
 
-def test_the_graph_is_that_of_its_variant_alone() -> None:
+def test_only_cs336_graph_has_a_cuda_graph() -> None:
     graphs = {c.variant: c.run_config().train.cuda_graph for c in configurations(CASE, {"device": ("cpu",)})}
     assert graphs == {"cs336": False, "cs336_graph": True, "hf_llama": False}
 

@@ -42,9 +42,7 @@ class BucketBench(DDPBench):
     )
     """alone, bucketed:BUCKET_MB, or bucketed:best (the planner's optimum); any of them with +graph."""
     compile: bool = swept(False, sweep=(False, True))
-    """Compile the blocks."""
     rounds: int = swept(3, quick=2)
-    """Number of rounds in which the variants take turns, each built anew."""
     rows: str = swept("", beside="all-reduce.jsonl")
     """Row file of all-reduces to which the prediction is fitted (default: all-reduce.jsonl beside the rows if it has
     rows of this many processes, otherwise the planner's numbers for the card)."""

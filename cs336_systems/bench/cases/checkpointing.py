@@ -31,31 +31,24 @@ from .model import time_steps
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingBench(Workload):
-    """A workload and its numbers of steps."""
+    """A workload and its numbers of steps. `Workload` explains the inherited fields."""
 
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
-    """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
     num_layers: int | None = swept(None, quick=8)
     """Number of blocks (default: the size's)."""
     context_length: int = swept(1024, sweep=(256, 512, 1024, 2048), quick=16)
-    """Tokens per sequence."""
     batch_size: int = swept(4, quick=2)
-    """Sequences per batch."""
     mode: Literal["forward_backward", "train_step"] = swept("forward_backward")
     """train_step: the time includes the optimizer step; memory is that of forward and backward."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
-    """Autocast type; weights are float32."""
     compile: bool = swept(False, sweep=(False, True))
-    """Use torch.compile, block by block."""
     attention: str = swept("flash_triton", sweep=("naive", "flash_triton"), quick="flash_torch")
-    """Attention kernel by its registered name."""
     activation_checkpointing: str = swept(
         "none", "block", "every_2", "every_4", *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
         quick=("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
     )  # fmt: skip
     """none; block: groups of one; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
     device: str = swept("auto", quick="cpu")
-    """auto, cpu, cuda or cuda:N."""
     warmup: int = swept(3, quick=1)
     """Steps before the measured ones."""
     steps: int = swept(10, quick=2)

@@ -48,6 +48,8 @@ VARIANTS = (
     "overlap:100+graph",
     "bucketed:100+graph",
 )
+OPTIONS: tuple[str, ...] = ("zero1", "zero2", "bf16", "graph")
+"""Options that may follow the strategy of a variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class DDPBench:
     traces: str = swept("")
     """Folder for files with the streams of each variant's profiled step."""
 
-    options = tuple("zero1 zero2 bf16 graph".split())  # that may follow the strategy of a variant
+    options = OPTIONS
 
     def __post_init__(self) -> None:
         check_types(self, "")

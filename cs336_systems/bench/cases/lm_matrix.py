@@ -114,10 +114,6 @@ class LMMatrixBench:
             get_strategy(parallel.strategy_for(parallel.devices))
             check_devices(self.device, 1 if self.strategy == ALONE else self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        self._check_tokens()
-
-    def _check_tokens(self) -> None:
-        """Raise ValueError for token files unfit for the model, or for stories that cannot be made."""
         vocab_size = self.model_config().shape.vocab_size
         for name in ("train_path", "val_path"):
             if (path := getattr(self, name)) is not None:
@@ -128,7 +124,7 @@ class LMMatrixBench:
                     raise ValueError(f"{fields}: {error}") from error
         if self.train_path is None:
             check_vocab_size(vocab_size)
-            data = self._stories(Path("unused"))
+            data = self.stories(Path("unused"))
             most = int(data.story_chars * data.valid_fraction)  # there are no more tokens than characters
             accepted = f"below {most} without train_path: stories of so many characters are validated on"
             require(self.context_length < most, "context_length", self.context_length, accepted)
@@ -139,15 +135,8 @@ class LMMatrixBench:
         how = dict(context_length=self.context_length, attention=self.kernel)
         return model_of(self.size, self.vocab_size, **shape, **how)
 
-    def token_files(self, folder: Path) -> tuple[str, str]:
-        """Token files to train and validate on: the given ones, or generated stories, made once in the folder."""
-        if self.train_path is not None and self.val_path is not None:
-            return self.train_path, self.val_path
-        data = self._stories(folder)
-        prepare_data(RunConfig(model=self.model_config(), data=data))
-        return str(data.train_tokens), str(data.valid_tokens)
-
-    def _stories(self, folder: Path) -> DataConfig:
+    def stories(self, folder: Path) -> DataConfig:
+        """Generated stories to train and validate on if no token files are given."""
         chars = 10_000 if self.size == QUICK_SIZE else 4_000_000
         return DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
 
@@ -204,7 +193,12 @@ def _check_file(path: str, vocab_size: int, min_count: int, changed_ns: int) -> 
 
 def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train, then delete the run; return the configuration as it ran, and losses, times, throughput and memory."""
-    files = config.token_files(folder)
+    if config.train_path is not None and config.val_path is not None:
+        files = config.train_path, config.val_path
+    else:  # generated stories, made once in the folder
+        data = config.stories(folder)
+        prepare_data(RunConfig(model=config.model_config(), data=data))
+        files = str(data.train_tokens), str(data.valid_tokens)
     count = len(load_tokens(files[0], config.model_config().shape.vocab_size, config.context_length + 1))
     epoch_steps = max(1, count // (config.batch_size * config.context_length))
     steps = min(config.epochs * epoch_steps, config.max_steps or config.epochs * epoch_steps)

@@ -21,22 +21,15 @@ from ..workload import Workbench, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBench(Workload):
-    """A workload and its numbers of steps."""
+    """A workload and its numbers of steps. `Workload` explains the inherited fields."""
 
     size: str = swept("small", sweep=("small", "medium", "large", "xl", "2.7B", "10B"), quick="quick")
-    """Named size of the model: small, medium, large, xl, 2.7B, 10B or 8B; quick for a tiny one."""
     context_length: int = swept(256, sweep=(128, 256, 512, 1024), quick=16)
-    """Tokens per sequence."""
     mode: Literal["forward", "forward_backward", "train_step"] = swept("forward", "forward_backward", "train_step")
-    """forward: only the loss, without gradients. train_step: with the optimizer step."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("fp32", sweep=("fp32", "bf16"))
-    """Autocast type; weights are float32."""
     compile: bool = swept(False, sweep=(False, True))
-    """Use torch.compile, block by block."""
     attention: str = swept("naive", sweep=("naive", "flash_triton", "sdpa"))
-    """Attention kernel by its registered name."""
     device: str = swept("auto", quick="cpu")
-    """auto, cpu, cuda or cuda:N."""
     warmup: int = swept(5, quick=1)
     """Steps before the measured ones."""
     steps: int = swept(10, quick=2)
@@ -117,9 +110,7 @@ class WarmupBench(ModelBench):
     mode: Literal["forward", "forward_backward", "train_step"] = swept(
         "forward_backward", sweep=("forward", "forward_backward", "train_step")
     )
-    """forward: only the loss, without gradients. train_step: with the optimizer step."""
     warmup: int = swept(0, 1, 2, 5, quick=(0, 1))
-    """Steps before the measured ones."""
 
 
 def warmup_steps(config: WarmupBench) -> str:

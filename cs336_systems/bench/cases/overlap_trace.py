@@ -30,7 +30,6 @@ class OverlapTrace(DDPBench):
     variant: str = swept("naive", "overlap", quick=("naive", "overlap"))
     """STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it), +graph."""
     compile: bool = swept(False, sweep=(False, True))
-    """Compile the blocks."""
     traces: str = swept("runs/bench/overlap-trace", beside="overlap-trace")
     """Folder for files with the streams of each variant's step, from which the picture and the page are drawn
     (default: overlap-trace, beside the rows)."""

@@ -19,7 +19,7 @@ from ...machine.hardware import autocast, check_precision, requested_gpu_bytes, 
 from ...planner.accounting import activation_bytes, weight_copy_bytes
 from ...training.build import compiled
 from ..case import Case, swept
-from ..instruments.saved_tensors import Saved, SavedTensors
+from ..instruments.saved_tensors import SavedTensors
 from ..outcome import each
 from ..workload import Workload
 
@@ -84,57 +84,49 @@ class BlockBench:
             self.forward()
         return saved
 
-    def gpu_memory(self) -> dict[str, int]:
-        """Bytes that a forward pass adds, at its end and at its peak; {} on a CPU."""
-        if self.device.type != "cuda":
-            return {}
-        before = requested_gpu_bytes(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        output = self.forward()
-        held = requested_gpu_bytes(self.device) - before
-        del output
-        return {"held_bytes": held, "peak_bytes": requested_gpu_bytes(self.device, peak=True) - before}
-
 
 def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and the saved bytes: measured, and counted for the eager block."""
     bench = BlockBench(config)
-    memory = bench.gpu_memory()
+    block, on_gpu = bench.block, bench.device.type == "cuda"
+    metrics: dict[str, Any] = {}
+    if on_gpu:  # bytes that a forward pass adds: at its end, and at its peak
+        before = requested_gpu_bytes(bench.device)
+        torch.cuda.reset_peak_memory_stats(bench.device)
+        output = bench.forward()
+        metrics["held_bytes"] = requested_gpu_bytes(bench.device) - before
+        del output
+        metrics["peak_bytes"] = requested_gpu_bytes(bench.device, peak=True) - before
     saved = bench.saved()
     activations = [tensor for tensor in saved.found if tensor.kind == "activation"]
-    metrics: dict[str, Any] = {
+    tensors: list[dict[str, Any]] = []
+    for tensor, count in Counter(activations).items():
+        operation = tensor.operation or (config.attention if tensor.module else "compiled")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        line: dict[str, Any] = {
+            "what": f"{tensor.module} {operation}".strip(),
+            "shape": list(tensor.shape),
+            "dtype": dtype,
+        }
+        tensors.append({**line, "count": count, "bytes": tensor.bytes})  # the bytes of one of them
+    metrics |= {
         "saved_bytes": saved.bytes("activation"),
         "input_bytes": saved.bytes("input"),
         "weight_copy_bytes": saved.bytes("weight copy"),
         "parts": saved.by(lambda tensor: _PARTS.get(tensor.module, tensor.module.split(".")[0])),
-        "tensors": _listing(activations, config.attention)[:_LISTED],
+        "tensors": sorted(tensors, key=lambda line: -line["count"] * line["bytes"])[:_LISTED],
         "num_tensors": len(activations),
     }
-    shape = (bench.block.ln1.weight.shape[0], bench.block.ffn.w1.weight.shape[0], bench.block.attn.num_heads)
-    ran = dict(zip(("d_model", "d_ff", "num_heads"), shape, strict=True)) | {"device": str(bench.device)}
-    return ran, metrics | memory | _counted(config)
-
-
-def _counted(config: ResidualsBench) -> dict[str, Any]:
-    """The bytes counted for the eager block, even if a compiled one is measured; {} for an unknown kernel."""
     shape, precision = config.workload.shape, config.precision
-    try:
+    try:  # counted for the eager block, even if a compiled one is measured
         parts = activation_bytes(shape, config.batch_size, config.context_length, precision, config.attention)
-    except ValueError:
-        return {}
-    counted = {"counted_parts": parts, "counted_bytes": sum(parts.values())}
-    return counted | {"counted_weight_copy_bytes": weight_copy_bytes(shape, precision)}
-
-
-def _listing(tensors: list[Saved], attention: str) -> list[dict[str, Any]]:
-    """Tensors for the row, equal ones counted together, the largest first; `bytes` is for one tensor."""
-    lines = []
-    for tensor, count in Counter(tensors).items():
-        operation = tensor.operation or (attention if tensor.module else "compiled")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        line = {"what": f"{tensor.module} {operation}".strip(), "shape": list(tensor.shape), "dtype": dtype}
-        lines.append({**line, "count": count, "bytes": tensor.bytes})
-    return sorted(lines, key=lambda line: -line["count"] * line["bytes"])
+    except ValueError:  # an unknown kernel
+        pass
+    else:
+        metrics |= {"counted_parts": parts, "counted_bytes": sum(parts.values())}
+        metrics["counted_weight_copy_bytes"] = weight_copy_bytes(shape, precision)
+    sizes = {"d_model": block.ln1.weight.shape[0], "d_ff": block.ffn.w1.weight.shape[0]}
+    return {**sizes, "num_heads": block.attn.num_heads, "device": str(bench.device)}, metrics
 
 
 def variant(config: ResidualsBench) -> str:

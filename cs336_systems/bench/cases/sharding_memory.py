@@ -37,7 +37,6 @@ class OptimizerShardingBench(DDPBench):
     variant: str = swept("overlap", "overlap+zero1", quick=("overlap", "overlap+zero1"))
     """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it)."""
     compile: bool = swept(False, sweep=(False, True))
-    """Compile the blocks."""
     warmup: int = swept(3, quick=2)
     """Steps before the one whose memory is measured."""
 
@@ -61,7 +60,6 @@ class FSDPBench(OptimizerShardingBench):
     """A strategy whose memory is measured, and the gathers of `fsdp`."""
 
     variant: str = swept("overlap", "overlap+zero1", "fsdp", quick=("overlap", "fsdp"))
-    """alone, or STRATEGY[:BUCKET_MB], with +zero1 (sharded optimizer), +bf16 (gradients are sent in it)."""
 
     case = "fsdp-accounting"
 
