@@ -30,7 +30,7 @@ def test_a_pickle_that_would_run_a_command_runs_nothing(protocol: int, tmp_path:
     proof, path = tmp_path / "proof", tmp_path / "evil.pickle"
     content = {"segments": [Command(proof)], "device_traces": []}
     path.write_bytes(pickle.dumps(content, protocol=protocol))
-    with pytest.raises(ValueError, match=r"evil\.pickle asks for (posix|nt)\.system"):
+    with pytest.raises(ValueError, match=r"evil\.pickle: it asks for (posix|nt)\.system"):
         read_snapshot(path)
     assert not proof.exists()
     pickle.loads(path.read_bytes())
@@ -41,29 +41,22 @@ def test_a_pickle_that_would_run_a_command_runs_nothing(protocol: int, tmp_path:
     "written, said",
     [
         (b"\x80\x04cos\nsystem\n.", "asks for os.system"),
-        (b"(S'ls'\nios\nsystem\n.", "no pickle"),
+        (b"(S'ls'\nios\nsystem\n.", "asks for os.system"),
         (b"(ios\nsystem\n.", "asks for os.system"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "asks for os.system"),
-        (b"Pname\n.", "asks for an object by a persistent id"),
-        (b"\x80\x02\x82\x01.", "asks for the registered extension 1"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "asks for os.system"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93)\x81.", "asks for os.system"),
+        (b"Pname\n.", "no pickle of plain data.*persistent"),
+        (b"\x80\x02\x82\x01.", "no pickle of plain data.*extension"),
         (b"\x80\x04\x8c\x01a)R.", "no pickle of plain data"),
-        (b"\x80\x04}\x8c\x01a)b.", "no pickle"),
-        (b"\x80\x02]K\x01K\x02s.", "no dict"),
-        (b"\x80\x02}K\x01K\x02s.", "keys that are not text"),
+        (b"\x80\x04\x8c\x01a)\x81.", "no pickle of plain data"),
+        (b"\x80\x04}\x8c\x01a\x8c\x01b\x85b.", "no pickle"),
     ],
 )
-def test_what_a_pickle_asks_for_is_named_and_refused(written: bytes, said: str, tmp_path: Path) -> None:
+def test_a_pickle_with_anything_but_plain_data_is_refused(written: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pickle"
     path.write_bytes(written)
-    with pytest.raises(ValueError, match=rf"^snapshot .*a\.pickle .*{said}"):
-        read_snapshot(path)
-
-
-def test_a_key_that_would_take_for_ever_to_hash_is_refused_at_once(tmp_path: Path) -> None:
-    doubled = b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(100))  # each a pair of the one before, twice
-    path = tmp_path / "deep.pickle"
-    path.write_bytes(b"\x80\x04}N" + doubled + b"Ns.")
-    with pytest.raises(ValueError, match="keys that are not text"):
+    with pytest.raises(ValueError, match=rf"^snapshot .*a\.pickle:? .*{said}"):
         read_snapshot(path)
 
 

@@ -1,1 +1,1 @@
-"""Where the time and the memory of a training step go."""
+"""Profiles of a training step: its kernels and its memory."""

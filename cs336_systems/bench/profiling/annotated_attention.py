@@ -38,7 +38,7 @@ def annotated_attention(
 
 
 def annotate_attention(bench: Workbench) -> bool:
-    """Give the model annotated attention; False and no change if its attention has no such parts or is compiled.
+    """Give the model annotated attention. False and no change if its attention is another kernel or compiled.
 
     A range inside a compiled function would break its graph.
     """

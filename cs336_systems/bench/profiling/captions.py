@@ -1,4 +1,4 @@
-"""Memory in words: sizes, headings, and what the numbers count."""
+"""Texts about memory: sizes, titles, and notes on the way of counting."""
 
 from ..row import Row
 
@@ -12,31 +12,30 @@ def size_text(num_bytes: float) -> str:
 
 
 def title_of(row: Row) -> str:
-    """A heading that says what a row is of."""
+    """A heading that names the snapshot or the workload of a row."""
     config = row.config
     if "snapshot" in config:
         return f"Memory of {config['snapshot']}"
-    what = [f"{config.get('size')}, {config.get('batch_size')} x {config.get('context_length')} tokens"]
-    what += [str(config.get(name)) for name in ("mode", "precision", "attention")]
-    what += ["compiled"] * bool(config.get("compile"))
+    words = [f"{config.get('size')}, {config.get('batch_size')} x {config.get('context_length')} tokens"]
+    words += [str(config.get(name)) for name in ("mode", "precision", "attention")]
+    words += ["compiled"] * bool(config.get("compile"))
     if config.get("activation_checkpointing", "none") != "none":
-        what.append(f"checkpointed by {config['activation_checkpointing']}")
-    return f"Memory of {', '.join(what)}"
+        words.append(f"checkpointed by {config['activation_checkpointing']}")
+    return f"Memory of {', '.join(words)}"
 
 
 def note_of(row: Row) -> str:
-    """A note on what the numbers count."""
+    """A note on the way of counting and of finding categories."""
     counts = {
-        "allocator": "Counted: what the GPU's allocator was asked for, without its rounding. Times are the host's, "
-        "which asks for memory before the GPU comes to use it.",
-        "storages": "Counted: the storages of tensors that operators returned, on a CPU; what an operator uses inside "
-        "is not seen.",
-        "unknown": "Counted: what the snapshot says was asked for.",
+        "allocator": "Counted: requests to the GPU's allocator, without its rounding. Times are the host's, which "
+        "requests memory before the GPU uses it.",
+        "storages": "Counted: the storages of tensors that operators returned, on a CPU, without temporaries inside an "
+        "operator.",
+        "unknown": "Counted: the requested sizes in the snapshot.",
     }
     categories = {
-        "tensors": "Parameters, optimizer state and gradients are known by their addresses; activations are what the "
-        "forward pass has allocated and the backward pass begins with; other is what else was there before.",
-        "lifetimes": "There is no phases.json beside this snapshot: categories are lifetimes within the recording, and "
-        "nothing more is known.",
+        "tensors": "Parameters, optimizer state and gradients are known by their addresses; activations are allocated "
+        "by the forward pass and alive when the backward pass begins; other was there before.",
+        "lifetimes": "There is no phases.json beside this snapshot, so categories are lifetimes within the recording.",
     }
     return f"{counts[row.metrics['counts']]} {categories[row.metrics['categories_from']]}"

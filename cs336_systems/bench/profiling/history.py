@@ -1,4 +1,4 @@
-"""What was alive when: the allocations of a snapshot, each with its lifetime and its category."""
+"""The history of a snapshot: its allocations, each with its lifetime and its category."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -41,7 +41,7 @@ class History:
     """Time of each moment from the first boundary on, in us; on the clock of the host, which runs ahead of a GPU."""
     phases: tuple[str, ...]
     boundaries: tuple[int, ...]
-    """Moment at which each phase begins, and that at which the last one ends."""
+    """The moment at which each phase begins, then the end of the last one."""
     categories: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -51,7 +51,7 @@ class History:
 
 
 def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
-    """Follow the trace. With phases, categories are those of the tensors; without, they come from lifetimes alone."""
+    """Follow the trace. With phases, categories come from the known tensors; without, from lifetimes alone."""
     walk = _Walk(snapshot)
     warnings = [*snapshot.warnings, *walk.warnings]
     last = len(snapshot.events)
@@ -60,16 +60,19 @@ def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
             warnings.append(f"the trace has exactly {last:,} entries: it may have been full, and its beginning lost")
         names: tuple[str, ...] = ("recorded",)
         boundaries: tuple[int, ...] = (0, last)
-        _categorize_by_lifetime(walk.allocations, last)
+        for a in walk.allocations:
+            a.category = LIFETIMES[2 * (a.start > 0) + (a.end <= last)]
     else:
         names = phases.names[: len(phases.boundaries_us)]
-        boundaries, lost = _boundaries(snapshot, phases, walk.markers)
-        if lost or (phases.max_entries is not None and last >= phases.max_entries):
+        boundaries = _boundaries(snapshot, phases, walk.markers)
+        is_cut = 0 < len(walk.markers) < len(phases.boundaries_us)
+        if is_cut or (phases.max_entries is not None and last >= phases.max_entries):
             warnings.append(
-                f"the trace was full after {last:,} entries and its beginning is lost: what was allocated there counts "
+                f"the trace was full after {last:,} entries and its beginning is lost: memory allocated there counts "
                 "as alive before, and earlier phases are cut"
             )
-        if missing := _categorize(walk.allocations, phases, boundaries, _out_of_memory(snapshot)):
+        oom = [moment for moment, event in enumerate(snapshot.events) if event.action == "oom"]
+        if missing := _categorize(walk.allocations, phases, boundaries, failed=oom[-1] if oom else last):
             warnings.append(f"{missing:,} tensors are not where the snapshot has memory in use")
     times = list(accumulate((e.time_us for e in snapshot.events), max, initial=snapshot.events[0].time_us))
     origin = times[boundaries[0]]
@@ -84,7 +87,7 @@ def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
 
 
 class _Walk:
-    """Walks forward through the trace: which memory was allocated when, and when it could be used again."""
+    """Walks forward through the trace and notes when memory was allocated and when it could be used again."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.allocations: list[Allocation] = []
@@ -92,8 +95,8 @@ class _Walk:
         self.warnings: list[str] = []
         self._alive: dict[int, Allocation] = {}
         self._requested: dict[int, tuple[int, int]] = {}  # frees that have not been completed
-        self._twice = self._never_freed = 0
-        self._last = len(snapshot.events)
+        self._twice = 0
+        self._never = len(snapshot.events) + 1  # the end of an allocation that is not freed
         for moment, event in enumerate(snapshot.events, start=1):
             if event.action == "alloc":
                 self._alloc(moment, event)
@@ -102,20 +105,21 @@ class _Walk:
         self._finish(snapshot)
 
     def _alloc(self, moment: int, event: Event) -> None:
-        if event.address in self._alive:
-            self._close_unseen(event.address, moment, event.time_us)
+        if event.address in self._alive:  # its free was not completed in the trace
+            self._twice += event.address not in self._requested
+            self._close(event.address, *self._requested.get(event.address, (moment, event.time_us)))
         new = Allocation(
-            event.address, event.size, moment, self._last + 1, event.time_us, None, event.frames, event.stream
+            event.address, event.size, moment, self._never, event.time_us, None, event.frames, event.stream
         )
         self._alive[event.address] = new
         if any(frame.function == MARKER for frame in event.frames):
-            self.markers.append(moment)  # tracked so that its free is matched to it, but not memory of the step
+            self.markers.append(moment)  # tracked so that its free is matched, but not memory of the step
         else:
             self.allocations.append(new)
 
     def _free(self, moment: int, event: Event) -> None:
         if event.address not in self._alive:  # it was alive before the recording
-            before = Allocation(event.address, event.size, 0, self._last + 1, None, None, (), event.stream)
+            before = Allocation(event.address, event.size, 0, self._never, None, None, (), event.stream)
             self._alive[event.address] = before
             self.allocations.append(before)
         if event.action == "free_requested":
@@ -128,63 +132,44 @@ class _Walk:
         allocation.end, allocation.end_us = moment, time_us
         self._requested.pop(address, None)
 
-    def _close_unseen(self, address: int, moment: int, time_us: int) -> None:
-        """End what has no completed free in the trace: at the request for it, or at the last moment possible."""
-        if address in self._requested:
-            self._close(address, *self._requested[address])
-        else:
-            self._twice += 1
-            self._close(address, moment, time_us)
-
     def _finish(self, snapshot: Snapshot) -> None:
-        """Match what is alive at the end with the blocks that are in use then."""
+        """Match the allocations alive at the end with the blocks in use then."""
         blocks = {block.address: block for block in snapshot.blocks}
+        never_freed = 0
         for address in [a for a in self._alive if a not in blocks]:
             if address in self._requested:
                 self._close(address, *self._requested[address])
             else:
-                self._never_freed += 1
+                never_freed += 1
         for address, block in blocks.items():
             if address not in self._alive:
                 self.allocations.append(
-                    Allocation(address, block.size, 0, self._last + 1, None, None, block.frames, block.stream)
+                    Allocation(address, block.size, 0, self._never, None, None, block.frames, block.stream)
                 )
-        if self._twice or self._never_freed:
+        if self._twice or never_freed:
             self.warnings.append(
                 f"the trace is not whole: {self._twice:,} addresses are given twice without a free between, "
-                f"{self._never_freed:,} are in use in the end by the trace but not by the segments"
+                f"{never_freed:,} are in use in the end by the trace but not by the segments"
             )
 
 
-def _boundaries(snapshot: Snapshot, phases: Phases, markers: list[int]) -> tuple[tuple[int, ...], bool]:
-    """The moments of the boundaries, and whether the trace has lost some of their markers."""
+def _boundaries(snapshot: Snapshot, phases: Phases, markers: list[int]) -> tuple[int, ...]:
+    """The moments of the boundaries: at their markers, or without any, by the clock."""
     expected = len(phases.boundaries_us)
     if markers:
         found = [0] * (expected - len(markers)) + markers[-expected:]
-    else:  # a trace by other means, in which only the clock shows them
+    else:
         times = [event.time_us for event in snapshot.events]
         found = [bisect_left(times, time) for time in phases.boundaries_us]
     if expected == len(phases.names):  # the last phase did not end
         found.append(len(snapshot.events))
-    return tuple(found), 0 < len(markers) < expected
-
-
-def _categorize_by_lifetime(allocations: list[Allocation], last: int) -> None:
-    for a in allocations:
-        a.category = LIFETIMES[2 * (a.start > 0) + (a.end <= last)]
-
-
-def _out_of_memory(snapshot: Snapshot) -> int:
-    """The last moment at which a request ran out of memory; the end if none did."""
-    moments = [moment for moment, event in enumerate(snapshot.events) if event.action == "oom"]
-    return moments[-1] if moments else len(snapshot.events)
+    return tuple(found)
 
 
 def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple[int, ...], failed: int) -> int:
-    """Set categories by the tensors, else by lifetime; return the number of tensors without memory in the snapshot.
+    """Set categories by the tensors, or by lifetime; return the number of tensors without memory in the snapshot.
 
-    Activations are what the forward pass leaves to the backward pass or, if that did not begin, what there was when the
-    step `failed`.
+    Activations are alive when the backward pass begins or, if it did not, at the moment when the step `failed`.
     """
     at_address: dict[int, list[Allocation]] = defaultdict(list)
     for a in allocations:
@@ -192,21 +177,18 @@ def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple
     missing = 0
     for held in phases.held:
         moment = boundaries[held.boundary]
-        owners = [a for a in at_address[held.address] if a.start <= moment < a.end]
-        missing += not owners
-        for a in owners[:1]:
-            if not a.category:
-                a.category, a.name = held.category, held.name
+        owner = next((a for a in at_address[held.address] if a.start <= moment < a.end), None)
+        if owner is None:
+            missing += 1
+        elif not owner.category:
+            owner.category, owner.name = held.category, held.name
     begins: int | None = None
     if "backward" in phases.names:
         begins = boundaries[phases.names.index("backward")]
     elif phases.error is not None and phases.config.get("mode") != "forward":
         begins = failed
     for a in allocations:
-        if a.category:
-            continue
-        if a.start == 0:
-            a.category = OTHER
-        else:
-            a.category = ACTIVATIONS if begins is not None and a.start <= begins < a.end else TEMPORARIES
+        if not a.category:
+            is_kept = begins is not None and a.start <= begins < a.end
+            a.category = OTHER if a.start == 0 else ACTIVATIONS if is_kept else TEMPORARIES
     return missing

@@ -1,7 +1,7 @@
-"""Profiles of several workloads, one after the other, each in a process of its own and into a folder of its own.
+"""Profiles of several workloads, one after the other, each in its own process and folder.
 
-As in `cs336 bench`, nothing that one leaves in memory gets in the way of the next, and a profile that does not fit, or
-ends its process, is a row.
+As in `cs336 bench`, memory that one leaves behind cannot disturb the next, and a profile that does not fit, or ends
+its process, becomes a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,19 +21,24 @@ SEVERAL = ("size", "context_length", "mode", "precision")
 
 @dataclass(frozen=True, kw_only=True)
 class IsolatedProfile:
-    """A workload, and what profiles it."""
+    """A workload, and the function that profiles it."""
 
     case: str
     workload: Workload
     run: Callable[[Path, Path], Row]
     """Profiles into a folder, and appends the row to a file. Called in another process, so it must be picklable."""
     out: Path
-    """Where the folders of all profiles are, and the file with all rows, rows.jsonl."""
+    """The folder of rows.jsonl, with the rows of all profiles, and of their folders."""
 
     @property
     def folder(self) -> Path:
         """The folder of this profile, named by the fields in SEVERAL."""
         return self.out / "-".join(str(getattr(self.workload, name)) for name in SEVERAL)
+
+    @property
+    def rows(self) -> Path:
+        """The file with the rows of all profiles."""
+        return self.out / "rows.jsonl"
 
 
 def profile_each(profiles: Iterable[IsolatedProfile]) -> Iterator[tuple[IsolatedProfile, Row]]:
@@ -46,17 +51,13 @@ def profile_each(profiles: Iterable[IsolatedProfile]) -> Iterator[tuple[Isolated
             except WorkerEndedError as error:
                 asked = asdict(profile.workload) | asdict(profile.workload.shape)
                 row = failed(profile.case, profile.workload.mode, asked, error)
-                append_row(_rows(profile), row)
+                append_row(profile.rows, row)
         yield profile, row
-
-
-def _rows(profile: IsolatedProfile) -> Path:
-    return profile.out / "rows.jsonl"
 
 
 def _measure(profiles: Sequence[IsolatedProfile]) -> Iterator[Row]:
     for profile in profiles:
-        yield profile.run(profile.folder, _rows(profile))
+        yield profile.run(profile.folder, profile.rows)
 
 
 CASE = Case(

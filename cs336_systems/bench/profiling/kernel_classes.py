@@ -1,14 +1,14 @@
-"""What kind of work a kernel does, by its name: on a GPU the kernel's, on a CPU the operator's.
+"""Classes of kernels, by the name of the kernel on a GPU or of the operator on a CPU.
 
-The table is read from the top; the first pattern found in the name counts. Names are those of PyTorch, cuBLAS,
-cuDNN, CUTLASS, NCCL, Triton, TorchInductor and of this project's own kernels.
+The table is read from the top; the first pattern found in the name counts. It knows the names of PyTorch, cuBLAS,
+cuDNN, CUTLASS, NCCL, Triton, TorchInductor and this project's own kernels.
 """
 
 import re
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    # The prefix of a TorchInductor kernel says what shape of loop it is; the rest of the name says which operators of
-    # the model it comes from or stands beside. A reduction fused around a softmax counts as the softmax.
+    # The prefix of a TorchInductor kernel names the kind of its loop, the rest the operators that it comes from or
+    # stands beside. A reduction fused around a softmax counts as the softmax.
     ("attention", r"^triton_tem_\w*flex"),
     ("softmax", r"^triton_(red|per)_fused\w*softmax"),
     ("elementwise", r"^triton_poi_"),
@@ -34,21 +34,11 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"silu_backward)_?$",
     ),
 )
-CLASSES = (
-    "matmul",
-    "attention",
-    "softmax",
-    "reduction",
-    "elementwise",
-    "copy",
-    "communication",
-    "optimizer",
-    "other",
-)
+CLASSES = ("matmul", "attention", "softmax", "reduction", "elementwise", "copy", "communication", "optimizer", "other")
 
 
 def kernel_class(name: str, phase: str = "") -> str:
-    """The class of a kernel, one of CLASSES. In the phase `optimizer`, all but communication is optimizer."""
+    """The class of a kernel, one of CLASSES. In the phase `optimizer`, everything but communication is optimizer."""
     for found, pattern in _PATTERNS:
         if re.search(pattern, name):
             return "optimizer" if phase == "optimizer" and found != "communication" else found

@@ -1,4 +1,4 @@
-"""The profile `kernels`: where the time of a forward pass and of a training step goes, kernel by kernel."""
+"""The profile `kernels`: the time of a forward pass and of a training step, kernel by kernel."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ QUICK: dict[str, Any] = dict(size="quick", context_length=32, batch_size=2, devi
 
 @dataclass(frozen=True, kw_only=True)
 class KernelProfile:
-    """What to profile: a workload, in each of some modes, for `steps` steps after `warmup` others."""
+    """A workload to profile in some modes, for `steps` steps after `warmup` others."""
 
     workload: Workload
     modes: tuple[str, ...] = MODES
@@ -38,9 +38,8 @@ class KernelProfile:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        for mode in self.modes:
+        for mode in self.modes or ("",):
             require(mode in SPANS, "mode", mode, f"one or more of {', '.join(SPANS)}")
-        require(len(self.modes) > 0, "mode", "", f"one or more of {', '.join(SPANS)}")
         require_at_least(self, "", 1, "warmup", "steps")
 
     def workload_of(self, mode: str) -> Workload:
@@ -58,7 +57,7 @@ class KernelProfile:
 
 
 Profiled = tuple[dict[str, Any], dict[str, Any], list[KernelTotal]]
-"""What ran (`Workbench.read_back`), metrics, and the totals of the kernels."""
+"""The configuration that ran (`Workbench.read_back`), metrics, and the totals of the kernels."""
 
 
 Tool = Callable[[KernelProfile, str, Path], Profiled]
@@ -79,7 +78,7 @@ def measure(
         totals: list[KernelTotal] = []
         try:
             if config.workload.device.startswith("cuda"):
-                use_device(config.workload.device)  # its state is read next
+                use_device(config.workload.device)  # current_gpu_state reads this device
             before = current_gpu_state()
             ran, metrics, totals = profile(config, mode, out)
             row = Row(case=CASE, variant=mode, config=ran | given, metrics=metrics)
@@ -96,7 +95,7 @@ def measure(
 
 
 def profile_alone(config: KernelProfile, profile: Tool, out: Path, rows: Path) -> Row:
-    """Profile the one mode of a configuration; its trace and `kernels.csv` are written to `out`."""
+    """Profile a configuration with one mode; its trace and `kernels.csv` are written to `out`."""
     ((row, totals),) = measure(config, out, profile, rows)
     write_kernels(out / KERNELS_FILE, {row.variant: totals})
     return row
@@ -167,7 +166,7 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # The profiler's own first step, in which it sets itself up, is thrown away.
+    # In its first step the profiler sets itself up; that step is not recorded.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     times = []
     with Profiler(activities=activities, schedule=schedule) as profiler:

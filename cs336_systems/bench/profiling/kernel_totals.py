@@ -1,4 +1,4 @@
-"""Kernels in numbers: totals per kernel, shares per class, and what attention consists of."""
+"""Kernel times in numbers: totals per kernel, shares per class, and the parts of attention."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,6 @@ from .kernel_trace import OUTSIDE, Kernel
 
 KERNELS_FILE = "kernels.csv"
 TOP = 10
-# The spans into which a step of each mode is divided, and the phases that count in each span.
 SPANS: dict[str, dict[str, tuple[str, ...]]] = {
     "forward": {"inference": ("forward", OUTSIDE)},
     "forward_backward": {
@@ -29,11 +28,12 @@ SPANS: dict[str, dict[str, tuple[str, ...]]] = {
         "training step": ("forward", "backward", "optimizer", OUTSIDE),
     },
 }
+"""For each mode the spans of a step, and the phases that count in each span."""
 
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """All calls of one kernel in one phase and range of attention: how many per step, and how long together."""
+    """All calls of one kernel in one phase and range of attention: calls per step, and their time per step."""
 
     name: str
     phase: str
@@ -48,7 +48,7 @@ class KernelTotal:
 
 
 def add_up(kernels: Iterable[Kernel], steps: int) -> list[KernelTotal]:
-    """The totals per step of what ran in `steps` steps, the longest first."""
+    """The totals per step of the kernels of `steps` steps, the longest first."""
     found: dict[tuple[str, str, str | None], list[float]] = {}
     for kernel in kernels:
         found.setdefault((kernel.name, kernel.phase, kernel.part), []).append(kernel.duration_us)
@@ -57,7 +57,7 @@ def add_up(kernels: Iterable[Kernel], steps: int) -> list[KernelTotal]:
 
 
 def busy_ms(kernels: Iterable[Kernel], steps: int) -> float:
-    """How long of a step at least one kernel was running; what overlaps on several streams counts once."""
+    """Time of a step during which at least one kernel was running; overlaps on several streams count once."""
     return length(merge((k.start_us, k.start_us + k.duration_us) for k in kernels)) / 1e3 / steps
 
 
@@ -66,43 +66,37 @@ def span_metrics(totals: Iterable[KernelTotal], phases: Sequence[str]) -> dict[s
     chosen = [total for total in totals if total.phase in phases]
     whole = sum(total.ms for total in chosen)
     of_class = {cls: sum(total.ms for total in chosen if total.kind == cls) for cls in CLASSES}
+    by_kernel: dict[tuple[str, str], list[float]] = {}
+    for total in chosen:
+        sums = by_kernel.setdefault((total.name, total.kind), [0.0, 0.0])
+        sums[0] += total.calls
+        sums[1] += total.ms
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1][1])[:TOP]
     return {
         "kernel_ms": whole,
         "class_ms": of_class,
         "share": {cls: ms / whole if whole else 0.0 for cls, ms in of_class.items()},
-        "top": _top(chosen, whole),
+        "top": [
+            {"kernel": name, "class": kind, "calls": calls, "ms": ms, "share": ms / whole if whole else 0.0}
+            for (name, kind), (calls, ms) in longest
+        ],
     }
 
 
-def _top(totals: Iterable[KernelTotal], whole: float) -> list[dict[str, Any]]:
-    found: dict[tuple[str, str], list[float]] = {}
-    for total in totals:
-        sums = found.setdefault((total.name, total.kind), [0.0, 0.0])
-        sums[0] += total.calls
-        sums[1] += total.ms
-    longest = sorted(found.items(), key=lambda item: -item[1][1])[:TOP]
-    return [
-        {"kernel": name, "class": kind, "calls": calls, "ms": ms, "share": ms / whole if whole else 0.0}
-        for (name, kind), (calls, ms) in longest
-    ]
+def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
+    """All numbers that follow from the kernels of a step in this mode.
 
-
-def attention_metrics(totals: Iterable[KernelTotal]) -> dict[str, dict[str, dict[str, float]]]:
-    """Time inside attention in ms, by range, phase and class. Empty if no kernel is in a range of attention."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    `attention` has the time inside attention in ms, by range, phase and class. It is empty without such ranges.
+    """
+    attention: dict[str, dict[str, dict[str, float]]] = {}
     for total in totals:
         if total.part in ATTENTION_RANGES:
-            of_class = found.setdefault(total.part, {}).setdefault(total.phase, {})
+            of_class = attention.setdefault(total.part, {}).setdefault(total.phase, {})
             of_class[total.kind] = of_class.get(total.kind, 0.0) + total.ms
-    return found
-
-
-def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
-    """All numbers that follow from the kernels of a step in this mode."""
     return {
         "spans": {name: span_metrics(totals, phases) for name, phases in SPANS[mode].items()},
         "outside_ms": sum(total.ms for total in totals if total.phase == OUTSIDE),
-        "attention": attention_metrics(totals),
+        "attention": attention,
     }
 
 

@@ -1,4 +1,4 @@
-"""Kernels from a trace, each with the phase and range that it belongs to.
+"""Kernels from a trace, each with its phase and its range of attention.
 
 On a GPU, work runs after the host has launched it, so a kernel belongs to the range that contains its launch; kernel
 and launch have the same `correlation`. The backward pass is launched by a thread of its own. Its phase is decided by
@@ -18,7 +18,7 @@ from .annotated_attention import ATTENTION_RANGES
 
 OUTSIDE = "outside"
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-# What autograd does around its operators is host time, as is Python's.
+# Autograd's own work around its operators is host time, as is Python's.
 _AUTOGRAD = re.compile(r"^autograd::engine|torch::autograd::|Backward\d*$|^TorchDynamo|^AOTDispatcher|^Pregraph")
 
 Thread = tuple[Any, Any]
@@ -26,7 +26,7 @@ Thread = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, copy or memset on a GPU; on a CPU an operator, without those that it calls.
+    """A kernel, copy or memset on a GPU; on a CPU an operator, without the operators that it calls.
 
     `phase` is one of PHASES or OUTSIDE, `part` one of ATTENTION_RANGES or None. On a CPU `duration_us` is the
     operator's own time, which may lie in pieces.
@@ -41,8 +41,8 @@ class Kernel:
 
 
 def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
-    """Everything that the GPU did, in order of time. Raises RuntimeError for a trace without any kernel."""
-    where = _Ranges(events)
+    """All work of the GPU, in order of time. Raises RuntimeError for a trace without any kernel."""
+    ranges = _Ranges(events)
     launches: dict[Any, Event] = {}
     for event in events:
         if event.get("cat") in _LAUNCH_CATEGORIES:
@@ -51,7 +51,7 @@ def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
     for event in gpu_events(events):
         args = event.get("args", {})
         launch = launches.get(args.get("correlation"))
-        phase, part = (OUTSIDE, None) if launch is None else where.of(launch)
+        phase, part = (OUTSIDE, None) if launch is None else ranges.of(launch)
         stream = f"{args.get('device')}:{args.get('stream')}"
         found.append(Kernel(event["name"], event["ts"], event["dur"], phase, part, stream))
     if not found:
@@ -60,32 +60,27 @@ def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
 
 
 def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
-    """The operators that a CPU ran, in order of time, each with the time that it did not spend in other operators.
+    """The operators that a CPU ran, in order of time, each with its own time, without the operators that it calls.
 
     The loops that TorchInductor generates for a CPU have no names; they count as the own time of its graphs.
     """
-    where = _Ranges(events)
+    ranges = _Ranges(events)
     operators = [event for event in events if event.get("cat") == "cpu_op" and event.get("ph") == "X"]
-    return [
-        Kernel(event["name"], event["ts"], own, *where.of(event))
-        for event, own in _own_times(operators)
-        if not _AUTOGRAD.search(event["name"])
-    ]
-
-
-def _own_times(operators: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Operators in order of time, each with its duration minus that of the operators directly inside it."""
-    ordered = sorted(operators, key=lambda event: (event["ts"], -event["dur"]))
-    own = [float(event["dur"]) for event in ordered]
+    operators.sort(key=lambda event: (event["ts"], -event["dur"]))
+    own = [float(event["dur"]) for event in operators]
     open_calls: dict[Thread, list[int]] = {}
-    for i, event in enumerate(ordered):
+    for i, event in enumerate(operators):
         stack = open_calls.setdefault(_thread(event), [])
-        while stack and event["ts"] >= ordered[stack[-1]]["ts"] + ordered[stack[-1]]["dur"]:
+        while stack and event["ts"] >= operators[stack[-1]]["ts"] + operators[stack[-1]]["dur"]:
             stack.pop()
         if stack:
             own[stack[-1]] -= event["dur"]
         stack.append(i)
-    yield from ((event, max(0.0, time)) for event, time in zip(ordered, own, strict=True))
+    return [
+        Kernel(event["name"], event["ts"], max(0.0, time), *ranges.of(event))
+        for event, time in zip(operators, own, strict=True)
+        if not _AUTOGRAD.search(event["name"])
+    ]
 
 
 def _thread(event: Event) -> Thread:
@@ -103,14 +98,14 @@ class _Spans:
             found.sort()
 
     def at(self, thread: Thread, moment: float) -> str | None:
-        """The name of the span at that moment; None between them."""
+        """The name of the span at that moment; None between spans."""
         spans = self._of.get(thread, [])
         i = bisect_right(spans, moment, key=lambda span: span[0])
         return spans[i - 1][2] if i and moment <= spans[i - 1][1] else None
 
 
 class _Ranges:
-    """The phase and the range of attention that an event on the host belongs to."""
+    """Finds the phase and the range of attention of an event on the host."""
 
     _ANY: Thread = (None, None)
 
@@ -121,7 +116,7 @@ class _Ranges:
         self._differentiated = _Spans(self._backward_nodes(events))
 
     def _backward_nodes(self, events: Sequence[Event]) -> Iterator[tuple[Thread, float, float, str]]:
-        """Backward operations as thread, start, duration, and the range of the forward operation they belong to."""
+        """Backward operations: thread, start, duration, and the range of their forward operations."""
         links = [event for event in events if event.get("cat") == "fwdbwd"]
         forward = {event["id"]: self._parts.at(_thread(event), event["ts"]) for event in links if event["ph"] == "s"}
         backward = {(_thread(event), event["ts"]): forward.get(event["id"]) for event in links if event["ph"] == "f"}

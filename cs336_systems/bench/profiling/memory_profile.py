@@ -1,4 +1,4 @@
-"""What fills memory over a step, from the recording to the row: the case `profile-memory`."""
+"""The profile `memory`: the memory of a step over time, from the recording to the row `profile-memory`."""
 
 import dataclasses
 import logging
@@ -37,7 +37,7 @@ def profile(
     detail: int = 5000,
     min_bytes: int = 0,
 ) -> Row:
-    """Record a step of a workload into a folder and draw it there; return the row, also appended to a file of rows.
+    """Record a step of a workload into a folder and draw it there; return its row, also appended to a file of rows.
 
     rows: that file (default: the folder's own). A model that does not fit even without a step gives a row with status
     oom and no picture.
@@ -60,13 +60,11 @@ def profile(
 
 
 def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int = 5000, min_bytes: int = 0) -> Row:
-    """Draw a snapshot into a folder, and append its row to a file of rows, the folder's own if no other is given.
-
-    Only the file, and the phases beside it, matter.
+    """Draw a snapshot into a folder, and append its row to a file of rows (default: the folder's own).
 
     Phases are read from `phases.json` beside a `snapshot.pickle`. Without them, categories come from lifetimes alone.
     The page at first draws the `detail` largest allocations of at least `min_bytes` one by one. Raises
-    FileNotFoundError, or ValueError naming the file, for what is not a snapshot.
+    FileNotFoundError, or ValueError naming the file, if it is not a snapshot.
     """
     beside = snapshot.parent / PHASES_FILE
     phases = read_phases(beside) if snapshot.name == SNAPSHOT_FILE and beside.exists() else None
@@ -81,7 +79,7 @@ def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int 
 
 
 def check_out(rows: Path) -> None:
-    """Raise ValueError if the rows, and so everything else, cannot be written."""
+    """Raise ValueError if the rows, and so everything beside them, cannot be written."""
     folder_to_write(str(rows.parent))
     check_row_file(rows)
 

@@ -46,7 +46,7 @@ def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
 
 
 def record_command(out: Path) -> list[str]:
-    """What to put before a command to record it between its calls of cudaProfilerStart and -Stop."""
+    """The words before a command that record it between its calls of cudaProfilerStart and -Stop."""
     return [
         "nsys",
         "profile",
@@ -84,10 +84,10 @@ def profile_with_nsys(config: KernelProfile, mode: str, out: Path) -> Profiled:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints.
+    """The output of a command.
 
-    If it fails, raises OutOfMemoryError with the line that says so, which lines of nsys and libraries may follow, or
-    else RuntimeError with the last line.
+    If it fails, raises OutOfMemoryError with the line that says so, anywhere in the output, or RuntimeError with the
+    last line.
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -105,14 +105,16 @@ def nsys_totals(kernels: str, ranges: str, mode: str, steps: int) -> list[Kernel
     Raises ValueError for a text that is not such a CSV.
     """
     rows, rest = _read_csv(ranges), _sum_by_name(_read_csv(kernels))
+    for row in rows:
+        row[_RANGE] = (row.get(_RANGE) or "").lstrip(":")  # the domain is before the colon; PyTorch's has no name
     found: dict[tuple[str, str | None], dict[str, list[float]]] = {}
     for phase in ("forward", "optimizer"):
-        found[phase, None] = _sum_by_name([row for row in rows if _range_of(row) == phase])
+        found[phase, None] = _sum_by_name([row for row in rows if row[_RANGE] == phase])
         _subtract(rest, found[phase, None])
     # A forward pass that checkpointing repeats has the same ranges, on the thread of the backward pass.
-    threads = {row.get("TID") for row in rows if _range_of(row) == "forward"}
+    threads = {row.get("TID") for row in rows if row[_RANGE] == "forward"}
     for part in ATTENTION_RANGES:
-        inside = [row for row in rows if _range_of(row) == part and row.get("TID") in threads]
+        inside = [row for row in rows if row[_RANGE] == part and row.get("TID") in threads]
         found["forward", part] = _sum_by_name(inside)
         _subtract(found["forward", None], found["forward", part])
     found[OUTSIDE if mode == "forward" else "backward", None] = rest
@@ -134,10 +136,6 @@ def _read_csv(text: str) -> list[dict[str, str]]:
     raise ValueError(f"nsys stats has printed no CSV with {_TIME!r} and a name: {' '.join(lines[-1:])!r}")
 
 
-def _range_of(row: dict[str, str]) -> str:
-    return (row.get(_RANGE) or "").lstrip(":")  # the domain is before the colon, and PyTorch's has no name
-
-
 def _sum_by_name(rows: list[dict[str, str]]) -> dict[str, list[float]]:
     """Count and ns of each kernel."""
     found: dict[str, list[float]] = {}
@@ -156,7 +154,7 @@ def _subtract(sums: dict[str, list[float]], part: dict[str, list[float]]) -> Non
 
 
 def main() -> None:
-    """Run the steps that `nsys profile` records; writes what ran and its times without recording."""
+    """Run the steps that `nsys profile` records; write the configuration that ran and its times without recording."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     workload = Workload(**given.pop("workload"))
     config = KernelProfile(workload=workload, modes=(workload.mode,), **given)

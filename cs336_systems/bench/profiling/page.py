@@ -1,4 +1,4 @@
-"""Pages to zoom into, each a single HTML file that needs nothing but a browser; and the page of a memory history."""
+"""Zoomable pages, each a single HTML file that needs only a browser; and the page of a memory history."""
 
 import functools
 import html
@@ -17,13 +17,13 @@ _FILES = Path(__file__).parent / "page"
 
 
 def write_page(history: History, path: Path, title: str, note: str, detail: int, min_bytes: int) -> None:
-    """Write the page. It at first draws the `detail` largest allocations of at least `min_bytes` one by one."""
+    """Write the page. At first it draws the `detail` largest allocations of at least `min_bytes` one by one."""
     scripts = ("stack.js", "axes.js", "page.js")
     write_whole(path, fill_page("page.html", scripts, title, note, page_data(history, detail, min_bytes)))
 
 
 def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:
-    """A page of these files that contains some data and draws it; it needs nothing else, and no network."""
+    """A page from files in the folder `page` that contains its data and draws it, without any network."""
     content = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": embedded_json(data)}
     body = fill_template((_FILES / template).read_text(), content)
     script = "".join((_FILES / name).read_text() for name in scripts)
@@ -31,7 +31,7 @@ def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data
 
 
 def framed(title: str, body: str, style: str, script: str) -> str:
-    """A whole page around its body. The page may load nothing, so pictures are inside it."""
+    """A whole page around its body. The page may load nothing, so it must contain its pictures."""
     content = {"TITLE": html.escape(title), "BODY": body, "STYLE": style, "SCRIPT": script}
     return fill_template((_FILES / "frame.html").read_text(), content)
 
@@ -40,20 +40,20 @@ def fill_template(template: str, content: Mapping[str, str]) -> str:
     """A template with its {{NAME}} filled in."""
     before, *pieces = template.split("{{")
     parts = [before]
-    for piece in pieces:  # one pass: text that is filled in is never searched for more places to fill
+    for piece in pieces:  # one pass: text that is filled in is never searched for a {{NAME}}
         name, _, after = piece.partition("}}")
         parts += [content[name], after]
     return "".join(parts)
 
 
 def embedded_json(value: Any) -> str:
-    """JSON that is safe inside a script element: whatever its text says, nothing in it can end the element."""
+    """JSON that is safe inside a script element: no text in it can end the element."""
     text = json.dumps(value, separators=(",", ":"))  # ASCII
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(history: History, detail: int, min_bytes: int) -> dict[str, Any]:
-    """What the page draws: columns of numbers, one text per kind of allocation, and all that it shows as plain text."""
+    """The data of the page: columns of numbers, one text per kind of allocation, and its other plain texts."""
     category = {name: i for i, name in enumerate(history.categories)}
     texts: dict[str, int] = {}
     labels = []

@@ -1,4 +1,4 @@
-"""Records what a step does to memory: the allocator's own history on a GPU, tensors' storages on a CPU.
+"""Records the memory of a step: the allocator's own history on a GPU, tensors' storages on a CPU.
 
 Both write the same two files: `snapshot.pickle`, which pytorch.org/memory_viz opens as well, and `phases.json`.
 """
@@ -31,7 +31,7 @@ class Recorder(Protocol):
 
 
 def record(config: Workload, warmup: int, folder: Path) -> Phases:
-    """Run `warmup` steps, record one more, write both files; return what is in the second.
+    """Run `warmup` steps, record one more, write both files; return the content of `phases.json`.
 
     A step that runs out of memory is recorded up to that point. Raises ValueError for a negative warmup, and for a
     compiled step on a CPU, where only operators called one by one can be seen.
@@ -41,9 +41,16 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
     if config.compile and select_device(config.device).type == "cpu":
         raise ValueError("compile is true: it must be false on a CPU, where storages are counted operator by operator")
     bench = Workbench(config)
-    before = current_gpu_state()
-    _warm_up(bench, warmup)
     on_gpu = bench.device.type == "cuda"
+    before = current_gpu_state()
+    with contextlib.suppress(torch.OutOfMemoryError):  # the recorded step will show why
+        for _ in range(warmup):
+            bench.step()
+    bench.model.zero_grad(set_to_none=True)
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize(bench.device)
+        torch.cuda.reset_peak_memory_stats(bench.device)
     step = _Step(bench)
     recorder = _allocator_history() if on_gpu else StorageRecorder(h[2] for h in held_tensors(bench))
     with recorder as running:
@@ -65,20 +72,8 @@ def record(config: Workload, warmup: int, folder: Path) -> Phases:
     return phases
 
 
-def _warm_up(bench: Workbench, warmup: int) -> None:
-    """Run steps before the recorded one. One that runs out of memory is the last; the recorded step will show why."""
-    with contextlib.suppress(torch.OutOfMemoryError):
-        for _ in range(warmup):
-            bench.step()
-    bench.model.zero_grad(set_to_none=True)
-    gc.collect()
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize(bench.device)
-        torch.cuda.reset_peak_memory_stats(bench.device)
-
-
 class _Step:
-    """The recorded step, phase by phase, and what is noted at the boundaries."""
+    """The recorded step, phase by phase, with the time and the tensors at each boundary."""
 
     def __init__(self, bench: Workbench) -> None:
         self.bench = bench
@@ -103,12 +98,13 @@ class _Step:
         return None
 
     def _boundary(self) -> None:
-        if self.bench.device.type == "cuda":  # so that the time of a phase is that of its work
-            torch.cuda.synchronize(self.bench.device)
-        mark_boundary(self.bench.device)
+        device = self.bench.device
+        if device.type == "cuda":  # so that a phase lasts until its work is done
+            torch.cuda.synchronize(device)
+        mark_boundary(device)
         for category, name, tensor in held_tensors(self.bench):
             storage = tensor.untyped_storage()
-            if storage.nbytes() and tensor.device.type == self.bench.device.type:
+            if storage.nbytes() and tensor.device.type == device.type:
                 number = len(self.boundaries_us)
                 self.held.append(Held(boundary=number, address=storage.data_ptr(), category=category, name=name))
         self.boundaries_us.append(time.time_ns() // 1000)
@@ -137,9 +133,15 @@ def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
     yield OTHER, "targets", bench.targets
 
 
+class _AllocatorRecorder:
+    def save(self, path: Path) -> None:
+        with written_whole(path) as beside:
+            torch.cuda.memory._dump_snapshot(str(beside))
+
+
 @contextlib.contextmanager
 def _allocator_history() -> Iterator[Recorder]:
-    torch.cuda.memory._record_memory_history(None)  # whatever was recorded before is not of this step
+    torch.cuda.memory._record_memory_history(None)  # drop earlier records
     # C++ frames too: the backward pass has no others.
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=MAX_ENTRIES)
     try:
@@ -148,13 +150,8 @@ def _allocator_history() -> Iterator[Recorder]:
         torch.cuda.memory._record_memory_history(None)
 
 
-class _AllocatorRecorder:
-    def save(self, path: Path) -> None:
-        with written_whole(path) as beside:
-            torch.cuda.memory._dump_snapshot(str(beside))
-
-
 def _allocator_peaks(device: torch.device) -> dict[str, int]:
     stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    names = {"allocated": "allocated_bytes", "requested": "requested_bytes", "reserved": "reserved_bytes"}
-    return {f"peak_{name}_bytes": int(stats[f"{key}.all.peak"]) for name, key in names.items()}
+    return {
+        f"peak_{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in ("allocated", "requested", "reserved")
+    }

@@ -1,18 +1,18 @@
 """Memory snapshots as `torch.cuda.memory._dump_snapshot` writes them, read into plain, checked data.
 
-A snapshot has `segments`, what the allocator holds at the end, and for each device a trace of what it did before.
+A snapshot has `segments`, the allocator's memory at the end, and for each device a trace of its actions before.
 """
 
+import io
+import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from .unpickling import load_plain
-
+_MOST_FILE_BYTES = 2**30
 _MOST_ENTRIES = 5_000_000
 _MOST_FRAMES = 256
-_MOST_BYTES = 1 << 48
 _STATES = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 
@@ -38,7 +38,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory in use when the snapshot was taken; `size` is what was asked for, in bytes."""
+    """Memory in use when the snapshot was taken; `size` is the requested size in bytes."""
 
     address: int
     size: int
@@ -48,11 +48,25 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one device's allocator did, in order, and what was in use at the end."""
+    """The actions of one device's allocator, in order, and the blocks in use at the end."""
 
     events: list[Event]
     blocks: list[Block]
     warnings: list[str] = field(default_factory=list)
+
+
+class _WrongError(ValueError):
+    """A fault inside a snapshot."""
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Refuses every import. Without one a pickle has nothing to call, so nothing in the file is executed.
+
+    It builds on the implementation in Python, because the one in C allocates as much as an index in the file says.
+    """
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise _WrongError(f"it asks for {printable(f'{module}.{name}'[:200])}, but may hold plain data only")
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -60,14 +74,17 @@ def read_snapshot(path: Path) -> Snapshot:
 
     Raises FileNotFoundError, or ValueError naming the file, if it is not a snapshot. Nothing in the file is executed.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"snapshot {path} does not exist, or is no file")
+    if (size := path.stat().st_size) > _MOST_FILE_BYTES:
+        raise ValueError(f"snapshot {path} has {size:,} bytes: it must be at most {_MOST_FILE_BYTES:,}")
     try:
-        return _Reader().snapshot(load_plain(path))
+        return _Reader().snapshot(_PlainUnpickler(io.BytesIO(path.read_bytes())).load())
     except _WrongError as error:
         raise ValueError(f"snapshot {path}: {error}") from error
-
-
-class _WrongError(ValueError):
-    """What is wrong inside a snapshot."""
+    except Exception as error:  # a damaged pickle can raise any
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"snapshot {path} is no pickle of plain data, or was cut short ({reason})") from error
 
 
 class _Reader:
@@ -116,7 +133,7 @@ class _Reader:
         return Event(action[:40], address, size, time_us, _number(entry, "stream", where, 0), frames)
 
     def _active_blocks(self, segment: dict[str, Any]) -> Iterable[Block]:
-        """The blocks in use. Older snapshots have no addresses of blocks, which follow one another in memory."""
+        """The blocks in use. In older snapshots blocks have no addresses; they follow one another in memory."""
         address = _number(segment, "address", "a segment")
         stream = _number(segment, "stream", "a segment", 0)
         for block in self._counted(_get(segment, "blocks", list, "a segment")):
@@ -124,8 +141,8 @@ class _Reader:
             size = _size(block, "size", "a block")
             address = _number(block, "address", "a block", address)
             if _get(block, "state", str, "a block") in _STATES:
-                asked = _size(block, "requested_size", "a block", size)
-                yield Block(address, asked, stream, self._stack(block.get("frames", [])))
+                requested = _size(block, "requested_size", "a block", size)
+                yield Block(address, requested, stream, self._stack(block.get("frames", [])))
             address += size
 
     def _stack(self, frames: Any) -> tuple[Frame, ...]:
@@ -144,9 +161,9 @@ class _Reader:
         return self._frames[id(frame)]
 
 
-def _dict(value: Any, what: str) -> dict[str, Any]:
+def _dict(value: Any, name: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise _WrongError(f"{what} is {_shown(value)}: it must be a dict")
+        raise _WrongError(f"{name} is {_shown(value)}: it must be a dict")
     return value
 
 
@@ -158,24 +175,21 @@ def _get(content: dict[str, Any], name: str, kind: type, where: str) -> Any:
     return content[name]
 
 
-def _number(content: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
+def _number(content: dict[str, Any], name: str, where: str, default: int | None = None, bits: int = 64) -> int:
     if name not in content and default is not None:
         return default
     value = _get(content, name, int, where)
-    if not 0 <= value < 1 << 64:  # addresses of a GPU may use the upper half
-        raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be at least 0 and below 2^64")
+    if not 0 <= value < 1 << bits:  # addresses of a GPU may use the upper half
+        raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be at least 0 and below 2^{bits}")
     return value
 
 
 def _size(content: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
-    value = _number(content, name, where, default)
-    if value >= _MOST_BYTES:  # so that their sums fit into 64 bits
-        raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be below 2^48")
-    return value
+    return _number(content, name, where, default, bits=48)  # so that sums fit into 64 bits
 
 
 def printable(text: str) -> str:
-    """The text, with all characters replaced that a terminal, a table or a font might stumble over."""
+    """The text, with replacements for characters that a terminal, a table or a font may not show."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

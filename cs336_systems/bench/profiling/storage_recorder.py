@@ -1,6 +1,6 @@
 """A memory history on a CPU, where PyTorch's allocator keeps none: the storages of tensors as they come and go.
 
-What an operator allocates inside and frees before it returns is not seen; on a GPU the allocator sees it.
+Temporaries inside an operator are not seen; on a GPU the allocator sees them.
 """
 
 import pickle
@@ -21,9 +21,9 @@ _MOST_FRAMES = 40
 
 
 class StorageRecorder(StorageFollower):
-    """While entered, notes each storage that an operator makes, and when it is freed; `save` writes a snapshot.
+    """While entered, notes each storage that an operator makes, and when it is freed.
 
-    `held` are tensors that existed before. The snapshot has the format of those by the GPU's allocator.
+    `held` are tensors that existed before. `save` writes a snapshot in the format of the GPU's allocator.
     """
 
     def __init__(self, held: Iterable[Tensor]) -> None:
@@ -36,14 +36,14 @@ class StorageRecorder(StorageFollower):
                 self.follow(storage, storage.data_ptr())
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Note it and who asked for it; `freed` gets its address."""
+        """Note a storage and the stack that asked for it; `freed` gets its address."""
         address, size, frames = storage.data_ptr(), storage.nbytes(), _stack(_caller_of_operator())
         self._note("alloc", address, size, frames)
         self._alive[address] = size, frames
         return address
 
     def freed(self, number: int) -> None:
-        """Note that it is freed."""
+        """Note that a storage is freed."""
         size, _ = self._alive.pop(number)
         for action in ("free_requested", "free_completed"):
             self._note(action, number, size, [])
@@ -53,7 +53,7 @@ class StorageRecorder(StorageFollower):
         self.stop()
 
     def save(self, path: Path) -> None:
-        """Write what was seen as a snapshot: one trace, and a segment for each storage that is alive."""
+        """Write the snapshot: one trace, and a segment for each storage that is alive."""
         segments = []
         for address, (size, frames) in self._alive.items():
             block = dict(address=address, size=size, requested_size=size, state="active_allocated", frames=frames)
@@ -71,7 +71,7 @@ class StorageRecorder(StorageFollower):
 
 
 def _caller_of_operator() -> FrameType | None:
-    """The frame that called the followed operator: the one outside of the dispatch."""
+    """The frame that called the followed operator, outside the dispatch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not StorageFollower.__torch_dispatch__.__code__:
         frame = frame.f_back
@@ -79,7 +79,7 @@ def _caller_of_operator() -> FrameType | None:
 
 
 def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The Python frames from one outward, in the form of a snapshot."""
+    """The Python frames from one outward, in the format of a snapshot."""
     frames: list[dict[str, Any]] = []
     while frame is not None and len(frames) < _MOST_FRAMES:
         code = frame.f_code

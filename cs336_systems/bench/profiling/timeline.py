@@ -1,4 +1,4 @@
-"""Active memory over time and its peak, as numbers: what the picture, the page and the row show."""
+"""Memory in use over time and its peak, as numbers for the picture, the page and the row."""
 
 import functools
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .history import Allocation, History
+from .history import History
 from .snapshot import Frame
 
 PROJECT = ("cs336_basics", "cs336_systems")
@@ -19,7 +19,7 @@ _AUTOGRAD = re.compile(r"\b(\w+Backward\d*|AccumulateGrad)::apply\(")
 
 @dataclass(frozen=True)
 class Levels:
-    """Bytes in use at each moment, by category (categories x moments) and all together."""
+    """Bytes in use at each moment, by category (categories x moments) and in total."""
 
     by_category: np.ndarray
     total: np.ndarray
@@ -43,14 +43,14 @@ def levels(history: History) -> Levels:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What was in use at some moments of a recording, the peak among them: enough to draw it."""
+    """Memory in use at some moments of a recording, the peak among them: enough to draw it."""
 
     ms: list[float]
-    """Times, on the host's clock, since the start of the step."""
+    """Times since the start of the step, on the host's clock."""
     in_use: dict[str, list[int]]
     """Bytes at these times, for each category that was ever in use."""
     phases: dict[str, list[float]]
-    """Where each phase begins and ends, in ms."""
+    """Start and end of each phase, in ms."""
 
     def __post_init__(self) -> None:
         if not self.ms or any(len(sizes) != len(self.ms) for sizes in self.in_use.values()):
@@ -63,9 +63,14 @@ class Timeline:
 
 
 def timeline_of(history: History, columns: int) -> Timeline:
-    """The history at two moments per column, its highest and its last, and at the first of all: no peak is lost."""
+    """The history at its first moment and at two moments per column, the highest and the last: no peak is lost."""
     active, ms = levels(history), np.array(history.times_us) / 1e3
-    moments = np.unique(np.append(_column_peaks(ms, active.total, columns), 0))
+    span = max(float(ms[-1] - ms[0]), 1e-9)
+    column = np.minimum(((ms - ms[0]) / span * columns).astype(np.int64), columns - 1)
+    ends = np.flatnonzero(np.append(np.diff(column), 1))
+    starts = np.append(0, ends[:-1] + 1)
+    highest = [start + int(active.total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
+    moments = np.unique(np.concatenate(([0], highest, ends)))
     spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
     return Timeline(
         ms[moments].tolist(),
@@ -75,20 +80,10 @@ def timeline_of(history: History, columns: int) -> Timeline:
     )  # fmt: skip
 
 
-def _column_peaks(times: np.ndarray, total: np.ndarray, columns: int) -> np.ndarray:
-    """Of the moments in each column, the highest and the last, in order."""
-    span = max(float(times[-1] - times[0]), 1e-9)
-    column = np.minimum(((times - times[0]) / span * columns).astype(np.int64), columns - 1)
-    ends = np.flatnonzero(np.append(np.diff(column), 1))
-    starts = np.append(0, ends[:-1] + 1)
-    highest = [start + int(total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
-    return np.unique(np.concatenate((highest, ends)))
-
-
 def facts(history: History, largest: int = 10) -> dict[str, Any]:
     """The peak, its time and contents; the peak of each phase; the largest allocations, with the code that made them.
 
-    Also a `Timeline`, which a report draws, because it has the row and not the snapshot.
+    Also a `Timeline`, from which a report draws the picture without the snapshot.
     """
     active = levels(history)
     peak = active.peak
@@ -102,34 +97,32 @@ def facts(history: History, largest: int = 10) -> dict[str, Any]:
         "timeline": asdict(timeline_of(history, _ROW_COLUMNS)),
         "allocations": len(history.allocations),
         "allocated_bytes": sum(a.size for a in history.allocations if a.start > 0),
-        "largest": [describe(a, history) for a in sorted(history.allocations, key=lambda a: -a.size)[:largest]],
+        "largest": [
+            {
+                "bytes": a.size,
+                "phase": "before" if a.start == 0 else history.phase_at(a.start),
+                "category": a.category,
+                "name": a.name,
+                "code": code_lines(a.frames, most=2),
+            }
+            for a in sorted(history.allocations, key=lambda a: -a.size)[:largest]
+        ],
         "warnings": list(history.warnings),
     }
 
 
-def describe(a: Allocation, history: History) -> dict[str, Any]:
-    """An allocation in words: what it was, and the innermost lines of code that asked for it."""
-    return {
-        "bytes": a.size,
-        "phase": "before" if a.start == 0 else history.phase_at(a.start),
-        "category": a.category,
-        "name": a.name,
-        "code": code_lines(a.frames, most=2),
-    }
-
-
 def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
-    """Where memory was asked for: the innermost lines of this project, else of any Python code that is not PyTorch's.
+    """The code that asked for memory: the innermost lines of this project, or of any Python code outside PyTorch.
 
-    The backward pass on a GPU runs in a thread without Python: there it is the operation that autograd went back
-    through, such as "autograd: MulBackward0", if the stack has PyTorch's C++ frames. Empty if nothing is known.
+    The backward pass on a GPU runs in a thread without Python. There it is the autograd operation, such as
+    "autograd: MulBackward0", if the stack has PyTorch's C++ frames. Empty if nothing is known.
     """
     own: list[str] = []
     others: list[str] = []
     operations: list[str] = []
     for frame in frames:
         path = project_path(frame.file)
-        if path.startswith(_RECORDING):  # what lies further out is only how the recording was called
+        if path.startswith(_RECORDING):  # frames further out only call the recording
             break
         if path:
             own.append(f"{path}:{frame.line} {frame.function}")
@@ -140,7 +133,7 @@ def code_lines(frames: tuple[Frame, ...], most: int = 6) -> list[str]:
     return (own or others or operations)[:most]
 
 
-@functools.lru_cache(maxsize=10_000)  # a page asks for it once per frame, and files are few
+@functools.lru_cache(maxsize=10_000)  # called once per frame, and files are few
 def project_path(file: str) -> str:
     """A file's path from the project's package on; empty for other code."""
     parts = PurePath(file.replace("\\", "/")).parts

@@ -1,4 +1,4 @@
-"""The picture of a memory history: what was in use over time, stacked by category, with the phases and the peak."""
+"""The picture of a memory history: memory in use over time, stacked by category, with the phases and the peak."""
 
 from pathlib import Path
 from typing import Any

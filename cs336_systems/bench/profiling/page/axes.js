@@ -1,4 +1,4 @@
-// What stands around the stack: scales, phases and the mark at the peak. Positions are of the page's `view`.
+// The scales, the phases and the mark at the peak, around the stack. Positions are relative to the page's `view`.
 
 const MARGIN = { left: 104, right: 14, top: 26, bottom: 40 };
 

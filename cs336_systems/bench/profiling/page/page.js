@@ -4,7 +4,7 @@ const element = (id) => document.getElementById(id);
 const canvas = element("timeline"), tip = element("tip");
 const count = data.sizes.length, moments = data.times_us.length;
 const peakMoment = stack.total.indexOf(stack.total.reduce((a, b) => Math.max(a, b), 0));
-const view = {}; // what is shown: x0 to x1 in ms or events, y0 to y1 in bytes
+const view = {}; // the shown part: x0 to x1 in ms or events, y0 to y1 in bytes
 let plot = null; // the pixels, and which allocation each of them shows
 let hovered = -1, scheduled = null, settling = 0, stride = 1;
 
@@ -35,7 +35,7 @@ function shades(color) {
 }
 const colors = data.categories.map((category) => shades(category.color));
 
-// The moment that stands for each column of pixels: of those in it, one with the most memory, so that no peak is lost.
+// The moment drawn in each column of pixels: the one with the most memory, so that no peak is lost.
 // While something moves, as many columns as `stride` says share one, so that a picture takes no longer than it may.
 function columnMoments(width) {
   const chosen = new Int32Array(width), step = (view.x1 - view.x0) / width;
@@ -52,12 +52,12 @@ function columnMoments(width) {
   return chosen;
 }
 
-function drawStack(words, what, width, height) {
+function drawStack(words, items, width, height) {
   const chosen = columnMoments(width), scale = height / (view.y1 - view.y0);
   stack.begin(chosen[0], drawn(), element("grouped").checked);
   for (let column = 0; column < width; column++) {
     if (column && chosen[column] === chosen[column - 1]) {
-      for (let at = column; at < words.length; at += width) { words[at] = words[at - 1]; what[at] = what[at - 1]; }
+      for (let at = column; at < words.length; at += width) { words[at] = words[at - 1]; items[at] = items[at - 1]; }
       continue;
     }
     stack.moveTo(chosen[column]);
@@ -67,28 +67,28 @@ function drawStack(words, what, width, height) {
       for (let row = from; row < to; row++) {
         const at = (height - 1 - row) * width + column;
         words[at] = id >= 0 && to - from > 2 && row === to - 1 ? shade.edge : fill;
-        what[at] = id;
+        items[at] = id;
       }
     });
   }
 }
 
-// Work out what each pixel shows.
+// Work out the content of each pixel.
 function layOut() {
   const begun = performance.now(), ratio = Math.min(window.devicePixelRatio || 1, 2);
   const width = Math.max(1, canvas.clientWidth - MARGIN.left - MARGIN.right);
   const height = Math.max(1, canvas.clientHeight - MARGIN.top - MARGIN.bottom);
   const columns = Math.round(width * ratio), rows = Math.round(height * ratio);
-  plot = { width, height, ratio, columns, rows, words: new Uint32Array(columns * rows), what: new Int32Array(columns * rows) };
-  plot.what.fill(-1);
-  drawStack(plot.words, plot.what, columns, rows);
+  plot = { width, height, ratio, columns, rows, words: new Uint32Array(columns * rows), items: new Int32Array(columns * rows) };
+  plot.items.fill(-1);
+  drawStack(plot.words, plot.items, columns, rows);
   element("drawn").textContent = `${Math.min(drawn(), count).toLocaleString()} of ${count.toLocaleString()}`;
   plot.milliseconds = (performance.now() - begun) * (stride === 1 ? 1 : stride);
   canvas.dataset.milliseconds = (performance.now() - begun).toFixed(1);
 }
 
 function paint() {
-  const { ratio, width, height, columns, rows, what } = plot;
+  const { ratio, width, height, columns, rows, items } = plot;
   canvas.width = Math.round(canvas.clientWidth * ratio);
   canvas.height = Math.round(canvas.clientHeight * ratio);
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
@@ -96,7 +96,7 @@ function paint() {
   words.set(plot.words);
   if (hovered !== -1) {
     const { hover } = colors[hovered < 0 ? -2 - hovered : data.kinds[hovered]];
-    for (let at = 0; at < words.length; at++) if (what[at] === hovered) words[at] = hover;
+    for (let at = 0; at < words.length; at++) if (items[at] === hovered) words[at] = hover;
   }
   context.putImageData(image, Math.round(MARGIN.left * ratio), Math.round(MARGIN.top * ratio));
   context.scale(ratio, ratio);
@@ -135,7 +135,7 @@ function zoom(axis, around, factor) {
   move(0, 0);
 }
 
-// Move by parts of what is shown, and keep within what there is.
+// Move by parts of the shown range, and stay within the data.
 function move(dx, dy) {
   const limits = { x: [position(0), Math.max(position(moments - 1), position(0) + 1e-3)], y: [0, (stack.total[peakMoment] || 1) * 1.06] };
   for (const [axis, part] of [["x", dx], ["y", dy]]) {
@@ -157,18 +157,18 @@ function zoomTo(i) {
   canvas.scrollIntoView({ block: "nearest" });
 }
 
-// What is pointed at
+// The allocation under the pointer
 
-function describe(what) {
-  if (what < -1) {
-    const category = data.categories[-2 - what].name;
+function describe(item) {
+  if (item < -1) {
+    const category = data.categories[-2 - item].name;
     return `${category}: smaller allocations, summed\n(the slider decides how many are drawn one by one)`;
   }
-  const start = data.starts[what], end = data.ends[what], last = end >= moments;
+  const start = data.starts[item], end = data.ends[item], last = end >= moments;
   const from = start === 0 ? "before the recording" : `${(data.times_us[start] / 1000).toFixed(3)} ms (${phaseAt(start)})`;
   const to = last ? "after it" : `${(data.times_us[end] / 1000).toFixed(3)} ms (${phaseAt(end)})`;
-  const text = data.texts[data.labels[what]] || "(from before the recording, or without a stack)";
-  return `${sizeText(data.sizes[what])}, ${data.categories[data.kinds[what]].name}\nfrom ${from} to ${to}\n${text}`;
+  const text = data.texts[data.labels[item]] || "(from before the recording, or without a stack)";
+  return `${sizeText(data.sizes[item])}, ${data.categories[data.kinds[item]].name}\nfrom ${from} to ${to}\n${text}`;
 }
 
 function point(event) {
@@ -177,14 +177,14 @@ function point(event) {
   const x = event.clientX - box.left, y = event.clientY - box.top;
   const column = Math.floor((x - MARGIN.left) * plot.ratio), row = Math.floor((y - MARGIN.top) * plot.ratio);
   const inside = column >= 0 && column < plot.columns && row >= 0 && row < plot.rows;
-  const what = inside ? plot.what[row * plot.columns + column] : -1;
-  tip.hidden = what === -1;
-  if (what !== -1) {
-    tip.textContent = describe(what);
+  const item = inside ? plot.items[row * plot.columns + column] : -1;
+  tip.hidden = item === -1;
+  if (item !== -1) {
+    tip.textContent = describe(item);
     tip.style.left = `${clamp(x + 14, 0, Math.max(0, box.width - tip.offsetWidth))}px`;
     tip.style.top = `${y + 18}px`;
   }
-  if (what !== hovered) { hovered = what; schedule(paint); }
+  if (item !== hovered) { hovered = item; schedule(paint); }
 }
 
 let dragged = null;

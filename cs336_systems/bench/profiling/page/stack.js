@@ -1,5 +1,5 @@
 "use strict";
-// What is alive at a moment, in the order in which it is stacked, moved forward event by event.
+// The allocations alive at a moment, in stacking order, moved forward event by event.
 // Moments are numbered as in the data: 0 is before the first event, i after the i-th.
 
 class Stack {
@@ -66,15 +66,15 @@ class Stack {
     if (after < 0) this.tails[list] = before; else this.previous[after] = before;
   }
 
-  // Call paint(what, from, to) for each run of pixel rows, from the bottom upward: what is an allocation, or
-  // -2 - category for the sum of others. Row r shows the bytes around low + r / scale. The inner loop is what takes
+  // Call paint(item, from, to) for each run of pixel rows, from the bottom upward: item is an allocation, or
+  // -2 - category for the sum of others. Row r shows the bytes around low + r / scale. The inner loop takes nearly all
   // the time: with tens of thousands alive, most are less than a row high and are passed over by one comparison.
   rows(low, scale, height, paint) {
     const { sizes } = this.data, next = this.next;
     let bytes = 0, row = 0, following = low + 0.5 / scale; // bytes from which on the next row is reached
-    const reach = (what) => {
+    const reach = (item) => {
       const top = Math.min(height, Math.max(row, Math.round((bytes - low) * scale)));
-      if (top > row) paint(what, row, top);
+      if (top > row) paint(item, row, top);
       row = top;
       following = low + (row + 0.5) / scale;
     };

@@ -1,4 +1,4 @@
-// Streams of steps, one above the other on one scale of time: a lane for what computed, one for what communicated.
+// Streams of steps, one above the other on one scale of time: a lane for computation, one for communication.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const element = (id) => document.getElementById(id);
@@ -82,7 +82,7 @@ function zoom(around, factor) {
   show(around - (around - view.x0) * span / (view.x1 - view.x0), span);
 }
 
-// What is pointed at: of pieces that lie over one another, the shortest
+// The piece of work under the pointer: the shortest, if several overlap
 
 function pieceAt(x, y) {
   const lane = lanes.find((each) => y >= each.top && y <= each.top + LANE);
