@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(ended, ended.exit_code)
     except KeyboardInterrupt:
         _fail(_INTERRUPTED, 130)
-    except (ValueError, FileNotFoundError, ImportError) as error:  # the last: for an optional package
+    except (ValueError, FileNotFoundError, ImportError) as error:  # ImportError: an optional package is missing
         _fail(error, 2)
     except BrokenPipeError:  # the reader of the output has seen enough: `cs336 plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         sys.exit(128 + 13)  # the exit code after SIGPIPE
     except MemoryError:
         _fail(RuntimeError("out of memory: the configuration asks for more than this machine has"), 1)

@@ -108,8 +108,9 @@ class TrainConfig:
     """Record forward and backward as a CUDA graph and replay it. This removes launch overhead, which dominates for
     small models."""
     activation_checkpointing: str = "none"
-    """none. block: every block saves only its input and is recomputed in the backward pass. first_K: only the first K
-    blocks do this. every_K: only every K-th block. groups_K: groups of K blocks save only the group's input."""
+    """none: keep all activations. block: each block keeps only its input and is recomputed in the backward pass.
+    first_K: only the first K blocks do this. every_K: every K-th block does. groups_K: K blocks together keep only the
+    first one's input."""
     loss_chunk_tokens: int | None = None
     """Compute logits and loss for this many tokens at a time, to save memory with a large vocabulary (default: all)."""
     deterministic: bool = False
@@ -172,8 +173,8 @@ class ParallelConfig:
     """Size of a gradient bucket in MiB (default: 100 for auto and bucketed; 25, PyTorch's own, for torch_ddp; overlap
     sends each gradient separately). individual always sends them separately. Other strategies ignore this."""
     shard_optimizer: bool | Literal["simple"] = False
-    """Each process keeps the optimizer state of its own part of the parameters (ZeRO stage 1). simple: the version to
-    read, which steps first and sends after it."""
+    """Each process keeps the optimizer state of its own part of the parameters (ZeRO stage 1). simple: the readable
+    version, which sends no parameters before all are updated."""
     reshard_after_forward: bool = True
     """For fsdp and torch_fsdp: free weights after the forward pass and gather them again for the backward pass. false
     keeps them, in train.precision (ZeRO stage 2): less communication, more memory."""
