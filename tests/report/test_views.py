@@ -1,4 +1,4 @@
-"""Tables, CSV and plots out of rows of a GPU that nobody has."""
+"""Tables, CSV and plots of rows from an invented GPU."""
 
 import csv
 import io
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.row import Row, append_row
+from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.cli.report import make_report
+from cs336_systems.report.markdown import markdown_table
 from cs336_systems.report.plots import figure_of
 from cs336_systems.report.selection import latest, show
 from cs336_systems.report.spec import Column, Plot
@@ -31,7 +32,7 @@ def row(size: str, length: int, ms: float | None, **more: Any) -> Row:
 ROWS = [row("small", 128, 10.0), row("small", 256, 21.0), row("xl", 128, 100.0), row("xl", 256, None)]
 
 
-def test_what_rows_have_in_common_stands_above_their_table() -> None:
+def test_fields_that_all_rows_share_are_above_the_table() -> None:
     head, _, header, rule, *lines = rows_table(ROWS).splitlines()
     assert head == "NVIDIA Made-up; batch_size 4; mode train_step; compile no:"
     assert header == "| size | context length | step (ms) | std (ms) | MFU | peak (GiB) |"
@@ -44,32 +45,32 @@ def test_what_rows_have_in_common_stands_above_their_table() -> None:
     ]
 
 
-def test_of_rows_measured_again_the_last_is_shown_in_the_first_ones_place() -> None:
+def test_the_last_of_equal_rows_is_shown_in_the_place_of_the_first() -> None:
     rows = latest([*ROWS, row("small", 128, 11.0), row("small", 128, 12.0, env={"gpu": "another"})], KEYS)
     assert [r.metrics.get("step_ms", {}).get("p50") for r in rows] == [11.0, 21.0, 100.0, None, 12.0]
 
 
-def test_a_row_takes_the_place_of_one_that_failed_or_said_less_of_itself() -> None:
+def test_a_row_replaces_one_that_failed_or_has_fewer_fields() -> None:
     old = [replace(row("small", 128, None), status="error"), row("small", 256, 9.0)]
     new = [replace(r, config={**r.config, "steps": 3, "d_model": 8}) for r in (row("small", 128, 1.0), ROWS[1])]
     assert latest([*old, *new], KEYS) == new
 
 
-def test_fields_that_were_swept_tell_rows_apart_too(tmp_path: Path) -> None:
+def test_swept_fields_tell_rows_apart(tmp_path: Path) -> None:
     rows = [replace(ROWS[0], config={**ROWS[0].config, "steps": steps}) for steps in (1, 3)]
-    assert len(rows_table(rows).splitlines()) == 5  # of the same to the view the last
+    assert len(rows_table(rows).splitlines()) == 5  # the view takes them for equal
     *_, first, second = rows_table(rows, swept=["steps"]).splitlines()
     assert (first[:5], second[:5]) == ("| 1 |", "| 3 |")
     write_views(rows, tmp_path, swept=["steps"])
     assert len(list(csv.DictReader((tmp_path / "model.csv").open()))) == 2
 
 
-def test_a_row_that_was_asked_to_be_of_the_cpu_is_not_of_the_gpu_beside_it() -> None:
+def test_a_row_measured_on_the_cpu_of_a_gpu_machine_is_named_cpu() -> None:
     on_cpu = replace(ROWS[0], config={**ROWS[0].config, "device": "cpu"})
     assert rows_table([on_cpu]).startswith("CPU, 8 threads; ")
 
 
-def test_machines_are_told_apart_in_tables_and_plots() -> None:
+def test_tables_and_plots_tell_machines_apart() -> None:
     rows = [ROWS[0], row("small", 128, 11.0, env={"gpu": "another"}), row("small", 128, 12.0, env={"cpu_threads": 2})]
     lines = rows_table(rows).splitlines()
     assert lines[0] == "size small; context_length 128; batch_size 4; mode train_step; compile no:"
@@ -78,13 +79,13 @@ def test_machines_are_told_apart_in_tables_and_plots() -> None:
     assert [line.get_label() for line in drawn] == ["NVIDIA Made-up", "another", "CPU, 2 threads"]
 
 
-def test_rows_that_differ_in_a_field_that_the_plot_does_not_name_are_other_lines() -> None:
+def test_rows_that_differ_in_a_field_unknown_to_the_plot_are_separate_lines() -> None:
     plot = Plot(name="p", y=Column("y", "step_ms.p50"), x="context_length", lines=("size",))
     rows = [*ROWS[:2], *(replace(r, config={**r.config, "batch_size": 8}) for r in ROWS[:2])]
     assert [line.get_label() for line in figure_of(plot, rows, KEYS).axes[0].lines] == ["batch size 4", "batch size 8"]
 
 
-def test_bars_of_one_x_lie_by_length_with_their_names_and_numbers() -> None:
+def test_bars_with_one_x_are_horizontal_and_sorted() -> None:
     def made(attention: str, ms: float, checkpointing: str = "first_6") -> Row:
         config = {"attention": attention, "activation_checkpointing": checkpointing, "size": "8B"}
         return Row(case="leaderboard-2026", variant="v", config=config, metrics={"step_ms": {"p50": ms}}, env=ENV)
@@ -100,10 +101,10 @@ def test_bars_of_one_x_lie_by_length_with_their_names_and_numbers() -> None:
     assert axes.yaxis_inverted()
     assert "activation checkpointing first 6" in figure.texts[0].get_text()
     (axes,) = figure_of(plot, [*rows, made("sdpa", 1.0, "none")], view.keys).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["first_6", "none"]  # groups as ever
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["first_6", "none"]  # two x: groups of bars
 
 
-def test_a_line_of_one_point_beside_longer_ones_is_seen() -> None:
+def test_a_line_with_a_single_point_has_a_marker() -> None:
     y = Column("y", "step_ms.p50")
     plot = Plot(name="p", y=y, x="context_length", lines=("size",), beside=Column("predicted", "mfu"))
     lines = {line.get_label(): line for line in figure_of(plot, ROWS, KEYS).axes[0].lines}
@@ -114,7 +115,7 @@ def test_a_line_of_one_point_beside_longer_ones_is_seen() -> None:
     assert {lines[name].get_marker() for name in ("xl", "xl, predicted")} <= {"o", "x"}
 
 
-def test_what_is_predicted_of_all_lines_alike_is_drawn_once() -> None:
+def test_a_prediction_shared_by_all_lines_is_drawn_once() -> None:
     rows = [replace(row(size, length, 2.0), metrics={"step_ms": {"p50": 2.0}, "mfu": length / 1000})
             for size in ("small", "xl") for length in (128, 256)]  # fmt: skip
     y = Column("y", "step_ms.p50")
@@ -123,7 +124,7 @@ def test_what_is_predicted_of_all_lines_alike_is_drawn_once() -> None:
     assert labels == ["small", "xl", "predicted"]
 
 
-def test_every_step_is_a_point_after_the_warm_up() -> None:
+def test_every_step_after_the_warmup_is_a_point() -> None:
     rows = [
         replace(row("small", 128, 2.0), config={"size": "small", "warmup": 1}, metrics={"steps_ms": [5.0, 2.0, 2.5]})
     ]
@@ -132,7 +133,7 @@ def test_every_step_is_a_point_after_the_warm_up() -> None:
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([2, 3, 4], [5.0, 2.0, 2.5])
 
 
-def test_one_row_alone_has_its_variant() -> None:
+def test_a_single_row_is_named_by_its_variant() -> None:
     assert "| v | 10.00 |" in rows_table(ROWS[:1])
     assert "| v | out of memory |" in rows_table(ROWS[3:])
 
@@ -145,14 +146,14 @@ def test_csv_has_every_field_and_unrounded_numbers() -> None:
     assert (lines[0]["compile"], lines[0]["size"]) == ("False", "small")
 
 
-def test_files_of_every_case(tmp_path: Path) -> None:
+def test_a_case_gets_a_table_a_csv_file_and_plots(tmp_path: Path) -> None:
     files = write_views(ROWS, tmp_path)
     assert [file.name for file in files] == ["model.md", "model.csv", "model-step.png", "model-peak.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
-    assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no reason to fail
+    assert write_views(ROWS[3:], tmp_path / "none")  # nothing to draw is no error
 
 
-def test_a_line_of_one_x_is_not_drawn_and_no_picture_of_an_earlier_drawing_is_left(tmp_path: Path) -> None:
+def test_pictures_that_are_not_drawn_again_are_removed(tmp_path: Path) -> None:
     def pictures() -> list[str]:
         return sorted(path.name for path in tmp_path.glob("*.png"))
 
@@ -164,13 +165,48 @@ def test_a_line_of_one_x_is_not_drawn_and_no_picture_of_an_earlier_drawing_is_le
     assert pictures() == ["model-mine.png"]
 
 
-def test_a_case_without_a_table_is_named() -> None:
+def test_an_error_message_is_one_escaped_line(tmp_path: Path) -> None:
+    error = "out of *luck*\n\n1. ![x](/etc/passwd) <!-- end -->\n```\n\x1b]0;\ud800" + "long " * 200
+    path = tmp_path / "rows.jsonl"
+    append_row(path, Row(case="model", variant="v", config={"size": "a<b"}, env={}, status="error", error=error))
+    *_, failure = rows_table(read_rows(path)).splitlines()
+    escaped = r"- failed: out of \*luck\* 1. \!\[x\](/etc/passwd) \<\!-- end --\> \`\`\` ?\]0;?long long "
+    assert failure.startswith(escaped)
+    assert failure.endswith("...")
+    assert len(failure) < 600
+    assert r"size a\<b" in rows_table(read_rows(path))
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (dict(case="train-step", config={}), r"'train-step', variant 'v' has no metrics that its table shows"),
+        (dict(case="train-step", config={}, metrics={"mfu": "high"}), r"metrics\.mfu 'high': it must be a number"),
+        (dict(case="kernels", config={}), r"'kernels', variant 'v' has no config\.shape"),
+        (dict(case="kernels", config={"shape": 3}), r"config\.shape 3"),
+        (dict(case="kernels", config={"shape": [1, 1, 8, 8]}), r"has no metrics\.forward_ms\.p50"),
+        (
+            dict(case="kernels", config={"shape": [1, 1, 8, 8]}, metrics={"forward_ms": {"p50": "fast"}}),
+            r"metrics\.forward_ms\.p50 'fast': it must be a number",
+        ),
+    ],
+)
+def test_a_row_that_lacks_a_field_of_its_table_is_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows_table([Row(variant="v", env={}, **row)])
+
+
+def test_markdown_tables_escape_bars() -> None:
+    assert markdown_table(["a", "b"], [["1", "2|3"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2\\|3 |"
+
+
+def test_an_unknown_case_is_refused() -> None:
     with pytest.raises(ValueError, match="a row has case 'x': it must be one of "):
         rows_table([Row(case="x", variant="v", config={}, env={})])
 
 
-def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
-    by_each = {"warmup": {"step"}, "autocast-dtypes": {"of"}}  # fields that the plot's `points` makes
+def test_every_plot_uses_fields_of_its_view() -> None:
+    by_each = {"warmup": {"step"}, "autocast-dtypes": {"of"}}  # fields that `points` adds
     for name, view in VIEWS.items():
         for plot in view.plots:
             made = by_each.get(name, set())
@@ -187,13 +223,13 @@ def test_every_plot_is_of_fields_and_columns_of_its_view() -> None:
         ("model", dict(metrics={"mfu": 10**400})),
     ],
 )
-def test_a_row_that_is_not_as_its_table_needs_it_is_a_line(case: str, row: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_row_is_an_error_that_names_the_case(case: str, row: dict[str, Any], tmp_path: Path) -> None:
     rows = [Row(case=case, variant="v", env={}, **{"config": {}, **row})]
     with pytest.raises(ValueError, match=f"row of case '{case}'"):
         print(write_views(rows, tmp_path))
 
 
-def test_a_file_with_a_damaged_row_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_damaged_row_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     append_row(good, row("small", 128, 10.0))
     for each in (row("small", 256, 20.0), replace(row("xl", 128, 1.0), metrics={"step_ms": {"p50": "x"}})):
@@ -204,7 +240,7 @@ def test_a_file_with_a_damaged_row_is_named_with_its_line(tmp_path: Path) -> Non
         make_report(["tables", str(good), str(bad), "--out", str(tmp_path / "tables")])
 
 
-def test_a_row_without_a_place_on_the_axes_is_named(tmp_path: Path) -> None:
+def test_a_row_without_a_place_on_the_axes_is_refused(tmp_path: Path) -> None:
     plot, text = VIEWS["model"].plots[0], replace(ROWS[1], config={**ROWS[1].config, "context_length": "many"})
     with pytest.raises(
         ValueError, match=r"case 'model', variant 'v' has config\.context_length 'many': it must be a number"
@@ -215,11 +251,11 @@ def test_a_row_without_a_place_on_the_axes_is_named(tmp_path: Path) -> None:
         append_row(tmp_path / "zero.jsonl", each)
     with pytest.raises(ValueError, match=r"zero\.jsonl: .* has no metrics\.step_ms\.p50 above 0, nor has any other"):
         make_report(["tables", str(tmp_path / "zero.jsonl"), "--out", str(tmp_path / "out")])
-    (line,) = figure_of(plot, [ROWS[0], nothing[1]], KEYS).axes[0].lines  # some other has a place
+    (line,) = figure_of(plot, [ROWS[0], nothing[1]], KEYS).axes[0].lines  # one row has a place
     assert list(line.get_ydata()) == [10.0, -1.0]
 
 
-def test_a_damaged_row_is_named_too_where_only_its_comparison_with_another_fails(tmp_path: Path) -> None:
+def test_a_row_that_only_fails_beside_another_is_named_too(tmp_path: Path) -> None:
     config = {"devices": 2, "size": "xl", "context_length": 8, "batch_size": 1, "precision": "bf16"}
     metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}
     for variant, measured in (("alone", metrics), ("naive", {})):
@@ -228,7 +264,7 @@ def test_a_damaged_row_is_named_too_where_only_its_comparison_with_another_fails
         make_report(["rows", str(tmp_path / "a.jsonl")])
 
 
-def test_files_are_named_where_no_row_alone_is_what_is_wrong(tmp_path: Path) -> None:
+def test_files_are_named_if_each_row_can_be_shown_alone(tmp_path: Path) -> None:
     def refuse(rows: Sequence[Row]) -> str:
         raise ValueError("they do not go together")
 
@@ -240,5 +276,5 @@ def test_files_are_named_where_no_row_alone_is_what_is_wrong(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value, text", [(1.0, "1"), (1e-05, "1e-05"), (314.145, "314.145"), (1234567.5, "1234567.5")])
-def test_a_number_is_as_short_as_it_stays_the_same(value: float, text: str) -> None:
+def test_numbers_are_as_short_as_possible_without_loss(value: float, text: str) -> None:
     assert show(value) == text

@@ -1,0 +1,58 @@
+"""Tables and loss curves of run folders, and the errors for damaged ones."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.report.run_folders import plot_runs, runs_table, summary_block
+
+DEMO = Path(__file__).parents[2] / "results/cpu/demo"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        runs_table([tmp_path / "nowhere"])
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        runs_table([tmp_path])
+
+
+def test_an_unfinished_run_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/config.json").write_text("{}")
+    assert len(runs_table([tmp_path / "begun", DEMO]).splitlines()) == 3
+    assert runs_table([tmp_path / "begun"]) == "none of these runs is finished"
+
+
+def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run has no metrics before its first step, or if only its result was kept."""
+    begun, done = tmp_path / "begun", tmp_path / "done"
+    begun.mkdir()
+    shutil.copytree(DEMO, done)
+    plot_runs([begun, done], tmp_path / "both.png")
+    assert caplog.messages == [f"{begun} has no metrics.jsonl, not drawn"]
+    plot_runs([done], tmp_path / "one.png")
+    assert (tmp_path / "both.png").read_bytes() == (tmp_path / "one.png").read_bytes()
+    with pytest.raises(ValueError, match=r"none of these runs has a metrics\.jsonl"):
+        plot_runs([begun], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_a_loss_that_is_no_number_is_refused_with_its_line(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": "abc"}\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"run/metrics\.jsonl, line 2: loss is 'abc': it must be a number or null"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.png")
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str, content: str) -> None:
+    for file in ("config.json", "result.json"):
+        (tmp_path / file).write_text((DEMO / file).read_text())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        runs_table([tmp_path])
+    if name == "result.json":
+        with pytest.raises(ValueError, match=r"result\.json"):
+            summary_block(tmp_path)
