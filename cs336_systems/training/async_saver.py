@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from ..machine.hardware import use_device_in_thread
 from ..parallel import comm
 from ..parallel.failure import CollectiveError
 from .checkpoint import prune_together, save_checkpoint
-from .manifest import checkpoint_name
+from .manifest import Manifest, checkpoint_name
 from .tensor_files import Rows
 from .together import file_group
 
@@ -39,28 +38,37 @@ class AsyncSaver:
         self._error: BaseException | None = None
 
     def save(
-        self, folder: Path, tensors: Mapping[str, Tensor | Rows], *, keep_last: int | None = None, **manifest: Any
+        self, folder: Path, tensors: Mapping[str, Tensor | Rows], manifest: Manifest, keep_last: int | None = None
     ) -> Path:
         """Copy the tensors and return the path of the checkpoint, which is written later. Then older ones are pruned.
 
-        `manifest` has the keyword arguments of `save_checkpoint`. Waits for the previous save and raises its
-        CheckpointError. Work that the current stream does on the tensors after this call is not saved.
+        Waits for the previous save and raises its CheckpointError. Work that the current stream does on the tensors
+        after this call is not saved.
         """
         self.wait()
         own = _own_part(tensors)
         copies = {name: self._copy(name, tensor) for name, tensor in own.items()}
         gpu = _gpu_of(own)
-        copied = torch.cuda.Event(blocking=True) if gpu is not None else None  # blocking: the waiting thread sleeps
-        if copied is not None:
+        copied = None
+        if gpu is not None:
+            copied = torch.cuda.Event(blocking=True)  # blocking: the waiting thread sleeps
             copied.record(torch.cuda.current_stream(gpu))
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(folder, copies, keep_last, copy.deepcopy(manifest), copied, gpu),
-            name="checkpoint",
-            daemon=True,  # if another rank is gone, the end of the process must not wait for it
-        )
+        manifest = copy.deepcopy(manifest)
+
+        def write() -> None:
+            try:
+                if gpu is not None and copied is not None:
+                    use_device_in_thread(gpu)
+                    copied.synchronize()
+                save_checkpoint(folder, copies, manifest, self._group)
+                prune_together(folder, keep_last, self._group)
+            except BaseException as error:
+                self._error = error
+
+        # A daemon: if another rank is gone, the end of the process must not wait for it.
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
-        return folder / checkpoint_name(manifest["step"])
+        return folder / checkpoint_name(manifest.step)
 
     def wait(self) -> None:
         """Return when the last save is on the disk. Raises CheckpointError if it has failed."""
@@ -101,24 +109,6 @@ class AsyncSaver:
             self._buffers[name] = buffer
         buffer.copy_(source, non_blocking=True)
         return Rows(buffer, tensor.shape, tensor.first_row) if isinstance(tensor, Rows) else buffer
-
-    def _write(
-        self,
-        folder: Path,
-        tensors: dict[str, Tensor | Rows],
-        keep_last: int | None,
-        manifest: dict[str, Any],
-        copied: torch.cuda.Event | None,
-        gpu: torch.device | None,
-    ) -> None:
-        try:
-            if copied is not None and gpu is not None:
-                use_device_in_thread(gpu)
-                copied.synchronize()
-            save_checkpoint(folder, tensors, **manifest, group=self._group)
-            prune_together(folder, keep_last, self._group)
-        except BaseException as error:
-            self._error = error
 
 
 def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Rows]:

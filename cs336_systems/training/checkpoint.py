@@ -10,6 +10,7 @@ nothing: with several ranks, `together.on_first_rank` calls them.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -34,27 +35,16 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written. Earlier ones are untouched."""
 
 
-def save_checkpoint(
-    folder: Path,
-    tensors: Mapping[str, Tensor | Rows],
-    *,
-    step: int,
-    sequences: int,
-    identity: dict[str, Any],
-    trainer: dict[str, Any],
-    config: dict[str, Any],
-    versions: dict[str, Any],
-    group: Any = None,
-) -> Path:
+def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor | Rows], manifest: Manifest, group: Any = None) -> Path:
     """Write a checkpoint into `folder` and return its path once it is on the disk.
 
-    All ranks call it together, each with its own tensors (see `write_tensors`). The fields of the manifest are rank
-    0's. `group` is a `together.file_group`, for saving from another thread than the main one.
+    All ranks call it together, each with its own tensors (see `write_tensors`). Rank 0 writes its manifest, with the
+    files filled in. `group` is a `together.file_group`, for saving from another thread than the main one.
 
     If one rank fails (a full disk, say) or is gone, removes the unfinished folder and raises CheckpointError on all.
     """
     group = group or main_group()
-    final = folder / checkpoint_name(step)
+    final = folder / checkpoint_name(manifest.step)
     saving = folder / f"{_SAVING}{final.name}"
 
     def remove() -> None:
@@ -70,16 +60,8 @@ def save_checkpoint(
             return describe_files(saving / name for name in written)
 
     def commit() -> None:
-        manifest = Manifest(
-            step=step,
-            sequences=sequences,
-            identity=identity,
-            trainer=trainer,
-            config=config,
-            versions=versions,
-            files={name: file for theirs in described for name, file in sorted(theirs.items())},
-        )
-        _commit(saving, final, manifest)
+        files = {name: file for theirs in described for name, file in sorted(theirs.items())}
+        _commit(saving, final, dataclasses.replace(manifest, files=files))
 
     try:
         with comm.awaiting(f"saving of {final}"):

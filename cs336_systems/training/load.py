@@ -127,9 +127,7 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
     else:
         logger.warning("%s has no tokenizer.json: the run can be trained on token files, but gives no text", folder)
     identity = {f"model.{name}": value for name, value in asdict(shape).items()}
-    return save_checkpoint(
-        run_dir / CHECKPOINTS,
-        {f"model.{name}": tensor for name, tensor in state_dict.items()},
+    manifest = Manifest(
         step=0,
         sequences=0,
         identity={**identity, "tokenizer": tokenizer.sha256 if tokenizer else None},
@@ -137,3 +135,5 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
         config=config,
         versions=environment(),
     )
+    tensors = {f"model.{name}": tensor for name, tensor in state_dict.items()}
+    return save_checkpoint(run_dir / CHECKPOINTS, tensors, manifest)

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class Manifest:
     """The trainer's small state: loss scale, skipped steps."""
     config: dict[str, Any]
     versions: dict[str, Any]
-    files: dict[str, dict[str, Any]]
-    """`bytes` and `sha256` of each file, by name."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`bytes` and `sha256` of each file, by name. `save_checkpoint` fills them in."""
     format: int = _FORMAT
 
     def to_json(self) -> str:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from .checkpoint import prune_together, save_checkpoint
 from .folder import CHECKPOINTS, LOSS_CURVE, RESULT, SAMPLE
 from .load import LoadedModel
 from .loop import Trainer
-from .manifest import checkpoint_name
+from .manifest import Manifest, checkpoint_name
 from .metrics import (
     METRICS_FILE,
     Progress,
@@ -170,7 +169,7 @@ class Run:
     def _save(self) -> None:
         position, trainer = self.trainer.position, self.trainer
         tensors = collect_state(trainer.model, trainer.optimizer, trainer.device, trainer.strategy.shards())
-        manifest: dict[str, Any] = dict(
+        manifest = Manifest(
             step=position.step,
             sequences=position.sequences,
             identity=self.identity,
@@ -180,9 +179,9 @@ class Run:
         )
         keep_last = self.config.checkpoint.keep_last
         if self.saver is not None:
-            self.saver.save(self.checkpoints, tensors, keep_last=keep_last, **manifest)
+            self.saver.save(self.checkpoints, tensors, manifest, keep_last)
         else:
-            save_checkpoint(self.checkpoints, tensors, **manifest)
+            save_checkpoint(self.checkpoints, tensors, manifest)
             prune_together(self.checkpoints, keep_last)
         self.saved_step = position.step
         trainer.reset_clock()

@@ -39,7 +39,7 @@ from cs336_systems.config.run import (
 )
 from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.loop import Trainer
-from cs336_systems.training.manifest import MANIFEST
+from cs336_systems.training.manifest import MANIFEST, Manifest
 from cs336_systems.training.metrics import METRICS_FILE, Row, read_metrics
 
 REPOSITORY = Path(cs336_systems.__file__).parents[1]
@@ -256,9 +256,7 @@ def tensors_of(step: int, elements: int = 50_000) -> dict[str, Tensor]:
 
 def save_step(folder: Path, step: int, elements: int = 50_000) -> Path:
     """`save_checkpoint` of the tensors of a step, with the rest filled in."""
-    return save_checkpoint(
-        folder,
-        tensors_of(step, elements),
+    manifest = Manifest(
         step=step,
         sequences=4 * step,
         identity={"model.d_model": 32},
@@ -266,6 +264,7 @@ def save_step(folder: Path, step: int, elements: int = 50_000) -> Path:
         config={},
         versions={},
     )
+    return save_checkpoint(folder, tensors_of(step, elements), manifest)
 
 
 def save_without_end(folder: str, first_step: int, elements: int, events: Connection) -> None:

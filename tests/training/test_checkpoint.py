@@ -12,6 +12,7 @@ from cs336_basics.optimizer import AdamW
 from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.manifest import (
     MANIFEST,
+    Manifest,
     check_identity,
     checkpoint_name,
     find_checkpoints,
@@ -69,7 +70,7 @@ def test_a_checkpoint_is_safetensors_and_one_json_file_and_nothing_that_could_be
     ids=["specials", "scalar", "empty", "bf16", "int64", "bool", "uint8"],
 )
 def test_any_tensor_comes_back_bit_for_bit(tmp_path: Path, tensor: torch.Tensor) -> None:
-    path = save_checkpoint(tmp_path, {"t": tensor, "other": torch.ones(2)}, step=1, **REST)
+    path = save_checkpoint(tmp_path, {"t": tensor, "other": torch.ones(2)}, Manifest(step=1, **REST))
     assert tensor_shapes(path)["t"] == (tensor.shape, tensor.dtype)
     into = {"t": torch.empty(tensor.shape, dtype=tensor.dtype)}
     read_tensors(path, into)
@@ -79,7 +80,7 @@ def test_any_tensor_comes_back_bit_for_bit(tmp_path: Path, tensor: torch.Tensor)
 def test_many_tensors_are_spread_over_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.training.tensor_files._FILE_BYTES", 1000)
     tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(7)} | {"large": torch.arange(1000.0)}
-    path = save_checkpoint(tmp_path, tensors, step=1, **REST)
+    path = save_checkpoint(tmp_path, tensors, Manifest(step=1, **REST))
     assert len(list(path.glob("*.safetensors"))) == 5  # two tensors of 400 bytes a file, the large one by itself
     assert_same_tensors(read_independently(path), tensors)
     into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
@@ -97,7 +98,7 @@ def test_the_manifest_says_what_it_was_given(tmp_path: Path) -> None:
         config={"train": {"seed": 0}},
         versions={"torch": "2"},
     )
-    path = save_checkpoint(tmp_path, {"t": torch.ones(2)}, **given)
+    path = save_checkpoint(tmp_path, {"t": torch.ones(2)}, Manifest(**given))
     for manifest in (vars(verify_checkpoint(path)), json.loads((path / MANIFEST).read_text())):
         assert {name: manifest[name] for name in given} == given
         file = tensor_file(path)
@@ -105,8 +106,8 @@ def test_the_manifest_says_what_it_was_given(tmp_path: Path) -> None:
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, {"t": torch.zeros(2)}, step=1, **REST)
-    path = save_checkpoint(tmp_path, {"t": torch.ones(2)}, step=1, **REST)
+    save_checkpoint(tmp_path, {"t": torch.zeros(2)}, Manifest(step=1, **REST))
+    path = save_checkpoint(tmp_path, {"t": torch.ones(2)}, Manifest(step=1, **REST))
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert read_independently(path)["t"].tolist() == [1, 1]
 
@@ -129,7 +130,7 @@ def test_restoring_gives_back_weights_optimizer_and_random_numbers(tmp_path: Pat
     model, optimizer = tiny_model_and_optimizer(seed=1)
     saved = {name: tensor.clone() for name, tensor in collect_state(model, optimizer, CPU).items()}
     assert {name.split(".")[0] for name in saved} == {"model", "optimizer", "rng"}
-    path = save_checkpoint(tmp_path, saved, step=1, **REST)
+    path = save_checkpoint(tmp_path, saved, Manifest(step=1, **REST))
     drawn_next = torch.rand(5)
 
     other_model, other_optimizer = tiny_model_and_optimizer(seed=2)
@@ -140,7 +141,7 @@ def test_restoring_gives_back_weights_optimizer_and_random_numbers(tmp_path: Pat
 
 def test_restoring_leaves_parameters_where_they_are(tmp_path: Path) -> None:
     model, optimizer = tiny_model_and_optimizer(seed=1)
-    path = save_checkpoint(tmp_path, collect_state(model, optimizer, CPU), step=1, **REST)
+    path = save_checkpoint(tmp_path, collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
     addresses = [p.data_ptr() for p in model.parameters()]
     restore_state(path, model, optimizer, CPU)
     assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -164,7 +165,7 @@ def test_one_checkpoint_serves_every_implementation_of_the_optimizer(tmp_path: P
 
     model, optimizer = make(writer)
     step(model, optimizer)
-    path = save_checkpoint(tmp_path, collect_state(model, optimizer, CPU), step=1, **REST)
+    path = save_checkpoint(tmp_path, collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
     step(model, optimizer)
 
     resumed, resumed_optimizer = make(reader)

@@ -25,6 +25,7 @@ from cs336_systems.training.async_saver import AsyncSaver
 from cs336_systems.training.checkpoint import CheckpointError, save_checkpoint
 from cs336_systems.training.manifest import (
     MANIFEST,
+    Manifest,
     checkpoint_name,
     find_checkpoints,
     newest_whole_checkpoint,
@@ -82,8 +83,8 @@ def content(path: Path) -> dict[str, Any]:
 
 def test_it_is_what_a_save_in_the_foreground_writes(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
-        path = saver.save(tmp_path / "async", tensors_of(3), step=3, **REST)
-    expected = save_checkpoint(tmp_path / "sync", tensors_of(3), step=3, **REST)
+        path = saver.save(tmp_path / "async", tensors_of(3), Manifest(step=3, **REST))
+    expected = save_checkpoint(tmp_path / "sync", tensors_of(3), Manifest(step=3, **REST))
     assert path.name == expected.name
     assert content(path) == content(expected)
 
@@ -92,7 +93,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, monkeypatch: p
     tensors = tensors_of(3)
     rest = {**REST, "trainer": {"skipped_steps": 0, "scaler": {"scale": 2.0}}}
     with AsyncSaver() as saver, held_back(monkeypatch) as go_on:
-        path = saver.save(tmp_path, tensors, step=3, **rest)
+        path = saver.save(tmp_path, tensors, Manifest(step=3, **rest))
         for tensor in tensors.values():
             tensor.fill_(1)
         rest["trainer"]["scaler"]["scale"] = 4.0
@@ -106,11 +107,11 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, monkeypatch: p
 def test_training_goes_on_meanwhile_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with AsyncSaver() as saver:
         with held_back(monkeypatch) as go_on:
-            saver.save(tmp_path, tensors_of(1), step=1, **REST)
+            saver.save(tmp_path, tensors_of(1), Manifest(step=1, **REST))
             assert find_checkpoints(tmp_path) == []  # and yet we are here
             timer = threading.Timer(0.2, go_on)
             timer.start()
-            saver.save(tmp_path, tensors_of(2), step=2, **REST)
+            saver.save(tmp_path, tensors_of(2), Manifest(step=2, **REST))
             assert tmp_path / checkpoint_name(1) in find_checkpoints(tmp_path)
             timer.join()
         saver.wait()
@@ -125,10 +126,10 @@ def test_older_checkpoints_are_pruned_after_the_new_one_is_there(
 ) -> None:
     with AsyncSaver() as saver:
         for step in (1, 2, 3):
-            saver.save(tmp_path, tensors_of(step, 10), step=step, keep_last=2, **REST)
+            saver.save(tmp_path, tensors_of(step, 10), Manifest(step=step, **REST), keep_last=2)
         saver.wait()
         with held_back(monkeypatch):
-            saver.save(tmp_path, tensors_of(4, 10), step=4, keep_last=2, **REST)
+            saver.save(tmp_path, tensors_of(4, 10), Manifest(step=4, **REST), keep_last=2)
             kept = [path.name for path in find_checkpoints(tmp_path)]
             assert kept == [checkpoint_name(3), checkpoint_name(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(3), checkpoint_name(4)]
@@ -137,19 +138,19 @@ def test_older_checkpoints_are_pruned_after_the_new_one_is_there(
 @pytest.mark.parametrize("next_call", ["save", "wait", "close"])
 def test_an_error_is_raised_by_the_next_call_once(tmp_path: Path, next_call: str) -> None:
     saver = AsyncSaver()
-    saver.save(tmp_path, tensors_of(1), step=1, **REST)
+    saver.save(tmp_path, tensors_of(1), Manifest(step=1, **REST))
     saver.wait()
     with largest_file(1000):
-        saver.save(tmp_path, tensors_of(2), step=2, **REST)
+        saver.save(tmp_path, tensors_of(2), Manifest(step=2, **REST))
         calls: dict[str, Callable[[], Any]] = {
-            "save": lambda: saver.save(tmp_path, tensors_of(3), step=3, **REST),
+            "save": lambda: saver.save(tmp_path, tensors_of(3), Manifest(step=3, **REST)),
             "wait": saver.wait,
             "close": saver.close,
         }
         with pytest.raises(CheckpointError, match=rf"{checkpoint_name(2)} could not be written: File too large"):
             calls[next_call]()
     saver.wait()
-    saver.save(tmp_path, tensors_of(4), step=4, **REST)
+    saver.save(tmp_path, tensors_of(4), Manifest(step=4, **REST))
     saver.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(1), checkpoint_name(4)]
 
@@ -157,7 +158,7 @@ def test_an_error_is_raised_by_the_next_call_once(tmp_path: Path, next_call: str
 def test_an_error_does_not_hide_the_one_that_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run() -> None:
         with AsyncSaver() as saver:
-            saver.save(tmp_path / "file" / "below", tensors_of(1), step=1, **REST)
+            saver.save(tmp_path / "file" / "below", tensors_of(1), Manifest(step=1, **REST))
             raise KeyError("the loss")
 
     (tmp_path / "file").write_text("")
@@ -185,7 +186,7 @@ def save_and_train(folder: str) -> None:
     saver = AsyncSaver()
     for step in range(1, 6):
         tensors = shares(step)
-        saver.save(Path(folder) / "async", tensors, step=step, keep_last=3, **REST)
+        saver.save(Path(folder) / "async", tensors, Manifest(step=step, **REST), keep_last=3)
         for number in range(20):
             assert comm.gather_objects(number, "training") == [number] * comm.world_size()
             tensor = torch.full((1000,), float(comm.rank()))
@@ -194,7 +195,7 @@ def save_and_train(folder: str) -> None:
         for part in tensors.values():
             (part.local if isinstance(part, Rows) else part).fill_(-1)
     saver.close()
-    save_checkpoint(Path(folder) / "sync", shares(5), step=5, **REST)
+    save_checkpoint(Path(folder) / "sync", shares(5), Manifest(step=5, **REST))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -213,11 +214,11 @@ def test_several_ranks_save_in_the_background_while_they_train(tmp_path: Path, w
 
 def fail_in_the_background(folder: str) -> tuple[str, str]:
     with AsyncSaver() as saver:
-        saver.save(Path(folder), shares(1), step=1, **REST)
+        saver.save(Path(folder), shares(1), Manifest(step=1, **REST))
         saver.wait()
         # A limit of the whole process, so it has to hold until the thread is done.
         with largest_file(100 if comm.rank() == 1 else 1 << 40):
-            saver.save(Path(folder), shares(2), step=2, **REST)
+            saver.save(Path(folder), shares(2), Manifest(step=2, **REST))
             error = error_of(saver.wait)
     return type(error).__name__, str(error)
 
@@ -237,7 +238,7 @@ def save_without_end(folder: str, first_step: int, elements: int, events: Connec
     saver = AsyncSaver()
     for step in count(first_step):
         events.send(step)
-        saver.save(Path(folder), tensors_of(step, elements), step=step, keep_last=2, **REST)
+        saver.save(Path(folder), tensors_of(step, elements), Manifest(step=step, **REST), keep_last=2)
 
 
 def test_kill_9_at_any_moment_leaves_the_newest_finished_checkpoint_whole(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def copied_bytes(folder: str) -> tuple[int, int]:
     """What this rank holds in main memory for a save of a state that all ranks have, and the state's own size."""
     tensors = tensors_of(1)
     with AsyncSaver() as saver:
-        saver.save(Path(folder), tensors, step=1, **REST)
+        saver.save(Path(folder), tensors, Manifest(step=1, **REST))
         held = sum(buffer.nbytes for buffer in saver._buffers.values())
     return held, sum(tensor.nbytes for tensor in tensors.values())
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import filesystem
 from cs336_systems.training.async_saver import AsyncSaver
 from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.loop import Trainer
+from cs336_systems.training.manifest import Manifest
 from cs336_systems.training.state import collect_state
 
 from .helpers import assert_same_tensors, make_config, read_independently, tensors_of, tiny_trainer
@@ -55,7 +56,7 @@ def test_steps_during_a_save_do_not_change_what_is_saved(
             with held_back(monkeypatch) as go_on:
                 state = state_of(trainer)
                 expected = kept_apart(state)
-                path = saver.save(tmp_path, state, step=trainer.position.step, **REST)
+                path = saver.save(tmp_path, state, Manifest(step=trainer.position.step, **REST))
                 for _ in range(2):
                     trainer.train_step()
                 go_on()
@@ -72,11 +73,13 @@ def test_a_save_waits_for_what_is_queued_before_it_and_not_for_what_is_queued_af
     weight = torch.zeros(1 << 20, device="cuda")
     second = int(1e9)  # clock cycles, about
     with AsyncSaver() as saver:
-        saver.save(tmp_path, {"weight": weight}, step=1, **REST)  # makes the pinned copy, which may wait for the GPU
+        saver.save(
+            tmp_path, {"weight": weight}, Manifest(step=1, **REST)
+        )  # makes the pinned copy, which may wait for the GPU
         saver.wait()
         torch.cuda._sleep(second)
         weight.fill_(1)
-        path = saver.save(tmp_path, {"weight": weight}, step=2, **REST)
+        path = saver.save(tmp_path, {"weight": weight}, Manifest(step=2, **REST))
         assert not torch.cuda.current_stream().query(), "the call has waited for the GPU"
         assert not path.exists()
         weight.fill_(2)  # as the next step's update does, in the same queue
@@ -92,7 +95,7 @@ def test_the_copies_are_made_once(device: str, tmp_path: Path) -> None:
         for _ in range(3):
             trainer.train_step()
             state = state_of(trainer)
-            saver.save(tmp_path, state, step=trainer.position.step, **REST)
+            saver.save(tmp_path, state, Manifest(step=trainer.position.step, **REST))
             places.append({name: copy.data_ptr() for name, copy in saver._buffers.items()})
             assert saver._buffers.keys() == state.keys()
             for name, copy in saver._buffers.items():
@@ -115,5 +118,5 @@ def test_what_is_in_main_memory_is_written_without_a_word_to_the_gpu(
 
     monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", ahead)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    path = save_checkpoint(tmp_path, tensors_of(1), step=1, **REST)
+    path = save_checkpoint(tmp_path, tensors_of(1), Manifest(step=1, **REST))
     assert_same_tensors(read_independently(path), tensors_of(1))

@@ -21,6 +21,7 @@ from cs336_systems.training import checkpoint, train
 from cs336_systems.training.checkpoint import CheckpointError, prune_checkpoints, save_checkpoint
 from cs336_systems.training.manifest import (
     MANIFEST,
+    Manifest,
     checkpoint_name,
     find_checkpoints,
     newest_whole_checkpoint,
@@ -126,7 +127,7 @@ def test_what_cannot_be_written_at_all_is_a_checkpoint_error(tmp_path: Path) -> 
     save_step(tmp_path, 1)
     transposed = {"t": torch.arange(6.0).view(2, 3).t()}  # safetensors takes none that is not contiguous
     rest: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
-    error = error_of(lambda: save_checkpoint(tmp_path, transposed, step=2, **rest))
+    error = error_of(lambda: save_checkpoint(tmp_path, transposed, Manifest(step=2, **rest)))
     assert_checkpoint_error(error, tmp_path / checkpoint_name(2), "contiguous")
     assert names_in(tmp_path) == [checkpoint_name(1)]
 

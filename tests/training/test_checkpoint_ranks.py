@@ -41,7 +41,7 @@ def own_tensors(step: int, elements: int = 50_000) -> dict[str, Tensor]:
 
 
 def save_own(folder: Path, step: int, elements: int = 50_000) -> Path:
-    return save_checkpoint(folder, own_tensors(step, elements), step=step, **REST)
+    return save_checkpoint(folder, own_tensors(step, elements), Manifest(step=step, **REST))
 
 
 def fail_on_disk(folder: str, rank: int) -> tuple[str, str, list[str]]:

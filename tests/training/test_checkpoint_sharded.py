@@ -18,7 +18,7 @@ from cs336_systems.parallel.zero1 import ShardedOptimizer
 from cs336_systems.training import tensor_files, train
 from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.load import export_run, load_model
-from cs336_systems.training.manifest import checkpoint_name, verify_checkpoint
+from cs336_systems.training.manifest import Manifest, checkpoint_name, verify_checkpoint
 from cs336_systems.training.state import collect_state, restore_state
 from cs336_systems.training.tensor_files import Rows, read_tensors, tensor_shapes
 
@@ -115,7 +115,7 @@ def save_divided(folder_of: dict[str, Path]) -> None:
     for division, folder in folder_of.items():
         model, optimizer, shards = divided(division, state)
         torch.set_rng_state(state["rng.cpu"] if comm.rank() == 0 else torch.Generator().manual_seed(1).get_state())
-        save_checkpoint(folder, collect_state(model, optimizer, CPU, shards), step=1, **REST)
+        save_checkpoint(folder, collect_state(model, optimizer, CPU, shards), Manifest(step=1, **REST))
 
 
 def restore_divided(paths: list[str], division: str) -> list[dict[str, tuple[Tensor, int | None]]]:
@@ -218,7 +218,7 @@ def save_as_rows(run: str) -> None:
         tensors[f"model.{name}"] = Rows(whole[first : first + count], whole.shape, first)
     fields = {**vars(loaded.manifest), "step": loaded.manifest.step + 1}
     fields = {name: fields[name] for name in ("step", "sequences", "identity", "trainer", "config", "versions")}
-    save_checkpoint(loaded.checkpoint.parent, tensors, **fields)
+    save_checkpoint(loaded.checkpoint.parent, tensors, Manifest(**fields))
 
 
 def test_a_model_that_several_ranks_saved_is_loaded_and_exported_by_one_process(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_model_that_several_ranks_saved_is_loaded_and_exported_by_one_process(
 def save_replicated(folder: str, file_bytes: int) -> None:
     tensor_files._FILE_BYTES = file_bytes
     tensors = {f"t{i}": torch.full((100 + i,), float(i)) for i in range(40)}
-    save_checkpoint(Path(folder), tensors, step=1, **REST)
+    save_checkpoint(Path(folder), tensors, Manifest(step=1, **REST))
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 31, 1500])
@@ -272,7 +272,9 @@ def save_dtensors(folder: str) -> None:
         return DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
 
     tensors = {name: t for name, t in expected_state().items() if name != "rng.cpu"}
-    save_checkpoint(Path(folder), {name: dtensor(t) if t.dim() else t for name, t in tensors.items()}, step=1, **REST)
+    save_checkpoint(
+        Path(folder), {name: dtensor(t) if t.dim() else t for name, t in tensors.items()}, Manifest(step=1, **REST)
+    )
     into = {name: dtensor(torch.zeros_like(t)) for name, t in tensors.items() if t.dim()}
     read_tensors(Path(folder) / checkpoint_name(1), into)
     for name, part in into.items():
@@ -309,7 +311,7 @@ def resume_dtensor_model(path: str) -> list[Tensor]:
             restore_state(Path(path) / checkpoint_name(1), model, optimizer, CPU)
         else:
             step()
-            save_checkpoint(Path(path), collect_state(model, optimizer, CPU), step=1, **REST)
+            save_checkpoint(Path(path), collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
         step()
         results += [model.weight.full_tensor().detach(), model.bias.full_tensor().detach()]  # type: ignore
     return results
@@ -344,7 +346,7 @@ def freeze_and_resume(folder: str, sharded: bool) -> list[dict[str, Tensor]]:
         else:
             step(optimizer)
             model.bias.requires_grad = False
-            save_checkpoint(Path(folder), collect_state(model, optimizer, CPU), step=1, **REST)
+            save_checkpoint(Path(folder), collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
             model.bias.requires_grad = True
         step(optimizer)
         found.append({name: p.detach() for name, p in model.named_parameters()})
@@ -395,7 +397,7 @@ def test_rows_that_are_no_part_of_the_tensor_are_refused() -> None:
 
 def save_with_a_gap(folder: str) -> str:
     rows = Rows(torch.ones(2, 2), (6, 2), 2 * comm.rank())  # two ranks: rows 4 and 5 are nobody's
-    return str(error_of(lambda: save_checkpoint(Path(folder), {"t": rows}, step=1, **REST)))
+    return str(error_of(lambda: save_checkpoint(Path(folder), {"t": rows}, Manifest(step=1, **REST))))
 
 
 def test_rows_that_nobody_has_are_a_checkpoint_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from cs336_basics.model import TransformerLM
 from cs336_systems.parallel import STRATEGIES, Options, Strategy
 from cs336_systems.parallel.zero1 import ShardedOptimizer
 from cs336_systems.training.checkpoint import save_checkpoint
-from cs336_systems.training.manifest import checkpoint_name
+from cs336_systems.training.manifest import Manifest, checkpoint_name
 from cs336_systems.training.state import collect_state, restore_state
 from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 
@@ -56,7 +56,9 @@ def save_each(ways: list[Way], folders: list[Path]) -> list[dict[str, Tensor]]:
         wrapped, optimizer = make(way)
         for seed in (1, 2):
             step(wrapped, optimizer, seed)
-        save_checkpoint(folder, collect_state(wrapped.module, optimizer, CPU, wrapped.shards()), step=1, **REST)
+        save_checkpoint(
+            folder, collect_state(wrapped.module, optimizer, CPU, wrapped.shards()), Manifest(step=1, **REST)
+        )
         step(wrapped, optimizer, 3)
         results.append({name: tensor.clone() for name, tensor in wrapped.full_state_dict().items()})
     return results
@@ -71,7 +73,7 @@ def resume_each(ways: list[Way], sources: list[Path], folder: Path) -> list[tupl
             step(wrapped, optimizer, 9)  # so that there is a state to be replaced
             restore_state(source, wrapped.module, optimizer, CPU, wrapped.shards())
             tensors = collect_state(wrapped.module, optimizer, CPU, wrapped.shards())
-            again = save_checkpoint(folder / f"{way}-{number}", tensors, step=1, **REST)
+            again = save_checkpoint(folder / f"{way}-{number}", tensors, Manifest(step=1, **REST))
             step(wrapped, optimizer, 3)
             results.append((source, again, {name: t.clone() for name, t in wrapped.full_state_dict().items()}))
     return results

@@ -12,6 +12,7 @@ from cs336_systems.parallel.failure import Watchdog
 from cs336_systems.training import async_saver
 from cs336_systems.training.async_saver import AsyncSaver
 from cs336_systems.training.batches import BatchLoader
+from cs336_systems.training.manifest import Manifest
 from tests.distributed import run_ranks
 from tests.training.helpers import make_config, random_tokens, tensors_of, tiny_trainer
 
@@ -56,7 +57,7 @@ def test_the_saver(used: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(async_saver, "_gpu_of", lambda tensors: GPU)
     with AsyncSaver() as saver:
-        saver.save(tmp_path, tensors_of(1), step=1, **REST)
+        saver.save(tmp_path, tensors_of(1), Manifest(step=1, **REST))
     assert used == {"checkpoint": 3}
 
 
@@ -66,7 +67,7 @@ def contexts_after_training(folder: str) -> list[bool]:
     with tiny_trainer(config, device=f"cuda:{comm.rank()}") as trainer, AsyncSaver() as saver:
         for step in range(1, 4):
             trainer.train_step()
-            saver.save(Path(folder), trainer.model.state_dict(), step=step, **REST)
+            saver.save(Path(folder), trainer.model.state_dict(), Manifest(step=step, **REST))
     return [torch._C._cuda_hasPrimaryContext(gpu) for gpu in range(comm.world_size())]
 
 
