@@ -12,7 +12,6 @@ from cs336_systems.bench import workload
 from cs336_systems.bench.case import check_sized_for_gpu, configurations
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
-from cs336_systems.bench.instruments import timing
 from cs336_systems.bench.instruments.timing import Stopwatch
 from cs336_systems.bench.profiling import memory_profile as memory
 from cs336_systems.bench.row import Row
@@ -93,20 +92,6 @@ def test_the_rates_of_a_row_follow_from_its_time() -> None:
         assert metrics["tflops"] == pytest.approx(flops / metrics["step_ms"]["p50"] / 1e9)
         phases = {"forward": 1, "forward_backward": 2, "train_step": 3}[config.mode]
         assert sum(f"{name}_ms" in metrics for name in ("forward", "backward", "optimizer")) == phases
-
-
-def test_laps_follow_the_clock() -> None:
-    now = iter((10.0, 10.5, 12.0))
-    watch = Stopwatch(torch.device("cpu"), lambda: next(now))
-    assert [watch.lap_ms(), watch.lap_ms()] == [500.0, 1500.0]
-
-
-def test_a_lap_ends_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(timing, "wait_for", lambda device: seen.append(f"waited for {device}"))
-    watch = Stopwatch(torch.device("cpu"), lambda: seen.append("looked at the clock") or 0.0)
-    watch.lap_ms()
-    assert seen == 2 * ["waited for cpu", "looked at the clock"]
 
 
 @pytest.mark.parametrize("name", ["model", "warmup", "checkpointing"])

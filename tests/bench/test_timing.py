@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.bench.instruments import timing
-from cs336_systems.bench.instruments.timing import time_ms
+from cs336_systems.bench.instruments.timing import Stopwatch, time_ms
 
 
 def test_gradients_are_cleared_before_each_timed_call() -> None:
@@ -56,3 +56,17 @@ def test_a_call_shorter_than_the_clocks_tick_is_timed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(timing, "_cpu_times", lambda work, count, *_: (count * [0.0], 0.0))
     for rep_ms, count in ((0.0, 1), (0.1, 100)):
         assert time_ms(lambda: None, torch.device("cpu"), warmup_ms=0.1, rep_ms=rep_ms) == count * [0.0]
+
+
+def test_laps_follow_the_clock() -> None:
+    now = iter((10.0, 10.5, 12.0))
+    watch = Stopwatch(torch.device("cpu"), lambda: next(now))
+    assert [watch.lap_ms(), watch.lap_ms()] == [500.0, 1500.0]
+
+
+def test_a_lap_ends_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(timing, "wait_for", lambda device: seen.append(f"waited for {device}"))
+    watch = Stopwatch(torch.device("cpu"), lambda: seen.append("looked at the clock") or 0.0)
+    watch.lap_ms()
+    assert seen == 2 * ["waited for cpu", "looked at the clock"]

@@ -102,37 +102,6 @@ class Leaderboard2026Bench:
             parallel=ParallelConfig(devices=self.devices, strategy=self.strategy, step_timeout_s=self.step_timeout_s),
         )
 
-    def read_back(self, trainer: Trainer) -> dict[str, Any]:
-        """Fields and the number of checkpointed blocks, read from model, strategy and loader."""
-        blocks: list[Any] = list(trainer.model.layers)
-        strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
-        (dtype,) = {p.dtype for p in trainer.model.parameters()}
-        loss = trainer.model.lm_head.loss
-        return dict(
-            strategy=strategies.get(type(trainer.strategy).__name__),
-            devices=comm.world_size(),
-            batch_size=trainer.micro_batch,
-            context_length=trainer.context_length,
-            weight_dtype=DTYPE_NAMES.get(dtype, str(dtype)),
-            compile=is_compiled(blocks[0]),
-            loss_chunk_tokens=loss.keywords["chunk_tokens"] if isinstance(loss, functools.partial) else None,
-            device=trainer.device.type,
-            num_layers=len(blocks),
-            checkpointed_blocks=sum(checkpoint in wrapped(block.forward) for block in blocks),
-        )
-
-    def derive(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Rates of the median step: tokens/s of all GPUs; TFLOP/s and MFU per GPU, without recomputation."""
-        shape, seconds = self.run_config().model.shape, metrics["step_ms"]["p50"] / 1e3
-        flops = training_flops(shape, self.batch_size, self.context_length)
-        peak = device_peak_flops(select_device(self.device), self.precision)
-        return dict(
-            timer=TIMER.format(steps=self.steps, warmup=self.warmup),
-            tokens_per_s=self.batch_size * self.devices * self.context_length / seconds,
-            tflops=flops / seconds / 1e12,
-            mfu=flops / seconds / peak if peak else None,
-        )
-
 
 def variant(config: Leaderboard2026Bench) -> str:
     """The strategy and the settings that trade memory for time: "fsdp first_2 budget 0.75"."""
@@ -140,18 +109,46 @@ def variant(config: Leaderboard2026Bench) -> str:
     return " ".join(how if config.compile else [*how[:2], "eager"])
 
 
+def read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+    """Fields and the number of checkpointed blocks, read from model, strategy and loader."""
+    blocks: list[Any] = list(trainer.model.layers)
+    strategies = {"FSDP": "fsdp", "TorchFSDP": "torch_fsdp"}
+    (dtype,) = {p.dtype for p in trainer.model.parameters()}
+    loss = trainer.model.lm_head.loss
+    ran = dict(
+        strategy=strategies.get(type(trainer.strategy).__name__),
+        devices=comm.world_size(),
+        batch_size=trainer.micro_batch,
+        context_length=trainer.context_length,
+        weight_dtype=DTYPE_NAMES.get(dtype, str(dtype)),
+        compile=is_compiled(blocks[0]),
+        loss_chunk_tokens=loss.keywords["chunk_tokens"] if isinstance(loss, functools.partial) else None,
+        device=trainer.device.type,
+        num_layers=len(blocks),
+        checkpointed_blocks=sum(checkpoint in wrapped(block.forward) for block in blocks),
+    )
+    return {"ran": ran}
+
+
 def measure_on_rank(
     configs: Sequence[Leaderboard2026Bench], device: torch.device, at_work: Callable[[Leaderboard2026Bench], None]
 ) -> Iterator[Row]:
-    """Yield a row per configuration, the same on all ranks; its fields are read back from the trainer."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _read_back):
-        ran = {**metrics.pop("ran"), "run": config.run_config().to_dict()}
-        metrics |= config.derive(metrics)
+    """Yield a row per configuration, the same on all ranks; its fields are read back from the trainer.
+
+    Rates are of the median step: tokens/s of all GPUs; TFLOP/s and MFU per GPU, without recomputation.
+    """
+    for config, metrics in measure_in_turns(configs, device, at_work, read_back):
+        run, seconds = config.run_config(), metrics["step_ms"]["p50"] / 1e3
+        ran = {**metrics.pop("ran"), "run": run.to_dict()}
+        flops = training_flops(run.model.shape, config.batch_size, config.context_length)
+        peak = device_peak_flops(device, config.precision)
+        metrics |= dict(
+            timer=TIMER.format(steps=config.steps, warmup=config.warmup),
+            tokens_per_s=config.batch_size * config.devices * config.context_length / seconds,
+            tflops=flops / seconds / 1e12,
+            mfu=flops / seconds / peak if peak else None,
+        )
         yield measured("leaderboard-2026", variant(config), row_config(config), ran, metrics)
-
-
-def _read_back(config: Leaderboard2026Bench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    return {"ran": config.read_back(trainer)}
 
 
 CASE = Case(
