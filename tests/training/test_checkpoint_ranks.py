@@ -16,7 +16,7 @@ from torch import Tensor
 from cs336_systems.parallel import comm
 from cs336_systems.training import checkpoint, tensor_files
 from cs336_systems.training.checkpoint import CheckpointError, save_checkpoint
-from cs336_systems.training.manifest import checkpoint_name, newest_whole_checkpoint, verify_checkpoint
+from cs336_systems.training.manifest import Manifest, checkpoint_name, newest_whole_checkpoint, verify_checkpoint
 from cs336_systems.training.together import on_every_rank, on_first_rank, reason
 
 from ..distributed import run_ranks

@@ -1,5 +1,6 @@
 """A checkpoint of several ranks: any division over ranks goes on from any other, and its files are whole without us."""
 
+import dataclasses
 import functools
 import json
 from collections import Counter
@@ -216,9 +217,8 @@ def save_as_rows(run: str) -> None:
     for name, whole in loaded.state_dict.items():
         first, count = rows_by_ceiling(len(whole))
         tensors[f"model.{name}"] = Rows(whole[first : first + count], whole.shape, first)
-    fields = {**vars(loaded.manifest), "step": loaded.manifest.step + 1}
-    fields = {name: fields[name] for name in ("step", "sequences", "identity", "trainer", "config", "versions")}
-    save_checkpoint(loaded.checkpoint.parent, tensors, Manifest(**fields))
+    manifest = dataclasses.replace(loaded.manifest, step=loaded.manifest.step + 1)
+    save_checkpoint(loaded.checkpoint.parent, tensors, manifest)
 
 
 def test_a_model_that_several_ranks_saved_is_loaded_and_exported_by_one_process(tmp_path: Path) -> None:
