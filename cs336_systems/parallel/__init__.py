@@ -1,4 +1,4 @@
-"""Parallel strategies by name: each wraps a module, and the training loop does not know which one it has."""
+"""Parallel strategies by name. Each wraps a module; the training loop does not know which one it has."""
 
 import inspect
 from dataclasses import dataclass, fields
@@ -13,21 +13,21 @@ from .strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the strategies; each strategy takes those that its constructor names."""
+    """Options of the strategies. Each strategy takes the options that its constructor names."""
 
     bucket_size_mb: float | None = None
-    """Bytes of gradients that are sent together, in 2^20 (default: the strategy's)."""
+    """Size of the gradients that are sent together, in 2^20 bytes (default: the strategy's)."""
     grad_dtype: torch.dtype | None = None
     """Dtype in which gradients are sent (default: their own)."""
     compute_dtype: torch.dtype | None = None
-    """Dtype in which sharded weights are sent and compute (default: their own)."""
+    """Dtype of sharded weights in communication and computation (default: their own)."""
     reshard_after_forward: bool = True
     """Whether sharded weights are freed after the forward pass and gathered again for the backward pass."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the strategy at "module:Class", whose module is imported when it is first needed."""
+    """Makes the strategy at "module:Class". The module is imported at first use."""
 
     place: str
 
@@ -43,12 +43,12 @@ class Maker:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The `Options` that the strategy takes: those that its constructor names."""
+        """Names of the `Options` that the strategy takes."""
         named = inspect.signature(self.strategy).parameters
         return tuple(field.name for field in fields(Options) if field.name in named)
 
     def __call__(self, module: nn.Module, options: Options) -> Strategy:
-        """The strategy around a module, with those of the options that it takes."""
+        """The strategy around a module, with the options that it takes."""
         given = {name: value for name in self.options if (value := getattr(options, name)) is not None}
         return self.strategy(module, **given)
 
@@ -57,9 +57,9 @@ STRATEGIES = {name: Maker(f"{__name__}.{place}") for name, place in config.STRAT
 
 
 def get_strategy(name: str) -> Maker:
-    """The maker of the strategy registered as `name`, or of one's own at "module:Class".
+    """The maker of a registered strategy, or of your own at "module:Class".
 
-    Raises ValueError naming `parallel.strategy` if it is no name and cannot be imported, or is no Strategy.
+    Raises ValueError naming `parallel.strategy` if it cannot be imported or is no Strategy.
     """
     maker = STRATEGIES.get(name, Maker(name))
     _ = maker.strategy  # raises

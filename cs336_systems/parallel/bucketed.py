@@ -1,7 +1,6 @@
-"""Overlapped data parallelism in buckets: gradients that become ready one after another are sent together.
+"""Overlapped data parallelism with buckets: one tensor holds several gradients, and is sent when all of them are ready.
 
-Every transfer has a fixed cost besides that of its bytes, and a model has many small gradients (Li et al. 2020, section
-3.2.3).
+Every transfer has a fixed cost besides its bytes, and a model has many small gradients (Li et al. 2020, section 3.2.3).
 """
 
 from typing import Any
@@ -25,8 +24,8 @@ class Bucket:
     def collect(self) -> Tensor:
         """Make every gradient a view of the flat tensor, and return that tensor.
 
-        Gradients that autograd added to in place are views already. A gradient that autograd made anew, because there
-        was none, is copied in.
+        Autograd adds to a gradient in place, so most are views already. A gradient that it made anew, because there was
+        none, is copied in.
         """
         apart = [
             (view, p, p.grad)
@@ -50,17 +49,16 @@ class Bucket:
 class DDPBucketed(DDP):
     """`DDP` with gradients in flat buckets of at most bucket_size_mb (in 2^20 bytes), each sent when it is full.
 
-    Autograd adds to the buckets in place, so nothing is copied as long as gradients are cleared by this module's
-    `zero_grad`. An optimizer's own `zero_grad` drops the gradients, which costs a copy of each. After the first step
-    the buckets are cut again, in the order in which gradients come. A gradient that was replaced by hand counts as
-    missing unless a backward pass reached its parameter. A parameter that no rank has used has no gradient, rather than
-    zeros.
+    Autograd adds to the buckets in place, so nothing is copied as long as this module's `zero_grad` clears the
+    gradients. An optimizer's own `zero_grad` drops them, which costs a copy of each. After the first step the buckets
+    are cut again, in the order in which gradients come. A gradient that was replaced by hand counts as missing unless a
+    backward pass reached its parameter. A parameter that no rank has used has no gradient, rather than zeros.
 
     Raises ValueError if bucket_size_mb is not above 0 and finite.
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float = 100.0, grad_dtype: torch.dtype | None = None) -> None:
-        self._kept: set[nn.Parameter] = set()  # parameters whose gradients are of finished steps and not yet cleared
+        self._kept: set[nn.Parameter] = set()  # parameters with gradients of finished steps, not yet cleared
         super().__init__(module, grad_dtype, bucket_size_mb)
 
     def _arrange(self) -> None:
@@ -79,7 +77,7 @@ class DDPBucketed(DDP):
             bucket.collect()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. They stay views of the buckets, whatever set_to_none says."""
+        """Zero the gradients. They stay views of the buckets; set_to_none is ignored."""
         super().zero_grad()
         self._kept.clear()
         if not self._buckets:
@@ -88,7 +86,7 @@ class DDPBucketed(DDP):
             bucket.clear()
 
     def _is_missing(self, p: nn.Parameter) -> bool:
-        # Where it is not None it may be its view, still zero.
+        # A gradient that is not None may be a view that is still zero.
         return p.grad is None or (p not in self._touched and p not in self._kept)
 
     def finish_gradient_synchronization(self) -> None:

@@ -1,10 +1,9 @@
 """Data parallelism: every rank has the whole model and its own part of the batch, and gradients are averaged.
 
-The strategies differ in when they communicate, from the plainest to those that overlap it with the backward pass.
-`NaiveDDP` sends the gradients one by one after the backward pass, `FlatDDP` sends all of them at once after it. `DDP`
-sends each one, or several together, during the backward pass, as soon as they are ready; `DDPBucketed` in `bucketed.py`
-does so too, and keeps several gradients in one tensor. All leave the same gradients (Li et al. 2020, PyTorch
-Distributed, section 3).
+The strategies differ in when they communicate. `NaiveDDP` sends the gradients one by one after the backward pass,
+`FlatDDP` all at once. `DDP` sends each one, or several together, as soon as they are ready, during the backward pass.
+`DDPBucketed` in `bucketed.py` does so too, and keeps several gradients in one tensor. All of them leave the same
+gradients (Li et al. 2020, "PyTorch Distributed", section 3).
 """
 
 import math
@@ -41,10 +40,10 @@ class FlatDDP(Strategy):
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, group in by_dtype.items():
-            what = f"all-reduce of all gradients in {dtype}"
-            comm.check_dense(group, what)
+            name = f"all-reduce of all gradients in {dtype}"
+            comm.check_dense(group, name)
             flat = torch.cat([tensor.reshape(-1) for tensor in group])
-            comm.start_mean([flat], what, self.grad_dtype).wait()
+            comm.start_mean([flat], name, self.grad_dtype).wait()
             parts = flat.split([tensor.numel() for tensor in group])
             torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
         used.settle()
@@ -53,7 +52,7 @@ class FlatDDP(Strategy):
 def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
     """Group consecutive parameters of one dtype and device into buckets of at most most_bytes.
 
-    A parameter larger than that has a bucket to itself. Buckets are in the order in which they become complete.
+    A larger parameter has a bucket to itself. Buckets are in the order in which they become complete.
     """
     place = {p: i for i, p in enumerate(parameters)}
     buckets: list[list[nn.Parameter]] = []
@@ -70,17 +69,16 @@ def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[
 class DDP(Strategy):
     """Sends each gradient as soon as the backward pass has computed it, while the backward pass goes on.
 
-    All ranks must start the same transfers in the same order, although they need not all use the same parameters. So
-    the order is fixed: a gradient that is ready before its turn waits for those before it, and for parameters without a
-    gradient zeros are sent at the end. In the first step the order is the reverse of that in which parameters are
-    registered; after that it is the order in which gradients came on rank 0.
+    All ranks must start the same transfers in the same order, although they may use different parameters. So the order
+    is fixed: a gradient that is ready before its turn waits for the earlier ones, and parameters without a gradient
+    send zeros at the end. In the first step the order is the reverse of registration; after that it is the order in
+    which gradients came on rank 0.
 
-    With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size start together, as one collective
-    over many tensors, each sent from where it is. This takes fewer calls than sending each by itself, and copies
-    nothing into a bucket.
+    With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size are one collective over many
+    tensors, each sent from where it is: fewer calls, and no copies.
 
-    Thaw parameters before wrapping, because those that are frozen at that time get no hook. A backward pass whose
-    gradients are dropped must have reached the same parameters on all ranks.
+    Thaw parameters before wrapping, because frozen ones get no hook. A backward pass whose gradients are dropped must
+    have reached the same parameters on all ranks.
 
     Raises ValueError if bucket_size_mb is not above 0 and finite.
     """
@@ -113,7 +111,7 @@ class DDP(Strategy):
 
     def _reset(self) -> None:
         self._touched: set[nn.Parameter] = set()  # parameters that any backward pass of this step reached
-        self._came: dict[nn.Parameter, None] = {}  # those that the last one reached, in order
+        self._came: dict[nn.Parameter, None] = {}  # parameters that the last one reached, in order
         self._still_to_come = [len(group) for group in self._groups]
         self._transfers: list[comm.Transfer] = []
 
@@ -140,8 +138,8 @@ class DDP(Strategy):
     def _start_next(self) -> None:
         group = self._groups[len(self._transfers)]
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        what = f"all-reduce of the gradient of {self._names[group[0]]}{more}"
-        self._transfers.append(comm.start_mean(self._gradients(group), what, self.grad_dtype))
+        name = f"all-reduce of the gradient of {self._names[group[0]]}{more}"
+        self._transfers.append(comm.start_mean(self._gradients(group), name, self.grad_dtype))
 
     def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
         """The tensors to send for a group whose gradients are all ready."""
@@ -174,13 +172,11 @@ class DDP(Strategy):
         self._used.settle()
         if self._order_is_learnt:
             self._reset()
-        else:
-            self._learn_order()
-
-    def _learn_order(self) -> None:
-        numbers = {p: i for i, p in enumerate(self.trainable())}
-        came = comm.gather_objects([numbers[p] for p in self._came], "order of the gradients")[0]
+            return
+        # The order in which gradients came on rank 0 is the order of all further steps.
         parameters = self.trainable()
+        numbers = {p: i for i, p in enumerate(parameters)}
+        came = comm.gather_objects([numbers[p] for p in self._came], "order of the gradients")[0]
         first = [parameters[i] for i in came]
         self._order = first + [p for p in self._order if p not in set(first)]
         self._order_is_learnt = True

@@ -1,6 +1,6 @@
-"""What goes wrong between ranks, and how it is reported: which rank, which operation, which step.
+"""Failures between ranks, reported with rank, operation and step.
 
-If a transfer fails, whoever waits for it raises. If one never ends, a thread ends the process.
+If a transfer fails, the wait for it raises. If it never ends, a thread ends the process.
 """
 
 import contextlib
@@ -26,23 +26,20 @@ from ..machine.hardware import use_device_in_thread
 from .meeting import agents_store
 
 OWN_LAUNCH = "CS336_LAUNCHED"
-"""Set in the environment of processes that we have started ourselves, and whose failures we report."""
-
+"""Set in the environment of processes that this project has started, and whose failures it reports."""
 
 HANGS = "is gone or hangs"
-"""The launcher recognizes by these words a message of who waited, of the watchdog or because of a heartbeat."""
-
+"""Words in the messages of the watchdog and the heartbeats, by which the launcher knows a rank that only waited."""
 
 TIMED_OUT = ("Timed out", "Application timeout")
-"""In gloo's messages about a transfer for which another rank is late, one of these."""
-
+"""Words in gloo's messages about a transfer for which another rank is late."""
 
 TELL_ALL = ("ValueError", "FileNotFoundError", "NonFiniteError", "CheckpointError", "CollectiveError")
-"""Names of errors that say by themselves what went wrong where; to others, rank and step are added."""
+"""Errors that are complete without rank and step, which are added to all others."""
 
 
 class CollectiveError(RuntimeError):
-    """A transfer between ranks failed or was not done in time. Says which rank, which operation, which step."""
+    """A transfer between ranks failed or was not done in time. The message has rank, operation and step."""
 
 
 _step: int | None = None
@@ -54,9 +51,9 @@ def set_step(step: int | None) -> None:
     _step = step
 
 
-def place(what: str) -> str:
-    """Which rank, which operation and, in training, at which step."""
-    return f"rank {_rank()}: {what}" + (f" at step {_step}" if _step is not None else "")
+def place(operation: str) -> str:
+    """Rank, operation and, in training, the step."""
+    return f"rank {_rank()}: {operation}" + (f" at step {_step}" if _step is not None else "")
 
 
 def _rank() -> int:
@@ -64,59 +61,59 @@ def _rank() -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without further lines and without a backend's source line and advice; its type if empty."""
-    text = str(error).rpartition("Last error:")[2]  # NCCL's own word comes after two lines that say little
+    """The first line of an error's message, without a backend's source line and advice; its type if it is empty."""
+    text = str(error).rpartition("Last error:")[2]  # NCCL's own message comes after two general lines
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"^\[[^\]]*\] ?", "", line).partition(". This is typically")[0]
 
 
 class Watched(Protocol):
-    """What the watchdog asks of a transfer."""
+    """A transfer, for the watchdog."""
 
-    what: str
+    name: str
     started: float
 
     def done(self) -> bool: ...
 
 
 class named:
-    """Turns the backend's errors into a CollectiveError that says where it was, and whether another rank is to blame.
+    """Turns the backend's errors into a CollectiveError with the place, and whether another rank is to blame.
 
-    Running out of memory stays what it is.
+    Out-of-memory errors pass unchanged.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError | torch.OutOfMemoryError):
             blame = ", another rank is gone or late" if _is_another_ranks_fault(error) else ""
-            raise CollectiveError(f"{place(self.what)} failed{blame}: {first_line(error)}") from error
+            raise CollectiveError(f"{place(self.name)} failed{blame}: {first_line(error)}") from error
 
 
 def _is_another_ranks_fault(error: RuntimeError) -> bool:
-    """Whether a backend lost another rank, rather than refusing a call, such as one for a device or dtype it lacks."""
+    """Whether the backend lost another rank, rather than refusing a call, say for a dtype that it does not have."""
     if isinstance(error, dist.DistBackendError):
         return not any(words in str(error) for words in ("ncclInvalid", "ncclUnhandledCudaError"))
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 class Watchdog:
-    """Threads that end this process if a transfer is not done in time, because it may hang where nothing can be raised.
+    """Threads that end this process if a transfer is not done in time. It may hang where nothing can be raised.
 
-    On a GPU the main thread waits inside the driver, for kernels that wait for another rank. A thread that asks whether
-    transfers are done may have to wait there too, so one thread asks and another one looks at the clock. If a call that
-    hangs keeps all of Python from running, a timer that needs no Python ends the process and prints where each thread
-    is. Neither thread frees an event (`comm._spare_events`), because that takes CUDA's lock, which the main thread may
+    On a GPU the main thread hangs in the driver, behind kernels that wait for another rank. A thread that asks whether
+    transfers are done may hang there too, so one thread asks, and another one looks at the clock. If a hanging call
+    keeps all of Python from running, a timer that needs no Python ends the process and prints each thread's stack.
+    Neither thread frees an event (`comm._spare_events`), because that takes CUDA's lock, which the main thread may
     hold.
     """
 
     STUCK_S = 600.0
-    """How much longer than the limit Python may stand still after a transfer: as long as a call on a slow disk."""
+    """Seconds beyond the limit that Python may stand still after a transfer: the time of a call on a slow disk."""
     _PATIENCE = 3
-    """Turns of the clock thread without one of the asking thread, after which the asking thread counts as hung."""
+    """Turns of the clock thread without a turn of the asking thread, after which the latter counts as hung."""
 
     def __init__(self, timeout_s: float, device: torch.device) -> None:
         self._timeout_s, self._device, self._stopped = timeout_s, device, threading.Event()
@@ -135,9 +132,9 @@ class Watchdog:
     def _ask(self) -> None:
         use_device_in_thread(self._device)
         while not self._stopped.wait(self._pause_s):
-            # Not about younger ones: asking would keep their tensors alive beyond the wait for them.
+            # Younger transfers are not asked, because that would keep their tensors alive beyond the wait for them.
             before = time.monotonic() - self._pause_s
-            with contextlib.suppress(RuntimeError):  # a work that failed: whoever waits for it reports it
+            with contextlib.suppress(RuntimeError):  # a work that failed, which the wait for it reports
                 while (oldest := self._oldest()) is not None and oldest.started < before and oldest.done():
                     self._under_way.popleft()
             self._turns += 1
@@ -155,10 +152,10 @@ class Watchdog:
             if oldest is None or time.monotonic() - oldest.started <= self._timeout_s:
                 late = None
             elif oldest is not late:
-                # If everything stood still, as on a suspended machine, it may be done: let the other thread ask first.
+                # After everything stood still, as on a suspended machine, it may be done: the other thread asks first.
                 late, turns, waited = oldest, self._turns, 0
             elif self._turns > turns + 1 or (waited := waited + 1) > self._PATIENCE:
-                self._end(oldest.what)
+                fail(f"{place(oldest.name)} was not done after {self._timeout_s:g} s: another rank {HANGS}")
         if armed:
             faulthandler.cancel_dump_traceback_later()
 
@@ -168,12 +165,9 @@ class Watchdog:
         except IndexError:
             return None
 
-    def _end(self, what: str) -> None:
-        fail(f"{place(what)} was not done after {self._timeout_s:g} s: another rank {HANGS}")
-
 
 def fail(message: str) -> None:
-    """End this process at once, with a message for whoever launched it."""
+    """End this process at once, with a message for its launcher."""
     leave_failure(CollectiveError(message))
     os._exit(1)
 
@@ -182,11 +176,10 @@ _left: BaseException | None = None
 
 
 def leave_failure(error: BaseException) -> None:
-    """Leave an error for the launcher, in the file that it has named and the form that it reads; once for each error.
+    """Write an error, once, to the file that the launcher has named, in the form that it reads.
 
-    If the launcher is torchrun, print the error too; if all ranks find the same one, only one of them does, and what
-    is only its consequence on other ranks is not printed (`_say_once`). torchrun ends with a summary that has the
-    message of every rank.
+    If the launcher is torchrun, print the error too, but only once for all ranks, and without its consequences on other
+    ranks (`_say_once`). torchrun itself ends with a summary of the messages of all ranks.
     """
     global _left
     if error is _left:
@@ -196,9 +189,9 @@ def leave_failure(error: BaseException) -> None:
     if _step is not None and type(error).__name__ not in TELL_ALL:
         message = f"{place('training')} failed: {message}"
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # No py_callstack, so that the summary shows the message in its place.
+        # Without py_callstack, torchrun's summary shows the message.
         report = {"message": message, "kind": type(error).__name__, "extraInfo": {"timestamp": str(int(time.time()))}}
-        # Whole or not at all, because the launcher may end this process meanwhile.
+        # Written whole or not at all, because the launcher may end this process at any moment.
         with contextlib.suppress(OSError):
             write_whole(Path(path), json.dumps({"message": report}))
     if OWN_LAUNCH not in os.environ:
@@ -208,16 +201,16 @@ def leave_failure(error: BaseException) -> None:
 def _say_once(message: str, is_consequence: bool = False, patience_s: float = 5) -> None:
     """Print a message with this rank's number, unless another rank of this start has printed the same.
 
-    What may be the consequence of another rank's failure is printed only if no rank has printed anything.
+    A possible consequence of another rank's failure is printed only if no rank has printed anything.
 
-    The ranks settle in the agents' store who is first, so it works before the process group exists, and for ranks that
-    fail one by one as well as together. In doubt the message is printed: if the store does not answer, or if the rank
-    that was first does not print within patience_s, because its agent may have ended it.
+    The first rank to count up in the agents' store prints. So this works before the process group exists, and for ranks
+    that fail one by one. In doubt the message is printed: if the store does not answer, or if the first rank does not
+    print within patience_s, because its agent may have ended it.
     """
     start = f"said after {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} restarts: "
     anything, same = f"{start}anything", start + hashlib.sha256(message.encode()).hexdigest()
     store = None
-    with contextlib.suppress(Exception):  # whatever it is, it must not hide the message
+    with contextlib.suppress(Exception):  # no failure here may hide the message
         store = agents_store(patience_s)
         if store is not None:
             is_first = store.add(f"{anything}, by so many", 1) == 1

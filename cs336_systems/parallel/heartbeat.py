@@ -1,8 +1,8 @@
-"""Whether the other ranks still run, for one that waits for their disks, longer than for any transfer.
+"""Heartbeats: do the other ranks still run while one waits for their disks, which may take longer than any transfer?
 
-To who waits, a rank whose process was stopped or cut off looks like one whose disk is slow. So a thread of each rank
-counts up in a store that all share, as long as its process runs. While a rank waits, its thread watches the others'
-counts, and ends the process if one stands still.
+A stopped or unreachable process looks like one with a slow disk. So a thread of each rank counts up in a shared store
+as long as its process runs. While a rank waits, its thread watches the other counts, and ends the process if one stands
+still.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from .failure import HANGS, fail, place
 
 
 class Heartbeats:
-    """A thread that counts for this rank and, during `awaiting`, ends this process if another's count stands still.
+    """A thread that counts for this rank and, during `awaiting`, ends this process if another count stands still.
 
-    It counts its own turns instead of reading a clock, so that nothing happens where all ranks stood still together.
+    It measures time in its own turns, so that nothing happens after all ranks stood still together.
     """
 
     LEAST_S = 60.0
-    """The limit is never shorter, because safetensors keeps all of Python from running while it serializes a file: here
-    3 s for a GiB, and files have up to two."""
+    """The shortest limit: safetensors keeps all of Python from running while it serializes a file, which takes 3 s per
+    GiB, and files have up to two."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, limit_s: float) -> None:
-        # A connection of its own: calls of several threads on one wait for each other.
+        # A connection of its own, because the calls of several threads on one connection wait for each other.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._limit_s, self._stopped = max(limit_s, self.LEAST_S), threading.Event()
         self._pause_s = min(1.0, self._limit_s / 4)
@@ -35,13 +35,13 @@ class Heartbeats:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     @contextlib.contextmanager
-    def awaiting(self, what: str) -> Iterator[None]:
+    def awaiting(self, name: str) -> Iterator[None]:
         """While active, all ranks have to run. Several threads may wait at a time."""
-        self._awaited.append(what)
+        self._awaited.append(name)
         try:
             yield
         finally:
-            self._awaited.remove(what)
+            self._awaited.remove(name)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -49,7 +49,7 @@ class Heartbeats:
     def _run(self) -> None:
         turn, seen, still = 0, dict[int, bytes](), dict[int, int]()
         keys = [_key(other) for other in self._others]
-        with contextlib.suppress(RuntimeError):  # the store is gone, with those who keep it
+        with contextlib.suppress(RuntimeError):  # the store has ended with its agent
             while not self._stopped.wait(self._pause_s):
                 turn += 1
                 self._store.set(self._key, str(turn))

@@ -1,8 +1,8 @@
-"""Where the ranks of one start find each other, and not the ranks of an earlier start.
+"""A store in which the ranks of one start find each other, and not those of an earlier start.
 
 The agents of torchrun keep one key-value store through all restarts, and PyTorch's process groups leave their addresses
-in it under names that do not change. The first rank to come back reads an earlier start's address, and the restart
-fails. The number of restarts cannot tell them apart, because each agent counts its own (pytorch/pytorch issue 135712).
+in it under names that do not change. After a restart, the first rank reads an old address, and the restart fails. The
+number of restarts cannot tell the starts apart, because each agent counts its own (pytorch/pytorch issue 135712).
 """
 
 import os
@@ -18,11 +18,11 @@ from ..machine.console import count_in_environment
 
 
 def check_environment() -> None:
-    """Raise ValueError naming a variable that keeps the ranks from meeting: what torchrun sets, gloo's interfaces."""
+    """Raise ValueError naming an environment variable, of torchrun or gloo, that keeps the ranks from meeting."""
     if not os.environ.get("MASTER_ADDR"):
         raise ValueError("MASTER_ADDR is not set in the environment: it must be the address of rank 0's machine")
     port = count_in_environment("MASTER_PORT", 0)
-    least = 0 if count_in_environment("WORLD_SIZE", 1) == 1 else 1  # a process by itself may take any that is free
+    least = 0 if count_in_environment("WORLD_SIZE", 1) == 1 else 1  # a single process may take any free port
     if "MASTER_PORT" not in os.environ or not least <= port < 1 << 16:
         given = port if "MASTER_PORT" in os.environ else "not set"
         accepted = "a port of rank 0's machine, from 1 to 65535"
@@ -35,7 +35,7 @@ def check_environment() -> None:
 
 
 def meeting_place(timeout_s: float) -> dict[str, Any]:
-    """Arguments of `init_process_group` that say where the ranks are, if this process has an agent; otherwise none.
+    """Arguments of `init_process_group` with a store for this start, or {} if no agent has started this process.
 
     Raises RuntimeError if not all ranks come within timeout_s.
     """
@@ -59,9 +59,9 @@ def agents_store(timeout_s: float) -> dist.Store | None:
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """A part of the store that no earlier start has written to, the same one on all ranks of this start.
 
-    Rank 0 draws its name. The others cannot know which name in the store belongs to this start. So each asks under a
-    name of its own, which only this start's rank 0 answers, and rank 0 goes on until all have taken its answer. If it
-    answers a question of an earlier start, nobody takes that answer.
+    Rank 0 draws its name. The others cannot tell which name in the store belongs to this start. So each asks under a
+    name of its own, which only this start's rank 0 can answer, and rank 0 answers until all have its name. Nobody takes
+    its answer to a question of an earlier start.
     """
     own = uuid.uuid4().hex
     if rank != 0:
@@ -80,6 +80,6 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_s: float)
                 question = store.get(f"question of rank {other}").decode()
                 store.set(f"answer to {question}", own)
         if missing and time.monotonic() > end:
-            raise RuntimeError(f"no word of rank {', '.join(map(str, sorted(missing)))}")
+            raise RuntimeError(f"no answer from rank {', '.join(map(str, sorted(missing)))}")
         time.sleep(0.01)
     return dist.PrefixStore(own, store)

@@ -1,4 +1,4 @@
-"""Who is who among processes that train together: in their process group, and in what the launcher has set."""
+"""Ranks and world sizes, of the process group and as the launcher has set them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _alone = False
 
 def world_size() -> int:
     """Number of processes; 1 without a process group."""
-    group = dist.group.WORLD  # asked directly, because every transfer needs this
+    group = dist.group.WORLD  # faster than dist.get_world_size, and every transfer needs it
     return group.size() if group is not None and not _alone else 1
 
 
@@ -23,7 +23,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """While active, this process acts as if there were no others, to measure what they add."""
+    """While active, this process acts as if there were no others, to measure the cost of communication."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -33,12 +33,12 @@ def alone() -> Iterator[None]:
 
 
 def environment_rank() -> int:
-    """This process's rank among those that were started together, also before the process group exists."""
+    """This process's rank as the launcher has set it, before the process group exists; 0 without a launcher."""
     return launched_rank() or 0
 
 
 def local_rank() -> int:
-    """This process's rank among those of its machine, which is also the index of its GPU."""
+    """This process's rank on its machine, which is also the index of its GPU."""
     return count_in_environment("LOCAL_RANK", 0)
 
 
@@ -48,5 +48,5 @@ def local_world_size() -> int:
 
 
 def launched() -> bool:
-    """Whether torchrun, or our own launch through the same agent, started this process as one of several."""
+    """Whether torchrun, or this project's launch through the same agent, started this process."""
     return launched_rank() is not None

@@ -1,4 +1,4 @@
-"""The base of all strategies: a module around a module, and the contract that the training loop relies on."""
+"""The base class of all parallel strategies: a module around the model, with the interface of the training loop."""
 
 import math
 import weakref
@@ -16,21 +16,21 @@ from . import comm
 
 
 class Strategy(nn.Module):
-    """The strategy `none` (one process, nothing to communicate), and what the other strategies have in common.
+    """The strategy `none` (one process, nothing to communicate), and the base of the others.
 
     At the start all ranks get rank 0's parameters and buffers. Gradients are averaged over ranks between `backward` and
     the optimizer's step. If ranks have different numbers of tokens, each multiplies its mean loss by
-    `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards. One that
-    only some ranks have used has one, to which the others contribute zeros.
+    `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards. If only some ranks have used it,
+    the others contribute zeros.
 
-    Gradients are those that a backward pass leaves. One backward pass goes through one strategy, so several models that
-    share it belong in one module. A strategy does not know parameters that are added later.
+    Only gradients of a backward pass are averaged. One backward pass goes through one strategy, so several models that
+    share it belong in one module. Parameters that are added after wrapping are not averaged.
 
-    A strategy cannot be copied or pickled, because its hooks are on the parameters that it was given. What
-    `full_state_dict` returns can be, and so can its `module`, unless that is sharded.
+    A strategy cannot be copied or pickled, because its hooks are on the parameters that it was given. The result of
+    `full_state_dict` can be, and so can its `module`, unless that is sharded.
 
-    Raises ValueError if the ranks' modules differ, for a module that contains a strategy or that one has sharded, and
-    for a grad_dtype in which gradients cannot be sent.
+    Raises ValueError if the ranks' modules differ, if the module contains a strategy or is sharded by one, and for a
+    grad_dtype in which gradients cannot be sent.
     """
 
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
@@ -39,7 +39,7 @@ class Strategy(nn.Module):
         for name, inside in module.named_modules():
             if isinstance(inside, Strategy):
                 where = f"its {name}" if name else "it"
-                raise ValueError(f"module is a {type(module).__name__}: {where} is a {type(inside).__name__}, and a "
+                raise ValueError(f"module is a {type(module).__name__}: {where} is a {type(inside).__name__}, but a "
                                  "strategy goes around a whole model, once")  # fmt: skip
         self.module = module
         self.grad_dtype = grad_dtype
@@ -58,8 +58,8 @@ class Strategy(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # copy.deepcopy and torch.save call this too. A copy would have parameters without hooks.
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: its module can, before it is wrapped, "
-                        "and so can what full_state_dict gives")  # fmt: skip
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: copy its module before it is wrapped, "
+                        "or save the result of full_state_dict")  # fmt: skip
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -71,9 +71,9 @@ class Strategy(nn.Module):
             self._synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Return when gradients are averaged. To be called between the last backward and the optimizer's step.
+        """Wait until gradients are averaged. Call it between the last backward and the optimizer's step.
 
-        On a GPU, "returns" means that work queued after it sees the averages.
+        On a GPU it may return earlier, but work that is queued afterwards sees the averages.
         """
 
     def clip_gradient(self, max_norm: float = math.inf) -> Tensor:
@@ -102,43 +102,56 @@ class Strategy(nn.Module):
         """The state dict that a single process would have. All ranks call it together, outside a forward pass.
 
         Without to_rank all ranks get it, on their devices; tensors that are whole already are returned as they are.
-        With to_rank that rank gets copies in main memory, which may hold more than its GPU can, and the others get {}:
-        of a sharded module they hold no more whole at a time than what is sent together, a block.
+        With to_rank that rank gets copies in main memory, which may hold more than its GPU can, and the others get {}.
+        Of a sharded module, no rank holds more whole on its device at a time than is gathered together, a block.
 
         Raises ValueError if there is no such rank.
         """
-        parts = self.module.state_dict(keep_vars=True)  # themselves, not views, so that a tied weight is one tensor
-        # Other entries of a module (`get_extra_state`) are whole on each rank.
-        tensors = [part for part in parts.values() if isinstance(part, Tensor)]
-        whole = self._gather_whole(list(dict.fromkeys(tensors)), _keep_on(to_rank))
+        if to_rank is not None and not 0 <= to_rank < comm.world_size():
+            raise ValueError(f"to_rank is {to_rank}: there are ranks 0 to {comm.world_size() - 1}")
+
+        def keep(tensor: Tensor) -> Tensor:
+            if to_rank is None:
+                return tensor
+            if to_rank == comm.rank():
+                return tensor.to("cpu", copy=True)
+            if tensor.is_cuda:
+                # Stay in step with the rank that copies, or the next transfer's time limit begins before its turn.
+                torch.cuda.current_stream(tensor.device).synchronize()
+            return tensor.new_empty(0)
+
+        state = self.module.state_dict(keep_vars=True)  # the parameters themselves, so that a tied weight is one tensor
+        # Other entries, of `get_extra_state`, are whole on each rank.
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        whole = self._gather_whole(list(dict.fromkeys(tensors)), keep)
         if to_rank not in (None, comm.rank()):
             return {}
-        return {name: whole[part] if isinstance(part, Tensor) else part for name, part in parts.items()}
+        return {name: whole[value] if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def _gather_whole(self, parts: Sequence[Tensor], keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
-        """Map each tensor of the state dict to what `keep` returns for it whole; nothing else holds the whole one."""
+        """Map each tensor of the state dict to `keep` of the whole tensor, which nothing else may hold."""
         return {part: keep(part.detach()) for part in parts}
 
     def shards(self) -> dict[str, tuple[torch.Size, int]]:
-        """The parameters of which this rank has only some rows, by name: the whole shape, and the first row it has."""
+        """The sharded parameters by name: the whole shape, and the first row that this rank has."""
         return {}
 
     def gathered_bytes(self) -> int:
-        """Bytes of weights that are whole at the moment, besides this rank's own part of them."""
+        """Bytes of whole weights at the moment, besides this rank's shards of them."""
         return 0
 
     @property
     def sharded(self) -> bool:
-        """Whether the module on this rank is not whole, so that it can only be called on all ranks together."""
+        """Whether weights are sharded, so that the module can only be called on all ranks together."""
         return bool(self.shards())
 
     def trainable(self) -> list[nn.Parameter]:
-        """Parameters that have gradients, each once, in the order in which the module registered them."""
+        """Parameters that require gradients, each once, in the order of registration."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
 def check_wire_dtype(name: str, dtype: Any) -> None:
-    """Raise ValueError for a dtype in which neither gradients nor weights can be sent."""
+    """Raise ValueError for a dtype in which gradients and weights cannot be sent."""
     known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
     if not any(dtype is one for one in known):
         raise ValueError(f"{name} is {dtype!r}: it must be one of {', '.join(map(str, known))}")
@@ -153,29 +166,11 @@ def _describe(t: Tensor) -> str:
     return f"{frozen}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{how}{where}"
 
 
-def _keep_on(rank: int | None) -> Callable[[Tensor], Tensor]:
-    """What to keep of a whole tensor: itself or, given a rank, a copy in main memory there and nothing elsewhere."""
-    if rank is None:
-        return lambda tensor: tensor
-    if not 0 <= rank < comm.world_size():
-        raise ValueError(f"to_rank is {rank}: there are ranks 0 to {comm.world_size() - 1}")
-    if rank == comm.rank():
-        return lambda tensor: tensor.to("cpu", copy=True)
-
-    def forget(tensor: Tensor) -> Tensor:
-        if tensor.is_cuda:
-            # Stay in step with the rank that copies, or the next transfer's time limit begins before its turn.
-            torch.cuda.current_stream(tensor.device).synchronize()
-        return tensor.new_empty(0)
-
-    return forget
-
-
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a hook of a bound method that does not keep its object alive, and does nothing once that is gone.
+    """A hook that calls a bound method without keeping its object alive, and does nothing once that is gone.
 
-    A parameter holds its hooks where Python's garbage collector cannot see them. So a strategy that they hold would
-    never be freed, because it holds the parameter in turn.
+    Python's garbage collector cannot see the hooks of a parameter. A strategy that they hold would never be freed,
+    because it holds the parameter in turn.
     """
     reference = weakref.WeakMethod(method)
 
@@ -187,20 +182,20 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_as_part(parameter: Tensor) -> None:
-    """Mark a parameter as this rank's part of a sharded one, for `is_part`."""
+    """Mark a parameter as this rank's shard, for `is_part`."""
     parameter._is_part_of_a_sharded_one = True  # type: ignore[attr-defined]
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether other ranks have other parts of this parameter, by this project's `FSDP` or PyTorch's `fully_shard`."""
+    """Whether a parameter is a shard, of this project's `FSDP` or of PyTorch's `fully_shard`."""
     return getattr(parameter, "_is_part_of_a_sharded_one", False) or hasattr(parameter, "device_mesh")
 
 
 class UsedParameters:
-    """Which parameters some rank has used; the ranks agree on it while the gradients are averaged.
+    """Tracks which parameters any rank has used. The ranks agree on it while the gradients are averaged.
 
     A rank that has not used a parameter sends zeros in place of its gradient, so that all ranks send the same tensors.
-    Whether any rank has used it is sent as a flag, which only a rank that has not used it waits for.
+    A flag beside the gradients says whether any rank has used it; only a rank that has not used it reads the flag.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's own data parallelism behind the same contract, to measure against: as its users run it, with its limits.
+"""PyTorch's own data parallelism as strategies, to measure against, with its own limits.
 
 `DistributedDataParallel` raises if a parameter is not used; `fully_shard` keeps parameters as DTensors.
 """
@@ -32,15 +32,14 @@ class TorchDDP(Strategy):
             if grad_dtype == torch.bfloat16 and not all(p.is_cuda for p in module.parameters()):
                 raise ValueError("parallel.grad_dtype is bf16: it must be same, fp32 or fp16 with parallel.strategy "
                                  "torch_ddp on a CPU, where PyTorch's DDP does not compress to bfloat16")  # fmt: skip
-            # Not a submodule of this one, because that would name every parameter twice.
             ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True)
             others = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype != grad_dtype]
             if grad_dtype not in (None, *_COMPRESS) and others:
                 raise ValueError(f"grad_dtype is {grad_dtype}: PyTorch's DDP sends gradients as they are, in bfloat16 "
-                                 f"or in float16, and {others[0]} has others")  # fmt: skip
+                                 f"or in float16, but {others[0]} has another dtype")  # fmt: skip
             if grad_dtype in _COMPRESS:
                 ddp.register_comm_hook(None, _COMPRESS[grad_dtype])
-            object.__setattr__(self, "_ddp", ddp)
+            object.__setattr__(self, "_ddp", ddp)  # as a submodule it would name every parameter twice
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return (self._ddp or self.module)(*inputs, **kwargs)
@@ -69,9 +68,9 @@ class TorchFSDP(Strategy):
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             options: Any = dict(
                 mp_policy=policy,
-                # None, PyTorch's default, is true for all but the module itself.
+                # None, PyTorch's default, means true for all modules but the root.
                 reshard_after_forward=None if reshard_after_forward else False,
-                # Without a mesh, the module would move to a GPU wherever there is one.
+                # Without a mesh, the module would move to the GPU if there is one.
                 mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
             )
             for layers in [m for m in module.modules() if isinstance(m, nn.ModuleList)]:
@@ -92,7 +91,7 @@ class TorchFSDP(Strategy):
 
     @property
     def sharded(self) -> bool:
-        """Its shards are DTensors, which describe themselves."""
+        """True in a process group. `shards` is empty, because DTensors describe themselves."""
         return dist.is_initialized()
 
     def _set_sync(self, wanted: bool) -> None:

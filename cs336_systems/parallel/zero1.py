@@ -1,7 +1,8 @@
-"""ZeRO stage 1: each rank keeps the optimizer state of a part of the parameters, updates it, and sends it to all.
+"""ZeRO stage 1: each rank keeps optimizer state for a part of the parameters, updates it, and broadcasts it.
 
-Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1. AdamW in
-float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1. AdamW in
+float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N. `zero1_simple.py` is the same without overlap;
+`zero1_buckets.py` lays out the parameters that are sent together.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,12 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
-from .zero1_buckets import Round, check_parameters, cut, find_immovable
+from .zero1_buckets import BroadcastBucket, check_parameters, cut, find_immovable
 
 # By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank updates 4 GB in 7 ms (28 bytes per
-# parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two things are not hidden: the first round's update, 1 ms
-# at 512 MB, and the host, where a round takes it longer than the transfer does: 1 ms, if it is slow, compared with 0.9
-# ms for 256 MB and 1.8 ms for 512 MB.
+# parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two costs are not hidden: the update of the first bucket,
+# 1 ms at 512 MB, and a slow host, which spends 1 ms per bucket, while the transfer of a bucket takes 0.9 ms at 256 MB
+# and 1.8 ms at 512 MB.
 TRANSFER_MB = 512
 
 
@@ -30,48 +31,46 @@ class ShardedOptimizer(Optimizer):
     Frozen parameters are assigned at the first step after they are thawed; until then all ranks keep the state that is
     loaded for them.
 
-    `step` goes in rounds. In each round, every rank updates a piece of its part: at most `transfer_mb` times 2^20
-    bytes, or a single parameter. While it updates the next piece, the pieces of all ranks are sent together. All ranks
-    must have equal parameters and gradients beforehand, and must call `step`, `add_param_group` and
-    `consolidate_state_dict` together.
+    `step` goes bucket by bucket. Each rank's share of a bucket is at most `transfer_mb` times 2^20 bytes, or a single
+    parameter. While the ranks update the next bucket, this one is broadcast. All ranks must have equal parameters and
+    gradients beforehand, and must call `step`, `add_param_group` and `consolidate_state_dict` together.
 
-    With more than one rank, parameters are moved when they are assigned: those of a piece into one flat tensor per
-    dtype, which is one transfer (and what torch.save of any of them saves). They stay the same objects. Anything that
-    knows their addresses, as a CUDA graph does, or shares their memory, as a state dict does, must be made afterwards.
-    A parameter that lies in a larger storage on any rank stays there and is sent by itself.
+    With more than one rank, parameters are moved when they are assigned: each rank's share of a bucket becomes one flat
+    tensor per dtype, which is one transfer (and which torch.save of one parameter saves whole). Parameters stay the
+    same objects. Anything that knows their addresses, as a CUDA graph does, or shares their memory, as a state dict
+    does, must be made afterwards. A parameter in a larger storage on any rank stays there and is sent by itself.
 
     `param_groups` hold all parameters, and changes to them take effect, so a scheduler sees an ordinary optimizer.
     `state`, and so `state_dict`, hold this rank's own part.
 
-    Raises ValueError if optimizer_cls is not an optimizer, or if the parameters are not the same on all ranks or cannot
-    be sent.
+    Raises ValueError if optimizer_cls is not an optimizer, or if the parameters differ between ranks or cannot be sent.
     """
 
     def __init__(
         self, params: Iterable[Any], optimizer_cls: type[Optimizer], *, transfer_mb: float = TRANSFER_MB, **kwargs: Any
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-            raise ValueError(f"optimizer_cls is {optimizer_cls!r}: it must be a class of torch.optim.Optimizer's kind")
+            raise ValueError(f"optimizer_cls is {optimizer_cls!r}: it must be a subclass of torch.optim.Optimizer")
         if not transfer_mb > 0:
             raise ValueError(f"transfer_mb is {transfer_mb}: it must be above 0")
         self._optimizer_cls, self._kwargs = optimizer_cls, kwargs
         self._transfer_bytes = transfer_mb * 2**20 if comm.world_size() > 1 else float("inf")
-        self._inner: Optimizer | None = None
+        self._local: Optimizer | None = None  # updates this rank's own parameters
         self._owners: dict[Tensor, int] = {}
         self._unassigned: list[Tensor] = []
-        self._rounds: list[Round] = []
+        self._buckets: list[BroadcastBucket] = []
         super().__init__(params, {})
         self._assign()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # copy.deepcopy and torch.save call this too. A copy would send parameters that its model does not have.
-        raise TypeError("a ShardedOptimizer cannot be copied or pickled: its state_dict can, and what "
-                        "consolidate_state_dict gives")  # fmt: skip
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled: save its state_dict, or the result of "
+                        "consolidate_state_dict")  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and assign them to ranks like the first ones. Those stay where they are."""
+        """Add parameters and assign them to ranks. Earlier ones stay where they are."""
         super().add_param_group(param_group)
-        if self._inner is not None:  # otherwise called by the constructor, which assigns all groups itself
+        if self._local is not None:  # not in the constructor, which assigns all groups together
             try:
                 self._assign()
             except Exception:
@@ -93,35 +92,35 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         if any(p.requires_grad for p in self._unassigned):
             self._assign()
-        assert self._inner is not None
-        self._find_strays()
-        self._inner.state = self.state
+        assert self._local is not None
+        self._find_moved()
+        self._local.state = self.state
         transfers = []
-        for i, each in enumerate(self._rounds):
-            groups = zip(self.param_groups, each.own, strict=False)  # a round has nothing of groups added after it
-            self._inner.param_groups = [{**group, "params": own} for group, own in groups if own]
-            if self._inner.param_groups:
-                self._inner.step(**kwargs)
+        for i, bucket in enumerate(self._buckets):
+            groups = zip(self.param_groups, bucket.own, strict=False)  # later groups are in later buckets
+            self._local.param_groups = [{**group, "params": own} for group, own in groups if own]
+            if self._local.param_groups:
+                self._local.step(**kwargs)
             # Parameters without a gradient here are sent too: all ranks must start the same transfers.
-            transfers.append(comm.start_broadcasts(each.sources(), f"updated parameters, round {i + 1}"))
-        for each, transfer in zip(self._rounds, transfers, strict=True):
+            transfers.append(comm.start_broadcasts(bucket.sources(), f"updated parameters, bucket {i + 1}"))
+        for bucket, transfer in zip(self._buckets, transfers, strict=True):
             transfer.wait()
-            for p, place in each.strays:
-                p.copy_(place)
+            for p, slot in bucket.moved:
+                p.copy_(slot)
         return loss
 
-    def _find_strays(self) -> None:
-        """Find parameters that were moved since, and ensure that none lies where another one is or will be put."""
-        strays = [p for each in self._rounds for p in each.find_strays()]
-        if not strays:
+    def _find_moved(self) -> None:
+        """Find parameters that were moved out of their bucket, and ensure that none overlaps another one or a slot."""
+        moved = [p for bucket in self._buckets for p in bucket.find_moved()]
+        if not moved:
             return
         at: dict[int, Tensor] = {}
         for p in filter(Tensor.numel, dict.fromkeys(self._parameters())):
             if at.setdefault(p.data_ptr(), p) is not p:
                 shapes = " and ".join(str(tuple(x.shape)) for x in (at[p.data_ptr()], p))
                 raise ValueError(f"parameters of shapes {shapes} share memory by now: each is to have its own")
-        pieces = {place.untyped_storage().data_ptr() for each in self._rounds for _, place in each.places}
-        inside = [p for p in strays if p.untyped_storage().data_ptr() in pieces]
+        flat = {slot.untyped_storage().data_ptr() for bucket in self._buckets for _, slot in bucket.slots}
+        inside = [p for p in moved if p.untyped_storage().data_ptr() in flat]
         for p, values in zip(inside, [p.detach().clone() for p in inside], strict=True):
             p.data = values
 
@@ -133,9 +132,9 @@ class ShardedOptimizer(Optimizer):
         if not 0 <= to < comm.world_size():
             raise ValueError(f"to is {to}: there are ranks 0 to {comm.world_size() - 1}")
         parameters = self._parameters()
-        # For a parameter that has no owner yet, all ranks have what was loaded, and rank 0 reports it.
-        told = [p in self.state and self._owners.get(p, 0) == comm.rank() for p in parameters]
-        own = {i: self.state[p] for i, p in enumerate(parameters) if told[i]}
+        # All ranks have the state loaded for a parameter without an owner; rank 0 reports it.
+        reported = [p in self.state and self._owners.get(p, 0) == comm.rank() for p in parameters]
+        own = {i: self.state[p] for i, p in enumerate(parameters) if reported[i]}
         outlines = {i: {k: _outline(v, parameters[i]) for k, v in state.items()} for i, state in own.items()}
         everyone = comm.gather_objects(outlines, "outline of the optimizer's state")
         merged = {i: (state, owner) for owner, part in enumerate(everyone) for i, state in part.items()}
@@ -163,15 +162,15 @@ class ShardedOptimizer(Optimizer):
         own = {name for name, p in zip(names, self._parameters(), strict=False) if self._owners.get(p, rank) == rank}
         state = {name: state for name, state in state_dict["state"].items() if name in own}
         super().load_state_dict({**state_dict, "state": state})
-        assert self._inner is not None
-        # Not just an assignment: in __setstate__ optimizers repair what older versions of them have saved.
-        self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        assert self._local is not None
+        # Optimizers repair in __setstate__ what older versions of them have saved.
+        self._local.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _assign(self) -> None:
-        """Assign an owner to each parameter that is not frozen and has none, and add the rounds that send them."""
+        """Assign an owner to each parameter that is not frozen and has none, and put them into new buckets."""
         parameters = list(dict.fromkeys(self._parameters()))
         check_parameters(parameters)
         owners = dict(self._owners)
@@ -187,7 +186,9 @@ class ShardedOptimizer(Optimizer):
         self._make_state({p for p in new if owners[p] == comm.rank()})
         immovable = find_immovable(new)
         parts = [cut([p for p in new if owners[p] == rank], self._transfer_bytes) for rank in range(comm.world_size())]
-        self._rounds += [Round(each, self.param_groups, immovable) for each in zip_longest(*parts, fillvalue=[])]
+        self._buckets += [
+            BroadcastBucket(shares, self.param_groups, immovable) for shares in zip_longest(*parts, fillvalue=[])
+        ]
         for p in new:
             if owners[p] != comm.rank():
                 self.state.pop(p, None)
@@ -195,11 +196,11 @@ class ShardedOptimizer(Optimizer):
         self._unassigned = [p for p in parameters if p not in owners]
 
     def _make_state(self, new: set[Tensor]) -> None:
-        """Make an optimizer over this rank's new parameters: the first steps, later ones give only initial state."""
+        """Make an optimizer of this rank's new parameters. The first one is kept; later ones give initial state."""
         groups = [{**group, "params": [p for p in group["params"] if p in new]} for group in self.param_groups]
         made = self._optimizer_cls(groups, **self._kwargs)
-        if self._inner is None:
-            self._inner, self.state, self.defaults = made, made.state, made.defaults
+        if self._local is None:
+            self._local, self.state, self.defaults = made, made.state, made.defaults
             for group, with_defaults in zip(self.param_groups, made.param_groups, strict=True):
                 for key, value in with_defaults.items():
                     group.setdefault(key, value)
@@ -208,7 +209,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def _outline(value: Any, parameter: Tensor) -> Any:
-    """What to send first of a state value: a small value itself; of a large one, what a rank needs to receive it."""
+    """A small state value itself; a meta tensor in place of a large one, so that ranks can allocate memory for it."""
     if not isinstance(value, Tensor):
         return value
     large = value.ndim > 0 and value.device == parameter.device

@@ -1,7 +1,4 @@
-"""What the sharded optimizer sends in one round, and where the parameters of a round lie.
-
-Each piece of a round is one flat tensor per dtype, so that it is one transfer, and its parameters are views of it.
-"""
+"""Broadcast buckets of the sharded optimizer: parameters that are updated and sent together."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,50 +12,54 @@ from .strategy import is_part
 _ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels choose their loads by it
 
 
-class Round:
-    """One round: a piece of each rank's part, in rank order, which its rank updates and then sends."""
+class BroadcastBucket:
+    """A share of each rank's parameters, in rank order, which that rank updates and then broadcasts.
 
-    def __init__(self, pieces: Sequence[list[Tensor]], groups: list[dict[str, Any]], immovable: set[Tensor]) -> None:
-        mine = set(pieces[comm.rank()])
+    A share is one flat tensor per dtype, so that it is one transfer, and its parameters are views of it, their slots.
+    """
+
+    def __init__(self, shares: Sequence[list[Tensor]], groups: list[dict[str, Any]], immovable: set[Tensor]) -> None:
+        mine = set(shares[comm.rank()])
         self.own = [[p for p in group["params"] if p in mine] for group in groups]
-        self._sent: list[tuple[Tensor, int]] = []
-        self._unmoved: list[tuple[Tensor, str]] = []
-        self.places: list[tuple[Tensor, Tensor]] = []
+        self.slots: list[tuple[Tensor, Tensor]] = []
+        self.moved: list[tuple[Tensor, Tensor]] = []  # parameters that are no longer in their slots
         self._addresses: list[int] = []
-        self.strays: list[tuple[Tensor, Tensor]] = []
-        for owner, piece in enumerate(pieces):
-            self._sent += [(p, owner) for p in piece if p in immovable]
-            self._unmoved += [(p, _describe(p)) for p in piece if p in immovable and comm.world_size() > 1]
-            movable = [p for p in piece if p not in immovable]
+        self._immovable: list[tuple[Tensor, str]] = []
+        self._sent: list[tuple[Tensor, int]] = []
+        for owner, share in enumerate(shares):
+            self._sent += [(p, owner) for p in share if p in immovable]
+            self._immovable += [(p, _describe(p)) for p in share if p in immovable and comm.world_size() > 1]
+            movable = [p for p in share if p not in immovable]
             for dtype in dict.fromkeys(p.dtype for p in movable):
-                self._sent.append((self._move([p for p in movable if p.dtype == dtype]), owner))
+                self._sent.append((self._flatten([p for p in movable if p.dtype == dtype]), owner))
 
-    def _move(self, parameters: list[Tensor]) -> Tensor:
+    def _flatten(self, parameters: list[Tensor]) -> Tensor:
+        """Move parameters into one flat tensor."""
         unit = _ALIGNMENT // parameters[0].itemsize
         *starts, size = accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
         flat = parameters[0].detach().new_zeros(size)
         for p, start in zip(parameters, starts, strict=True):
-            place = flat[start : start + p.numel()].view(p.shape)
-            p.data = place.copy_(p.detach())  # frees its old memory, so that at most this piece exists twice
-            self.places.append((p, place))
+            slot = flat[start : start + p.numel()].view(p.shape)
+            p.data = slot.copy_(p.detach())  # frees its old memory, so that at most this share exists twice
+            self.slots.append((p, slot))
             self._addresses.append(p.data_ptr())
         return flat
 
-    def find_strays(self) -> list[Tensor]:
-        """Parameters that have left their place. Raises ValueError if one is not what the other ranks expect."""
-        for p, was in self._unmoved:
+    def find_moved(self) -> list[Tensor]:
+        """Parameters that have left their slots. Raises ValueError if one has changed its shape or dtype."""
+        for p, was in self._immovable:
             _check_same_kind(was, _describe(p))
-        self.strays = []
-        if [p.data_ptr() for p, _ in self.places] != self._addresses:  # rarely true, and host time is short here
-            self.strays = [(p, place) for p, place in self.places if p.data_ptr() != place.data_ptr()]
-        for p, place in self.strays:
-            _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (place, p)))
-        return [p for p, _ in self.strays]
+        self.moved = []
+        if [p.data_ptr() for p, _ in self.slots] != self._addresses:  # rarely true, and host time is short here
+            self.moved = [(p, slot) for p, slot in self.slots if p.data_ptr() != slot.data_ptr()]
+        for p, slot in self.moved:
+            _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (slot, p)))
+        return [p for p, _ in self.moved]
 
     def sources(self) -> list[tuple[Tensor, int]]:
         """The tensors to send, each with its owner. They do not depend on any later `p.data = ...` or `module.to`."""
-        for p, place in self.strays:
-            place.copy_(p)
+        for p, slot in self.moved:
+            slot.copy_(p)
         return [(tensor.detach(), owner) for tensor, owner in self._sent]
 
 
@@ -67,17 +68,17 @@ def _check_same_kind(was: str, now: str) -> None:
         raise ValueError(f"a parameter was {was} and is {now}: it needs a new optimizer")
 
 
-def cut(part: list[Tensor], limit: float) -> list[list[Tensor]]:
-    """Cut a part into consecutive pieces of at most `limit` bytes, or of a single tensor."""
-    pieces: list[list[Tensor]] = []
+def cut(parameters: list[Tensor], limit: float) -> list[list[Tensor]]:
+    """Cut a rank's parameters into consecutive shares of at most `limit` bytes, or of a single parameter."""
+    shares: list[list[Tensor]] = []
     filled = 0
-    for p in part:
-        if not pieces or filled + p.nbytes > limit:
-            pieces.append([])
+    for p in parameters:
+        if not shares or filled + p.nbytes > limit:
+            shares.append([])
             filled = 0
-        pieces[-1].append(p)
+        shares[-1].append(p)
         filled += -(-p.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return pieces
+    return shares
 
 
 def find_immovable(parameters: list[Tensor]) -> set[Tensor]:
@@ -92,7 +93,7 @@ def find_immovable(parameters: list[Tensor]) -> set[Tensor]:
 
 def check_parameters(parameters: list[Tensor]) -> None:
     """Raise ValueError if a parameter differs between ranks or cannot be sent. All ranks call it together."""
-    shared = _in_the_memory_of_others(parameters) if comm.world_size() > 1 else {}
+    shared = _sharing_memory(parameters) if comm.world_size() > 1 else {}
     # Differences first, so that all ranks raise together.
     kinds = {
         f"parameter {i}": _describe(p) + (f" in the memory of parameter {shared[i]}" if i in shared else "")
@@ -101,22 +102,22 @@ def check_parameters(parameters: list[Tensor]) -> None:
     comm.check_same(kinds, "parameters in the optimizer")
     for i, p in enumerate(parameters if comm.world_size() > 1 else []):
         if is_part(p):
-            raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: only whole ones are "
-                             "taken; of parts an ordinary optimizer has its part of the state alone")  # fmt: skip
+            raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: it must be whole; "
+                             "for parts, an ordinary optimizer keeps only their part of the state")  # fmt: skip
         if not p.is_contiguous() or p.device != parameters[0].device or p.is_meta:
             raise ValueError(f"parameter {i} is {_describe(p)}, parameter 0 on {parameters[0].device.type}: "
                              "only contiguous ones on one device can be sent")  # fmt: skip
         if i in shared:
-            raise ValueError(f"parameter {i} is in the memory of parameter {shared[i]}: each is kept by a rank of its "
-                             "own; what is to be one has to be one object")  # fmt: skip
+            raise ValueError(f"parameter {i} is in the memory of parameter {shared[i]}: each needs memory of its own, "
+                             "because each has one owner; tie weights by sharing one parameter")  # fmt: skip
 
 
-def _in_the_memory_of_others(parameters: list[Tensor]) -> dict[int, int]:
+def _sharing_memory(parameters: list[Tensor]) -> dict[int, int]:
     """Parameters that share memory with an earlier one: their index -> the index of that one."""
-    places = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
+    spans = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
     found: dict[int, int] = {}
     end, last = 0, 0
-    for start, i in sorted(places):
+    for start, i in sorted(spans):
         if start < end:
             found[max(i, last)] = min(i, last)
         if start + parameters[i].nbytes > end:

@@ -75,9 +75,10 @@ def test_transfers(backend: str, device: str) -> None:
 # The group that a run makes for itself on GPUs is MIXED: tests/training has it.
 TRAINING = [PLACES[0], PLACES[1], PLACES[2], PLACES[4]]
 VARIANTS: list[dict[str, Any]] = [
-    *(dict(strategy=name) for name in ("naive", "flat", "overlap", "individual", "bucketed", "fsdp")),
+    *(dict(strategy=name) for name in ("naive", "flat", "overlap", "individual", "bucketed", "fsdp", "fsdp_simple")),
     dict(strategy="fsdp", reshard_after_forward=False),
     dict(strategy="bucketed", shard_optimizer=True),
+    dict(strategy="naive", shard_optimizer="simple"),
     dict(strategy="torch_ddp"),
     dict(strategy="torch_fsdp"),
 ]

@@ -27,6 +27,7 @@ STEPS = 10
 OURS = ("naive", "flat", "individual", "overlap", "bucketed", "tests.parallel.own_strategies:Gathering")
 """overlap is told a size, so it sends several gradients in a call; individual is the same with one a call. The last is
 one from outside of the package, written as the contract allows it and none of ours is."""
+FSDPS = ("fsdp", "fsdp_simple")
 IN_OTHER_TYPES = [name for name in OURS if "grad_dtype" in get_strategy(name).options]
 """Those that send gradients in another dtype if they are told to, which a strategy need not."""
 
@@ -165,7 +166,7 @@ def trained_on_equal_batches(name: str | None, model: str, steps: int = 4) -> di
 
 
 @pytest.mark.parametrize("model", ["transformer", "awkward"])
-@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+@pytest.mark.parametrize("name", [*OURS, *FSDPS])
 def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(name: str, model: str) -> None:
     """Then nothing is rounded: the mean of equal gradients of two or four ranks is the gradient itself."""
     (expected,) = run_ranks(trained_on_equal_batches, 1, None, model)
@@ -186,14 +187,15 @@ def weighted_gradients(name: str) -> list[Tensor]:
     (mean_loss(strategy, mine) * comm.mean_weight(len(mine))).backward()
     strategy.finish_gradient_synchronization()
     gradients = {p: p.grad for p in module.parameters() if p.grad is not None}
-    if not isinstance(strategy, FSDP):
+    if not strategy.sharded:
         return [*gradients.values()]
     for p, gradient in gradients.items():  # gathered as the weights are
         p.data.copy_(gradient)
-    return [*strategy.gather_full_params().values()]
+    state = strategy.full_state_dict()
+    return [state[name] for name, _ in module.named_parameters()]
 
 
-@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+@pytest.mark.parametrize("name", [*OURS, *FSDPS])
 def test_ranks_with_different_numbers_of_tokens_give_the_mean_over_all(name: str) -> None:
     module = build("transformer")
     mean_loss(module, batch_of(0)).backward()
@@ -397,7 +399,7 @@ def after_a_dropped_step(name: str, own_zero_grad: bool, fails: bool) -> dict[st
 
 @pytest.mark.parametrize("fails", [False, True], ids=["dropped", "broken off"])
 @pytest.mark.parametrize("own_zero_grad", [True, False])
-@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+@pytest.mark.parametrize("name", [*OURS, *FSDPS])
 def test_a_step_that_is_dropped_leaves_nothing_behind(name: str, own_zero_grad: bool, fails: bool) -> None:
     states = run_ranks(after_a_dropped_step, 2, name, own_zero_grad, fails)
     assert_ranks_equal(states)
@@ -427,7 +429,7 @@ def without_a_backward_pass(name: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+@pytest.mark.parametrize("name", [*OURS, *FSDPS])
 def test_a_step_may_be_finished_without_a_backward_pass_and_again(name: str, world_size: int) -> None:
     assert run_ranks(without_a_backward_pass, world_size, name) == [[True, True]] * world_size
 
@@ -441,7 +443,7 @@ def one_branch_after_the_other(name: str) -> list[bool]:
     return [p.grad is not None for p in (module.a.weight, module.b.weight)]
 
 
-@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+@pytest.mark.parametrize("name", [*OURS, *FSDPS])
 def test_a_gradient_that_is_not_cleared_is_kept_by_a_step_that_does_not_use_it(name: str) -> None:
     assert run_ranks(one_branch_after_the_other, 2, name) == [[True, True]] * 2
 
@@ -458,7 +460,7 @@ def evaluated_first(name: str) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in strategy.full_state_dict().items()}
 
 
-@pytest.mark.parametrize("name", [*OURS, "fsdp"])
+@pytest.mark.parametrize("name", [*OURS, *FSDPS])
 def test_inference_between_steps_changes_nothing(name: str) -> None:
     states = run_ranks(evaluated_first, 2, name)
     assert_close(states[0], train_alone("transformer", 3, sgd), rtol=1e-4, atol=1e-5)
@@ -530,10 +532,11 @@ def test_gradients_in_bf16_are_sent_in_bf16(name: str) -> None:
         assert sent[torch.float32] >= parameters
 
 
-def test_sharded_weights_are_cast_before_they_are_sent() -> None:
-    for numbers in run_ranks(numbers_that_travel, 2, "fsdp", {"compute_dtype": torch.bfloat16}):
+@pytest.mark.parametrize("name", FSDPS)
+def test_sharded_weights_are_cast_before_they_are_sent(name: str) -> None:
+    for numbers in run_ranks(numbers_that_travel, 2, name, {"compute_dtype": torch.bfloat16}):
         assert (numbers["gather"].keys(), numbers["scatter"].keys()) == ({torch.bfloat16}, {torch.bfloat16})
-    for numbers in run_ranks(numbers_that_travel, 2, "fsdp", {"grad_dtype": torch.bfloat16}):
+    for numbers in run_ranks(numbers_that_travel, 2, name, {"grad_dtype": torch.bfloat16}):
         assert (numbers["gather"].keys(), numbers["scatter"].keys()) == ({torch.float32}, {torch.bfloat16})
 
 
@@ -697,7 +700,7 @@ def mean_in_fp16(name: str) -> float:
     return module.weight.grad.max().item()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["naive", "flat", "overlap", "bucketed", "fsdp"])
+@pytest.mark.parametrize("name", ["naive", "flat", "overlap", "bucketed", *FSDPS])
 def test_a_mean_in_fp16_overflows_only_if_it_is_too_large_itself(name: str) -> None:
     assert run_ranks(mean_in_fp16, 2, name) == [40_000.0] * 2
 
@@ -715,6 +718,6 @@ def extra_state(name: str) -> Any:
     return strategy.full_state_dict(to_rank=1).get("0._extra_state"), len(strategy.full_state_dict())
 
 
-@pytest.mark.parametrize("name", ["naive", "fsdp"])
+@pytest.mark.parametrize("name", ["naive", *FSDPS])
 def test_extra_state_of_a_module_is_in_its_full_state_dict(name: str) -> None:
     assert run_ranks(extra_state, 2, name) == [(None, 3), ({"version": 1}, 3)]

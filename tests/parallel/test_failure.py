@@ -204,7 +204,7 @@ def test_what_hangs_while_it_is_queued_is_told(told: list[str]) -> None:
 
 def test_what_hangs_when_it_is_asked_is_told(told: list[str]) -> None:
     class Stuck:
-        what, started, end = "replay", time.monotonic(), threading.Event()
+        name, started, end = "replay", time.monotonic(), threading.Event()
 
         def done(self) -> bool:
             return self.end.wait()
@@ -217,7 +217,7 @@ def test_what_hangs_when_it_is_asked_is_told(told: list[str]) -> None:
 
 def test_what_is_done_while_all_stood_still_is_not_told(told: list[str]) -> None:
     class Done:
-        what, started = "replay", time.monotonic() - 1000  # long ago for the clock
+        name, started = "replay", time.monotonic() - 1000  # long ago for the clock
 
         def done(self) -> bool:
             return True

@@ -32,7 +32,13 @@ def assert_gathered(results: list[Any], expected: dict[str, Tensor], rank: int |
 @pytest.mark.parametrize("to_rank", [None, 0, 2])
 @pytest.mark.parametrize(
     "name, model",
-    [("bucketed", "awkward"), ("fsdp", "awkward"), ("fsdp", "transformer"), ("torch_fsdp", "transformer")],
+    [
+        ("bucketed", "awkward"),
+        ("fsdp", "awkward"),
+        ("fsdp", "transformer"),
+        ("fsdp_simple", "awkward"),
+        ("torch_fsdp", "transformer"),
+    ],
 )
 def test_one_rank_has_the_whole_state_or_all_have(name: str, model: str, to_rank: int | None) -> None:
     results = run_ranks(gather_to, 3, to_rank, name, model, "cpu")
@@ -57,7 +63,7 @@ def change_what_was_gathered(name: str) -> bool:
     return all(torch.equal(p.detach(), old) for p, old in zip(module.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["bucketed", "fsdp"])
+@pytest.mark.parametrize("name", ["bucketed", "fsdp", "fsdp_simple"])
 def test_what_one_rank_has_gathered_is_a_copy(name: str) -> None:
     assert run_ranks(change_what_was_gathered, 2, name) == [True, True]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from cs336_basics.model import TransformerLM
 from cs336_systems.parallel import STRATEGIES, Options, Strategy
 from cs336_systems.parallel.zero1 import ShardedOptimizer
+from cs336_systems.parallel.zero1_simple import SimpleShardedOptimizer
 from cs336_systems.training.checkpoint import save_checkpoint
 from cs336_systems.training.manifest import Manifest, checkpoint_name
 from cs336_systems.training.state import collect_state, restore_state
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
 
-Way = tuple[str, bool]  # strategy, and whether the optimizer is sharded
+Way = tuple[str, bool | str]  # strategy, and whether the optimizer is sharded, "simple" by the readable version
 WAYS: dict[int, list[Way]] = {
     1: [("none", False), ("fsdp", False)],
-    2: [("bucketed", False), ("bucketed", True)],
-    3: [("fsdp", False), ("naive", True)],
+    2: [("bucketed", False), ("bucketed", True), ("fsdp_simple", False)],
+    3: [("fsdp", False), ("naive", True), ("naive", "simple")],
 }
 
 
@@ -37,7 +38,8 @@ def make(way: Way) -> tuple[Strategy, torch.optim.Optimizer]:
     wrapped = STRATEGIES[strategy](TransformerLM(50, 8, 16, 2, 2, 24), Options())
     parameters = wrapped.trainable()
     if sharded:
-        return wrapped, ShardedOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
+        cls = SimpleShardedOptimizer if sharded == "simple" else ShardedOptimizer
+        return wrapped, cls(parameters, torch.optim.AdamW, lr=1e-2)
     return wrapped, torch.optim.AdamW(parameters, lr=1e-2)
 
 
