@@ -18,7 +18,7 @@ from ..kernels.attention import get_attention
 from ..machine.garbage import objects_set_aside
 from ..parallel import comm
 from ..parallel.ranks import alone
-from ..training.build import lacking_memory
+from ..training.fits import lacking_memory
 from ..training.loop import Trainer
 from ..training.metrics import summarise
 from .instruments.timing import wait_for

@@ -43,7 +43,8 @@ def train_on(config: RunConfig, device: torch.device) -> RunResult:
     with contextlib.ExitStack() as stack:
         plan, weights = plan_run(config, device, stack)
         data = prepare_on_every_rank(plan.config, plan.check_may_make)
-        if (result := plan.finished(data)) is not None:
+        plan.check_data(data)
+        if (result := plan.known_result()) is not None:
             return result
         run = Run(plan, data, device, weights)
         del weights  # as large as the model

@@ -21,8 +21,8 @@ from ..config.checks import require
 from ..config.data import without_derived_paths
 from ..config.run import RunConfig
 from ..parallel import comm
-from .build import check_config
 from .checkpoint import set_newer_aside
+from .fits import check_config
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
 from .load import LoadedModel, load_model
 from .loop import Position, Trainer
@@ -55,7 +55,7 @@ class Plan:
         return self.checkpoint is not None and self.checkpoint.resolve().parent == own
 
     def check_may_make(self) -> None:
-        """Refuse to make a tokenizer or tokens if the resumed run has, or had, others.
+        """Called before a tokenizer or training tokens are made: a resumed run must keep those that it has.
 
         Raises ValueError, or FileNotFoundError if the run has a copy of a missing tokenizer.
         """
@@ -72,11 +72,10 @@ class Plan:
                 f"checkpoint {self.checkpoint} is of a run on {tokens}, which would be made again: {'; '.join(changed)}"
             )
 
-    def finished(self, data: PreparedData) -> RunResult | None:
-        """The result of a run that is resumed after its last step; None if there are steps to do.
+    def check_data(self, data: PreparedData) -> None:
+        """Raise ValueError if the run cannot draw its sample, or if its data is not the checkpoint's.
 
-        All ranks call it together. Raises ValueError if the run, with this data, is not the one of the checkpoint, or
-        cannot draw its sample.
+        All ranks call it together.
         """
         sample, context_length = self.config.sample, self.config.model.shape.context_length
         if data.tokenizer is not None:
@@ -88,28 +87,32 @@ class Plan:
                 )
         identity = identity_of(self.config, data)
         comm.check_same(identity, "data")
-        if self.checkpoint is None or self.manifest is None:
-            return None
-        check_identity(self.checkpoint, self.manifest, identity, _changed_data(self.config, self.manifest))
-        return on_first_rank(self._known_result)
+        if self.checkpoint is not None and self.manifest is not None:
+            check_identity(self.checkpoint, self.manifest, identity, _changed_data(self.config, self.manifest))
 
-    def _known_result(self) -> RunResult | None:
-        """The run's result.json, if it is of the checkpoint's step and that was the last one."""
-        assert self.manifest is not None
-        path, step = self.run_dir / RESULT, self.manifest.step
-        if step < self.config.train.max_steps or not path.is_file():
+    def known_result(self) -> RunResult | None:
+        """The result of a run that is resumed after its last step; None if there are steps to do.
+
+        All ranks call it together.
+        """
+        step = 0 if self.manifest is None else self.manifest.step
+        if step < self.config.train.max_steps:
             return None
-        try:
-            known = RunResult(**json.loads(path.read_text()))
-        except (ValueError, TypeError):  # damaged, or of another version: made again
-            return None
-        if known.step != step or known.interrupted is not None:
-            return None
-        logger.info("resume: %s is finished, at step %d", self.run_dir, step)
-        curve = self.run_dir / Path(known.loss_curve).name  # the run may have been moved
-        return dataclasses.replace(
-            known, run_dir=str(self.run_dir), checkpoint=str(self.checkpoint), loss_curve=str(curve)
-        )
+
+        def read_result() -> RunResult | None:
+            try:
+                known = RunResult(**json.loads((self.run_dir / RESULT).read_text()))
+            except (OSError, ValueError, TypeError):  # missing, damaged, or of another version: made again
+                return None
+            if known.step != step or known.interrupted is not None:
+                return None
+            logger.info("resume: %s is finished, at step %d", self.run_dir, step)
+            curve = self.run_dir / Path(known.loss_curve).name  # the run may have been moved
+            return dataclasses.replace(
+                known, run_dir=str(self.run_dir), checkpoint=str(self.checkpoint), loss_curve=str(curve)
+            )
+
+        return on_first_rank(read_result)
 
     def take_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
         """Make the run folder this run's. Rank 0 calls it, after the last check that can refuse the run."""
@@ -139,19 +142,20 @@ class Plan:
 
 
 def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStack) -> tuple[Plan, LoadedModel | None]:
-    """Check the configuration and decide how the run starts. `stack` holds the lock of the run folder.
+    """Check the configuration and decide how the run starts. `stack` keeps the lock of the run folder.
 
-    All ranks call it together. The second result is the model to begin with, if any: on rank 0 alone, because it may
-    be large.
-
+    All ranks call it together. Also returns the weights of `init_from`, on rank 0 alone, because they may be large.
     Raises ValueError or FileNotFoundError for a run that cannot start.
     """
-    comm.check_same(_flat(config), "configurations")
+    fields: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        fields |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    comm.check_same(fields, "configurations")
     on_every_rank(lambda: check_config(config, device), "check of the configuration")
     weights: list[LoadedModel] = []
 
     def decide() -> Plan:
-        run_dir = Path(config.run_dir or default_run_dir(config))
+        run_dir = Path(config.run_dir or f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}")
         check_run_dir(run_dir, own={Path(config.data.tokenizer_path)})
         stack.enter_context(locked(run_dir))
         named = dataclasses.replace(config, run_dir=str(run_dir))
@@ -169,18 +173,13 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
                 f"init_from is {config.init_from!r}: checkpoint {checkpoint}, from which the run goes on, is of a run "
                 f"that began with {began_with or 'random weights'}; leave it out, or give another run_dir"
             )
-        # Before the data is prepared, which may take hours.
+        # Compare now: preparing the data may take hours.
         known = {**_architecture(config), "train.seed": config.train.seed}
         check_identity(checkpoint, manifest, known, _changed_data(config, manifest), partly=True)
         return Plan(dataclasses.replace(named, init_from=began_with), run_dir, checkpoint, manifest)
 
     plan = on_first_rank(decide)
     return plan, weights[0] if weights else None
-
-
-def default_run_dir(config: RunConfig) -> str:
-    """The folder of a run that names none."""
-    return f"runs/{config.data.source}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def identity_of(config: RunConfig, data: PreparedData) -> dict[str, Any]:
@@ -197,16 +196,8 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in dataclasses.asdict(config.model.shape).items()}
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
-    """The configuration's fields by dotted name."""
-    fields: dict[str, Any] = {}
-    for name, value in config.to_dict().items():
-        fields |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-    return fields
-
-
 def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:
-    """The fields of the data in which a run differs from the one that wrote the checkpoint."""
+    """The fields of the data that differ from the checkpoint's configuration, for a message."""
     here, there = (
         without_derived_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
     )
@@ -243,7 +234,7 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
 
 
 def _warn_of_new_rate(trainer: Trainer, manifest: Manifest) -> None:
-    """Warn of the first step whose learning rate is not the one that the checkpoint's configuration gives it."""
+    """Warn of the first step whose learning rate differs from the schedule in the checkpoint."""
     try:
         before = RunConfig.from_dict(manifest.config)
     except (TypeError, ValueError):  # of another version

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -45,13 +44,12 @@ from .together import on_first_rank
 
 logger = logging.getLogger(__name__)
 
-# By the fit of Muennighoff et al. (2023), exp(-repetitions / 15.4), a token read for the 16th time teaches 38 % of a
-# new one.
+# A token read for the 16th time teaches 38 % of a new one: exp(-15 / 15.4), by the fit of Muennighoff et al. (2023).
 _MANY_PASSES = 16
 
 
 class Run:
-    """A run: builds the trainer, takes it through the steps, reports. Every rank makes one; only rank 0 writes."""
+    """A run: builds the trainer, takes it through the steps, reports. Every rank has one; rank 0 writes the files."""
 
     def __init__(self, plan: Plan, data: PreparedData, device: torch.device, weights: LoadedModel | None) -> None:
         on_first_rank(lambda: plan.take_folder(data, weights))
@@ -82,7 +80,10 @@ class Run:
                 lambda: self.sinks.extend(open_sinks(self.run_dir, self.config, position.step)), "start of the log"
             )
             self._announce()
-            stack.enter_context(_deterministic(train.deterministic))
+            if train.deterministic:
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+                stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+                torch.use_deterministic_algorithms(True)
             for sink in self.sinks:
                 stack.callback(sink.close)
             stop = stack.enter_context(StopRequest())
@@ -113,7 +114,7 @@ class Run:
                 if interrupted is None and self._time_is_up():
                     where = f"step {position.step} of {train.max_steps}"
                     logger.info("time is up: train.max_minutes %g, at %s", train.max_minutes, where)
-            if self.saved_step != position.step:  # first: a scheduler may soon kill a run that it has told to stop
+            if self.saved_step != position.step:  # save first: after its signal, a scheduler soon kills the run
                 self._save()
             if self.validated is None or self.validated[0] != position.step:
                 self._validate()
@@ -237,16 +238,3 @@ class Run:
         if comm.rank() == 0:
             write_json(self.run_dir / RESULT, asdict(result))
         return result
-
-
-@contextlib.contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Use PyTorch's deterministic algorithms inside, if wanted."""
-    before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)

@@ -1053,7 +1053,7 @@ def test_what_just_fits_into_memory_is_not_refused(
 ) -> None:
     needed = least_training_bytes(ModelConfig(**MODEL).shape, batch_size=4, micro_batch=4, **counted)
     for there, code in ((needed - 1, 2), (needed, 0)):
-        monkeypatch.setattr("cs336_systems.training.build.memory_bytes", lambda device, there=there: there)
+        monkeypatch.setattr("cs336_systems.training.fits.memory_bytes", lambda device, there=there: there)
         assert cs336("train", *TINY, *SHORT, *options, "--train.device=cpu", "--run_dir=run")[0] == code
 
 
