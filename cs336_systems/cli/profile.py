@@ -1,4 +1,4 @@
-"""`cs336 profile WHAT`: reads the options, profiles, writes files and prints tables of them."""
+"""`cs336 profile`: profiles the kernels or the memory of a step, writes files, and prints their tables."""
 
 import dataclasses
 import functools
@@ -21,20 +21,22 @@ if TYPE_CHECKING:  # these bring PyTorch and are imported only to profile, so th
 
 def profile(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. Raises ValueError for wrong arguments."""
-    if arguments and arguments[0] in _TOOLS:
-        return _TOOLS[arguments[0]][0](arguments[1:])
-    told = " ".join(f"{name}: {what}." for name, (_, what) in _TOOLS.items())
+    if arguments and arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]][0](arguments[1:])
+    about = " ".join(f"{name}: {text}." for name, (_, text) in _COMMANDS.items())
     parser = make_parser("profile", "Profile a forward pass or a training step.")
-    parser.add_argument("what", choices=list(_TOOLS), help=f"{told} cs336 profile WHAT --help explains each.")
+    parser.add_argument("what", choices=list(_COMMANDS), help=f"{about} cs336 profile WHAT --help explains each.")
     parse(parser, arguments)
     return 0
 
 
 def _kernels(arguments: Sequence[str]) -> int:
     from ..bench.case import check_sized_for_gpu
-    from ..bench.profiling.kernel_profile import MODES, QUICK, KernelProfile
+    from ..bench.profiling import nsys
+    from ..bench.profiling.kernel_profile import MODES, QUICK, KernelProfile, profile_with_torch
+    from ..bench.row import check_row_file
 
-    parser = make_parser("profile kernels", "Where the time of a forward pass and a training step goes, by kernel.")
+    parser = make_parser("profile kernels", "The time of a forward pass and a training step, by kernel.")
     _add_workload(parser, "size", "context_length", "precision")
     parser.add_argument(
         "--mode",
@@ -56,35 +58,31 @@ def _kernels(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     if not options.quick:
         check_sized_for_gpu("profile kernels", options.device)
-    workload = vars(options).copy()
-    how = dict(modes=tuple(workload.pop("mode")), warmup=options.warmup, steps=options.steps)
-    configs = [KernelProfile(workload=each, **how) for each in _workloads(workload)]
-    return _profile_kernels(configs, options.tool, options.out)
-
-
-def _profile_kernels(configs: "Sequence[KernelProfile]", tool: str, where: str) -> int:
-    from ..bench.profiling import nsys
-    from ..bench.profiling.kernel_profile import profile_with_torch
-    from ..bench.row import check_row_file, exit_code
-
-    tools = {"torch": profile_with_torch, "nsys": nsys.profile_with_nsys}
-    if tool not in tools:
-        raise ValueError(f"tool is {tool!r}: it must be one of {', '.join(tools)}")
+    given = vars(options).copy()
+    how = dict(modes=tuple(given.pop("mode")), warmup=options.warmup, steps=options.steps)
+    configs = [KernelProfile(workload=each, **how) for each in _workloads(given)]
+    tools: dict[str, Tool] = {"torch": profile_with_torch, "nsys": nsys.profile_with_nsys}
+    require(options.tool in tools, "tool", options.tool, f"one of {', '.join(tools)}")
     devices = [config.check_device() for config in configs]
-    if tool == "nsys":
+    if options.tool == "nsys":
         nsys.check_nsys(devices[0])
-    out = folder_to_write(where)
+    out = folder_to_write(options.out)
     check_row_file(out / "rows.jsonl")
     if len(configs) > 1:
-        return _profile_kernels_of_each(configs, tools[tool], out)
-    rows = _profile_kernels_of_one(configs[0], tools[tool], out)
-    _tell_kernels(configs[0], rows, tool, out)
-    return exit_code(rows)
+        return _each_kernel_profile(configs, tools[options.tool], out)
+    return _one_kernel_profile(configs[0], options.tool, tools[options.tool], out)
 
 
-def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) -> "list[Row]":
+def _one_kernel_profile(config: "KernelProfile", name: str, tool: "Tool", out: Path) -> int:
+    """Profile in this process, print the tables, and draw the shares; the exit code is as in `bench`."""
+    import shlex
+
     from ..bench.profiling.kernel_profile import measure
     from ..bench.profiling.kernel_totals import KERNELS_FILE, write_kernels
+    from ..bench.profiling.nsys import nsys_command
+    from ..bench.row import exit_code
+    from ..report.kernel_profiles import plot_shares, top_kernels_tables
+    from ..report.views import rows_table
 
     rows: list[Row] = []
     kernels: dict[str, list[KernelTotal]] = {}
@@ -93,10 +91,24 @@ def _profile_kernels_of_one(config: "KernelProfile", tool: "Tool", out: Path) ->
         kernels[row.variant] = totals
         say(f"{row.variant}: {row.status} {row.error or ''}".rstrip())
     write_kernels(out / KERNELS_FILE, kernels)
-    return rows
+    measured = [row for row in rows if row.status == "ok"]
+    for row in measured:
+        say(f"\n{top_kernels_tables(row)}")
+    say(f"\n{rows_table(rows)}\n")
+    (out / "shares.png").unlink(missing_ok=True)  # it may be from an earlier run
+    if measured:
+        plot_shares(measured, out / "shares.png")
+        if not measured[0].config["attention_ranges"]:
+            say("attention is split into scores, softmax and values only if it is naive and not compiled")
+    if name == "torch":
+        for mode in dict.fromkeys(config.modes):
+            say(f"the same with Nsight Systems: {shlex.join(nsys_command(config, mode, out))}")
+    files = "kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
+    say(f"{files} in {out}")
+    return exit_code(rows)
 
 
-def _profile_kernels_of_each(configs: "Sequence[KernelProfile]", tool: "Tool", out: Path) -> int:
+def _each_kernel_profile(configs: "Sequence[KernelProfile]", tool: "Tool", out: Path) -> int:
     from ..bench.profiling.isolated_profile import IsolatedProfile
     from ..bench.profiling.kernel_profile import CASE, profile_alone
     from ..report.kernel_profiles import plot_shares
@@ -136,36 +148,24 @@ def _profile_each(profiles: "Sequence[IsolatedProfile]", finish: "Callable[[Row,
     return exit_code(rows)
 
 
-def _tell_kernels(config: "KernelProfile", rows: "Sequence[Row]", tool: str, out: Path) -> None:
-    import shlex
-
-    from ..bench.profiling.nsys import nsys_command
-    from ..report.kernel_profiles import plot_shares, top_kernels_tables
-    from ..report.views import rows_table
-
-    measured = [row for row in rows if row.status == "ok"]
-    for row in measured:
-        say(f"\n{top_kernels_tables(row)}")
-    say(f"\n{rows_table(rows)}\n")
-    (out / "shares.png").unlink(missing_ok=True)  # it may be from an earlier run
-    if measured:
-        plot_shares(measured, out / "shares.png")
-        if not measured[0].config["attention_ranges"]:
-            say("attention is not split into scores, softmax, values: only naive attention is, and not where compiled")
-    if tool == "torch":
-        for mode in dict.fromkeys(config.modes):
-            say(f"the same with Nsight Systems: {shlex.join(nsys_command(config, mode, out))}")
-    files = "kernels.csv, shares.png, rows.jsonl and traces (for ui.perfetto.dev) are" if measured else "rows.jsonl is"
-    say(f"{files} in {out}")
-
-
 def _memory(arguments: Sequence[str]) -> int:
     from ..bench.case import check_sized_for_gpu
     from ..bench.profiling import memory_profile as memory
+    from ..bench.profiling.isolated_profile import IsolatedProfile
     from ..bench.row import exit_code
 
-    parser = _memory_parser("--quick" in arguments)
-    parser.set_defaults(_in_lists({"mode": "train_step", **(memory.QUICK if "--quick" in arguments else {})}))
+    is_quick = "--quick" in arguments
+    parser = make_parser("profile memory", "The memory of a forward pass or a training step over time.")
+    _add_workload(parser, "size", "context_length", "mode", "precision")
+    parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
+    add_folder(parser, "profile/memory", is_quick, "Folder to write to")
+    parser.add_argument(
+        "--detail", type=int, default=5000, help="Number of the largest allocations to draw one by one."
+    )
+    parser.add_argument("--min_bytes", type=int, default=0, help="Their minimum size in bytes.")
+    parser.add_argument("--snapshot", type=str, default=None, help="Draw this file, on any machine; record nothing.")
+    parser.add_argument("--quick", action="store_true", help="A tiny model, seconds on a CPU; options override it.")
+    parser.set_defaults(_in_lists({"mode": "train_step", **(memory.QUICK if is_quick else {})}))
     options = vars(parse(parser, arguments))
     for name in ("detail", "min_bytes", "warmup"):
         require(0 <= options[name] < 1 << 63, name, options[name], "at least 0 and below 2^63")
@@ -180,7 +180,18 @@ def _memory(arguments: Sequence[str]) -> int:
         workloads = _workloads(options)
         how: dict[str, Any] = dict(warmup=options["warmup"], **drawn)
         if len(workloads) > 1:
-            return _profile_memory_of_each(workloads, folder, how)
+            memory.check_out(folder / memory.ROWS_FILE)
+            profiles = [
+                IsolatedProfile(
+                    case=memory.CASE,
+                    workload=each,
+                    run=functools.partial(memory.profile, each, **how),
+                    out=folder.resolve(),
+                )
+                for each in workloads
+            ]
+            files = f"{memory.PAGE_FILE}, {memory.PICTURE_FILE}, {memory.SUMMARY_FILE}"
+            return _profile_each(profiles, _write_summary, files)
         row = memory.profile(workloads[0], folder, **how)
     say(_write_summary(row, folder))
     if row.metrics:
@@ -189,41 +200,13 @@ def _memory(arguments: Sequence[str]) -> int:
     return exit_code([row])
 
 
-def _profile_memory_of_each(workloads: "Sequence[Workload]", out: Path, how: dict[str, Any]) -> int:
-    from ..bench.profiling import memory_profile as memory
-    from ..bench.profiling.isolated_profile import IsolatedProfile
-
-    memory.check_out(out / memory.ROWS_FILE)
-    profiles = [
-        IsolatedProfile(
-            case=memory.CASE, workload=each, run=functools.partial(memory.profile, each, **how), out=out.resolve()
-        )
-        for each in workloads
-    ]
-    return _profile_each(profiles, _write_summary, f"{memory.PAGE_FILE}, {memory.PICTURE_FILE}, {memory.SUMMARY_FILE}")
-
-
 def _write_summary(row: "Row", folder: Path) -> str:
-    from ..bench.profiling import memory_profile as memory
+    from ..bench.profiling.memory_profile import SUMMARY_FILE
     from ..report.memory_profiles import memory_summary
 
     text = memory_summary(row)
-    (folder / memory.SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
+    (folder / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
     return text
-
-
-def _memory_parser(is_quick: bool) -> Any:
-    parser = make_parser("profile memory", "What fills memory over a forward pass or a training step, and when.")
-    _add_workload(parser, "size", "context_length", "mode", "precision")
-    parser.add_argument("--warmup", type=int, default=2, help="Steps before the recorded one.")
-    add_folder(parser, "profile/memory", is_quick, "Folder to write to")
-    parser.add_argument(
-        "--detail", type=int, default=5000, help="Number of the largest allocations to draw one by one."
-    )
-    parser.add_argument("--min_bytes", type=int, default=0, help="Smallest size of those, in bytes.")
-    parser.add_argument("--snapshot", type=str, default=None, help="Draw this file, on any machine; record nothing.")
-    parser.add_argument("--quick", action="store_true", help="A tiny model, seconds on a CPU; options override it.")
-    return parser
 
 
 def _refuse_workload(parser: Any, options: dict[str, Any]) -> None:
@@ -236,7 +219,7 @@ def _refuse_workload(parser: Any, options: dict[str, Any]) -> None:
 
 
 def _add_workload(parser: Any, *several: str) -> None:
-    """Add a workload's fields as options: those in `several` take one or more values, others of SEVERAL are omitted."""
+    """Add a workload's fields as options. Fields in `several` take one or more values; the rest of SEVERAL is left out."""
     from docstring_parser import parse_from_object
 
     from ..bench.profiling.isolated_profile import SEVERAL
@@ -268,7 +251,7 @@ def _workloads(options: dict[str, Any]) -> "list[Workload]":
     return list(dict.fromkeys(Workload(**dict(zip(given, each, strict=True))) for each in itertools.product(*values)))
 
 
-_TOOLS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "kernels": (_kernels, "where the time goes, kernel by kernel"),
-    "memory": (_memory, "what fills memory, and when"),
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "kernels": (_kernels, "the time, kernel by kernel"),
+    "memory": (_memory, "the memory over time"),
 }

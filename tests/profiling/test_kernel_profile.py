@@ -243,7 +243,7 @@ def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
 def test_options_win_over_quick_and_the_row_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--modes", "forward_backward", "--context_length", "16", "--attention", "sdpa", "--steps", "2"]
     assert run(*given, "--out", str(tmp_path)) == 0
-    assert "attention is not split" in capsys.readouterr().out
+    assert "attention is split into" in capsys.readouterr().out
     (row,) = read_rows(tmp_path / "rows.jsonl")
     chosen = {name: row.config[name] for name in ("mode", "context_length", "attention", "steps", "batch_size")}
     assert chosen == dict(mode="forward_backward", context_length=16, attention="sdpa", steps=2, batch_size=2)
