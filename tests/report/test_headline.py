@@ -1,4 +1,4 @@
-"""What is compared with a peer, and what is not; the pictures of it. And that those in the README are of the rows."""
+"""Comparisons with peers, and their pictures in the README."""
 
 import re
 import shlex
@@ -60,7 +60,7 @@ def file_of(rows: list[Row], path: Path) -> Path:
     return path
 
 
-def test_every_pair_of_one_run_is_a_line_whoever_is_faster(tmp_path: Path) -> None:
+def test_every_pair_of_one_run_is_compared_whoever_is_faster(tmp_path: Path) -> None:
     head, _, header, rule, *lines = headline([file_of(ALL, tmp_path / "rows.jsonl")]).splitlines()
     assert head == "NVIDIA Made-up; bf16; attention forward and backward; both times of a line are of one run:"
     assert header == "| what | here | beside it | here it is |"
@@ -70,24 +70,24 @@ def test_every_pair_of_one_run_is_a_line_whoever_is_faster(tmp_path: Path) -> No
     assert lines == [
         f"| {heads} | `flash_triton` 3 ms | FlashAttention-2 (`sdpa_flash`) 4 ms | 1.33x faster |",
         f"| {heads} | `flash_triton` 3 ms | the fastest of the others (`sdpa`) 2 ms | 1.50x slower |",
-        # 2,048 tokens are fewer, and at 8,192 there is nothing beside ours
+        # the longest length with a peer: at 8,192 there is only ours
         f"| {head} | `flash_triton` 6 ms | the fastest of the others (`sdpa_cudnn`) 5 ms | 1.20x slower |",
         f"| {alone} | `cs336` 25 ms | Hugging Face's Llama (`hf_llama`) 20 ms | 1.25x slower |",
         f"| {alone} | `cs336_graph` 10 ms | Hugging Face's Llama (`hf_llama`) 20 ms | 2.00x faster |",
-        # not recorded, `bucketed:100` and `fsdp` wait for the host
+        # without graphs `bucketed:100` and `fsdp` wait for the host, so they are left out
         f"| {both} | `bucketed:100+graph` 15 ms | PyTorch's DDP (`torch_ddp`) 20 ms | 1.33x faster |",
         f"| {both} | `fsdp+zero2+graph` 6 ms | PyTorch's FSDP2 (`torch_fsdp+zero2`) 30 ms | 5.00x faster |",
     ]
 
 
-def test_of_what_was_measured_again_the_last_run_is_compared(tmp_path: Path) -> None:
+def test_the_last_run_is_compared(tmp_path: Path) -> None:
     old = file_of([train_step("cs336", 30.0), train_step("hf_llama", 10.0)], tmp_path / "old.jsonl")
     new = file_of([train_step("cs336", 30.0), train_step("hf_llama", 60.0)], tmp_path / "new.jsonl")
     assert [(each.ours_ms, each.theirs_ms) for each in comparisons([old, new])] == [(30.0, 60.0)]
     assert [(each.ours_ms, each.theirs_ms) for each in comparisons([new, old])] == [(30.0, 10.0)]
 
 
-def test_machines_are_told_apart(tmp_path: Path) -> None:
+def test_machines_are_named_if_there_are_several(tmp_path: Path) -> None:
     files = [file_of(TRAINING[1:], tmp_path / "one.jsonl")]
     files += [file_of([train_step(n, 8.0, gpu="Other") for n in ("cs336_graph", "hf_llama")], tmp_path / "other.jsonl")]
     head, *_, one, other = headline(files).splitlines()
@@ -96,14 +96,14 @@ def test_machines_are_told_apart(tmp_path: Path) -> None:
     assert other.startswith("| training step, small, 4 x 8, compiled, Other | `cs336_graph` 8 ms |")
 
 
-def test_a_gpu_of_unknown_peak_has_no_bars_of_mfu(tmp_path: Path) -> None:
+def test_a_gpu_of_unknown_peak_has_no_mfu_bars(tmp_path: Path) -> None:
     rows = [replace(row, metrics={**row.metrics, "mfu": None}) for row in TRAINING]
     path = file_of(rows, tmp_path / "rows.jsonl")
     assert len(comparisons([path])) == 2
     assert write_pictures([path], tmp_path) == []
 
 
-def test_the_state_of_the_gpu_makes_no_other_run(tmp_path: Path) -> None:
+def test_the_state_of_the_gpu_does_not_tell_runs_apart(tmp_path: Path) -> None:
     rows = [train_step("cs336", 10.0, gpu_after={"sm_mhz": 1}), train_step("hf_llama", 20.0, gpu_after={"sm_mhz": 2})]
     assert len(comparisons([file_of(rows, tmp_path / "rows.jsonl")])) == 1
 
@@ -123,7 +123,7 @@ INCOMPARABLE = {
 
 
 @pytest.mark.parametrize("why", INCOMPARABLE)
-def test_what_is_not_of_one_run_and_equal_work_is_not_compared(why: str, tmp_path: Path) -> None:
+def test_only_equal_work_of_one_run_is_compared(why: str, tmp_path: Path) -> None:
     path = file_of(INCOMPARABLE[why], tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match=r"paths is \['.*rows\.jsonl'\]: there must be rows of one run and of bf16"):
         headline([path])
@@ -136,14 +136,14 @@ def test_two_files_are_two_runs(tmp_path: Path) -> None:
         headline(files)
 
 
-def test_a_row_without_what_is_compared_is_named(tmp_path: Path) -> None:
+def test_a_row_without_the_compared_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: a row of case 'train-step', variant 'cs336' has no"):
         headline([file_of([replace(OURS, metrics={}), PEER], tmp_path / "rows.jsonl")])
     with pytest.raises(ValueError, match="a row of case 'train-step' is not as its table or plot needs it"):
         headline([file_of([OURS, replace(PEER, metrics={"step_ms": {"mean": 0.0}})], tmp_path / "zero.jsonl")])
 
 
-def test_pictures_are_written_where_out_says_and_bear_what_they_show(tmp_path: Path) -> None:
+def test_pictures_are_written_to_out_and_their_hashes_follow_the_rows(tmp_path: Path) -> None:
     path = file_of(ALL, tmp_path / "rows.jsonl")
     pictures = [tmp_path / "out" / name for name in (ATTENTION_PICTURE, TRAINING_PICTURE)]
     assert make_report(["headline", str(path)]) == headline([path])
@@ -157,18 +157,18 @@ def test_pictures_are_written_where_out_says_and_bear_what_they_show(tmp_path: P
     append_row(path, flash("sdpa", 4096, 8.5))
     write_pictures([path], tmp_path / "out")
     assert [hash_in(p) == old for p, old in zip(pictures, before, strict=True)] == [False, True]
-    append_row(path, ddp("overlap", 31.0))  # no line of the table, but a bar
+    append_row(path, ddp("overlap", 31.0))  # a bar, but no line of the table
     write_pictures([path], tmp_path / "out")
     assert [hash_in(p) == old for p, old in zip(pictures, before, strict=True)] == [False, False]
 
 
-def test_either_picture_is_made_without_the_rows_of_the_other(tmp_path: Path) -> None:
+def test_each_picture_needs_only_its_own_rows(tmp_path: Path) -> None:
     for name, rows in ((ATTENTION_PICTURE, FLASH), (TRAINING_PICTURE, TRAINING), (TRAINING_PICTURE, PARALLEL)):
         path = file_of(rows, tmp_path / rows[0].case / "rows.jsonl")
         assert write_pictures([path], path.parent) == [path.parent / name]
 
 
-def test_the_pictures_of_the_readme_are_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures_of_the_readme_are_not_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     readme = Path("README.md").read_text()
     command = re.search(r"<!-- cs336 report headline (.*) -->", readme)

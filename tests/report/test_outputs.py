@@ -1,4 +1,4 @@
-"""What a report writes into a folder that holds other files, and earlier files of its own."""
+"""Reports write into folders that hold other files and earlier files of a report."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.report.test_views import ROWS
 
 
 def writes(**texts: str) -> Callable[[Path], list[Path]]:
-    """Makes files, without their endings, and removes those that are there and not made."""
+    """Write Markdown files by their stems, and remove all others."""
 
     def make(folder: Path) -> list[Path]:
         for path in folder.glob("*.md"):
@@ -30,7 +30,7 @@ def texts_in(folder: Path) -> dict[str, str]:
     return {path.stem: path.read_text() for path in folder.iterdir() if path.name != RECORD}
 
 
-def test_a_report_replaces_and_removes_its_own_files_only(tmp_path: Path) -> None:
+def test_a_report_replaces_and_removes_only_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "mine.md").write_text("mine")
     assert write_into(tmp_path, writes(a="1", b="1")) == [tmp_path / "a.md", tmp_path / "b.md"]
     assert write_into(tmp_path, writes(a="2", c="2")) == [tmp_path / "a.md", tmp_path / "c.md"]
@@ -38,7 +38,7 @@ def test_a_report_replaces_and_removes_its_own_files_only(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", [None, "{", "[]"])
-def test_nothing_is_written_where_a_file_is_of_somebody_else(tmp_path: Path, damage: str | None) -> None:
+def test_nothing_is_written_if_a_file_is_not_the_reports_own(tmp_path: Path, damage: str | None) -> None:
     (tmp_path / "b.md").write_text("mine")
     if damage is not None:
         (tmp_path / RECORD).write_text(damage)
@@ -48,19 +48,19 @@ def test_nothing_is_written_where_a_file_is_of_somebody_else(tmp_path: Path, dam
     assert texts_in(tmp_path) == before
 
 
-def test_a_file_that_was_changed_since_is_somebodys_own(tmp_path: Path) -> None:
+def test_a_changed_file_is_not_replaced(tmp_path: Path) -> None:
     write_into(tmp_path, writes(a="1", b="1"))
     (tmp_path / "b.md").write_text("1, and what I think of it")
     with pytest.raises(ValueError, match=r"its b\.md was not written by a report, or was changed since"):
         write_into(tmp_path, writes(a="2", b="2"))
-    write_into(tmp_path, writes(a="2"))  # which would have removed it
+    write_into(tmp_path, writes(a="2"))  # would have removed b.md
     assert texts_in(tmp_path) == {"a": "2", "b": "1, and what I think of it"}
     (tmp_path / "b.md").unlink()
     write_into(tmp_path, writes(a="3", b="3"))
     assert texts_in(tmp_path) == {"a": "3", "b": "3"}
 
 
-def test_a_report_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
+def test_a_failing_report_changes_nothing(tmp_path: Path) -> None:
     def fail(folder: Path) -> list[Path]:
         writes(a="2")(folder)
         raise ValueError("no row")
@@ -71,7 +71,7 @@ def test_a_report_that_fails_leaves_all_as_it_was(tmp_path: Path) -> None:
     assert texts_in(tmp_path) == {"a": "1"}
 
 
-def test_what_lies_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_or_folder_in_the_way_is_named(tmp_path: Path) -> None:
     def in_a_folder(folder: Path) -> list[Path]:
         (folder / "pictures").mkdir()
         (folder / "pictures/a.png").touch()
@@ -88,7 +88,7 @@ def test_what_lies_in_the_way_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.md", "model.csv", "model-step.png"])
-def test_the_command_replaces_no_table_of_ones_own(tmp_path: Path, name: str) -> None:
+def test_report_tables_replaces_no_file_of_the_user(tmp_path: Path, name: str) -> None:
     for row in ROWS:
         append_row(tmp_path / "rows.jsonl", row)
     command, out = ["tables", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")], tmp_path / "out"
@@ -99,7 +99,7 @@ def test_the_command_replaces_no_table_of_ones_own(tmp_path: Path, name: str) ->
     assert (out / name).read_text() == "mine"
 
 
-def test_a_benchmark_replaces_no_table_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_replaces_no_file_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, table = ["bench", "precision-accumulation", "--quick", "--out", str(tmp_path)], "precision-accumulation.md"
     for _ in range(2):
         with pytest.raises(SystemExit, match=r"^0$"):
@@ -112,7 +112,7 @@ def test_a_benchmark_replaces_no_table_of_ones_own(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("name", ["writeup.md", "writeup.html", "writeup.pdf"])
-def test_the_command_replaces_no_writeup_of_ones_own(tmp_path: Path, name: str) -> None:
+def test_report_writeup_replaces_no_file_of_the_user(tmp_path: Path, name: str) -> None:
     if name == "writeup.pdf":
         pytest.importorskip("typst", reason="pip install '.[report]'")
     (tmp_path / "results").mkdir()
@@ -123,8 +123,8 @@ def test_the_command_replaces_no_writeup_of_ones_own(tmp_path: Path, name: str) 
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_pictures_of_a_report_are_known_without_the_record(tmp_path: Path) -> None:
-    """As those in docs/ are, in another clone."""
+def test_pictures_are_replaced_without_the_record(tmp_path: Path) -> None:
+    """The folder docs/ has no record in a new clone."""
     command = ["headline", str(file_of([*FLASH, *TRAINING], tmp_path / "rows.jsonl")), "--out", str(tmp_path / "out")]
     make_report(command)
     (tmp_path / "out" / RECORD).unlink()

@@ -1,4 +1,4 @@
-"""Pictures tell what is drawn in them: those that are committed are of the committed rows."""
+"""Pictures carry a hash of their content, and the committed ones match the committed rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from cs336_systems.report.views import VIEWS
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "results/h200"
-# Made by what does not know the report: the training loop, and the profiler of memory.
+# Drawn by the training loop and the memory profiler, not by the report.
 WITHOUT_HASH = {"one-gpu-memory.png", "tinyshakespeare.png"}
 STEPS = ("naive", "bucketed-100", "naive-graph-compiled", "bucketed-100-graph-compiled")
 TRACED = ("naive", "overlap")
@@ -49,22 +49,22 @@ CHANGES = dict(y=2.001, bar=3.001, span=1.001, label="b", title="u", tick="y", n
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_hash_changes_with_what_is_drawn(name: str) -> None:
+def test_the_hash_changes_with_the_content(name: str) -> None:
     assert drawn_hash(picture(**{name: CHANGES[name]})) != drawn_hash(picture())
 
 
-def test_the_hash_does_not_change_with_looks_nor_with_the_last_bits(tmp_path: Path) -> None:
+def test_the_hash_ignores_colours_and_the_last_bits(tmp_path: Path) -> None:
     assert drawn_hash(picture(color="C3", y=2.0 + 1e-15)) == drawn_hash(picture())
     assert hash_in(save_picture(picture(), tmp_path / "new" / "a.png")) == drawn_hash(picture())
 
 
-def test_a_picture_of_others_bears_none(tmp_path: Path) -> None:
+def test_other_pictures_have_no_hash(tmp_path: Path) -> None:
     picture().savefig(tmp_path / "a.png")
     assert hash_in(tmp_path / "a.png") is None
 
 
 def drawn(case: str, name: str, document: str = "one-gpu") -> Callable[[Path], None]:
-    """Draws one of the plots of a case, in the files that it makes."""
+    """A function that draws one plot of a case, with all its files."""
 
     def make(path: Path) -> None:
         view = VIEWS[case]
@@ -106,11 +106,11 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_committed_pictures_are_of_the_committed_rows(name: str, tmp_path: Path) -> None:
+def test_committed_pictures_are_not_stale(name: str, tmp_path: Path) -> None:
     PICTURES[name](tmp_path / name)
-    assert hash_in(ROOT / "docs" / name) == hash_in(tmp_path / name), f"{name} is to be drawn anew"
+    assert hash_in(ROOT / "docs" / name) == hash_in(tmp_path / name), f"{name} is stale: draw it again"
 
 
-def test_every_committed_picture_is_looked_at() -> None:
+def test_every_committed_picture_is_tested() -> None:
     headlines = {"headline-attention.png", "headline-training.png"}  # tests/report/test_headline.py
     assert {path.name for path in (ROOT / "docs").glob("*.png")} == {*PICTURES, *headlines, *WITHOUT_HASH}

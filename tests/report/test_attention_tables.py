@@ -1,4 +1,4 @@
-"""Tables and plots of attention, out of rows of a GPU that nobody has."""
+"""Tables and plots of attention, of rows from an invented GPU."""
 
 import csv
 import itertools
@@ -27,7 +27,7 @@ def flash_row(kernel: str, dtype: str, head_size: int, length: int, ms: float | 
     return Row(case="flash", variant=kernel, config=config, status=status, metrics=metrics, env=ENV)
 
 
-def test_speedups_are_over_the_same_shape_and_the_fastest_reference() -> None:
+def test_speedups_are_over_the_fastest_reference_of_the_same_shape() -> None:
     rows = [
         flash_row("naive", "bf16", 64, 128, 8.0),
         flash_row("flex", "bf16", 64, 128, 2.0),
@@ -51,7 +51,9 @@ def test_speedups_are_over_the_same_shape_and_the_fastest_reference() -> None:
     assert lines[9].endswith("| 100 | - | - | - | - |")
 
 
-def test_flash_has_a_plot_a_type_with_axes_a_head_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_has_a_picture_for_each_type_and_a_panel_for_each_head_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
@@ -81,7 +83,7 @@ def test_flash_has_a_plot_a_type_with_axes_a_head_size(tmp_path: Path, monkeypat
     assert panels[-1].get_xlabel() == "length"
 
 
-def test_plots_of_types_that_are_not_among_the_rows_any_more_are_removed(tmp_path: Path) -> None:
+def test_pictures_of_types_without_rows_are_removed(tmp_path: Path) -> None:
     rows = [flash_row("naive", dtype, 16, length, 1.0) for dtype in ("bf16", "fp32") for length in (128, 1024)]
     names = ("forward", "backward", "both", "tflops")
     mine = {tmp_path / "flash-forward-mine.png", tmp_path / "flash.png"}
@@ -93,21 +95,21 @@ def test_plots_of_types_that_are_not_among_the_rows_any_more_are_removed(tmp_pat
     }
     write_views(rows[:2], tmp_path)
     assert set(tmp_path.glob("*.png")) == mine | {tmp_path / f"flash-{name}.png" for name in names}
-    write_views([*rows[:2], rows[2]], tmp_path)  # of fp32 one length alone
+    write_views([*rows[:2], rows[2]], tmp_path)  # fp32 has a single length
     assert set(tmp_path.glob("*.png")) == mine | {tmp_path / f"flash-{name}-bf16.png" for name in names}
 
 
-def test_flash_without_a_number_has_no_plot(tmp_path: Path) -> None:
+def test_flash_without_measurements_has_no_plot(tmp_path: Path) -> None:
     files = write_views([flash_row("naive", "bf16", 64, 65536, None)], tmp_path)
     assert [path.name for path in files] == ["flash.md", "flash.csv"]
 
 
-def test_every_kernel_has_a_colour_and_a_marker_of_its_own() -> None:
+def test_every_kernel_has_its_own_colour_and_marker() -> None:
     assert set(KERNELS) <= set(KERNEL_COLORS)
     assert len(set(KERNEL_COLORS.values())) == len(set(KERNEL_MARKERS.values())) == len(KERNEL_COLORS)
 
 
-def test_attention_out_of_memory_still_shows_what_was_counted() -> None:
+def test_attention_out_of_memory_still_shows_the_counted_bytes() -> None:
     def row(length: int, compile: bool, ms: float | None, status: Any = "ok") -> Row:
         counted = {"scores": 3 << 30, "saved_for_backward": 4 << 30, "backward_peak": 9 << 30}
         times = {} if ms is None else {"forward_ms": {"p50": ms}, "backward_ms": {"p50": 2 * ms}}
@@ -139,7 +141,7 @@ SWEEP = [
 ]
 
 
-def test_the_sweep_writes_its_five_files_and_no_others(tmp_path: Path) -> None:
+def test_the_sweep_writes_five_files(tmp_path: Path) -> None:
     files = write_views(SWEEP, tmp_path)
     names = ["results.csv", "forward.png", "heatmap.png", "scaling.png", "report.md"]
     assert [path.name for path in files] == [f"attention_sweep_{name}" for name in names]
@@ -161,7 +163,7 @@ def test_the_sweep_writes_its_five_files_and_no_others(tmp_path: Path) -> None:
     assert all(f"({name.name})" in text for name in files[1:4])
 
 
-def test_the_heat_map_says_time_and_speedup_and_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heatmap_shows_time_speedup_and_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
@@ -174,18 +176,18 @@ def test_the_heat_map_says_time_and_speedup_and_what_failed(tmp_path: Path, monk
     assert [text.get_text() for text in axes.get_yticklabels()] == ["naive", "sdpa"]
 
 
-@pytest.mark.parametrize("rows", [SWEEP[:1], SWEEP[4:]], ids=["one rectangle", "nothing but a failure"])
-def test_the_sweep_draws_little_too(rows: list[Row], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [SWEEP[:1], SWEEP[4:]], ids=["one rectangle", "a failure"])
+def test_the_sweep_draws_a_single_row(rows: list[Row], tmp_path: Path) -> None:
     assert len(write_views(rows, tmp_path)) == 5
 
 
-def test_no_attention_view_has_a_column_twice() -> None:
+def test_attention_views_have_distinct_columns() -> None:
     for name in ("attention", "flash", "kernels", "leaderboard-2025", "attention-sweep"):
         columns = [column.name for column in VIEWS[name].columns]
         assert len(set(columns)) == len(columns)
 
 
-def test_settings_have_tables_of_their_own() -> None:
+def test_each_setting_has_its_own_tables() -> None:
     def row(gpu: str | None, **config: object) -> Row:
         return Row(case="kernels", variant="a", config={"shape": [1], **config}, status="oom", env={"gpu": gpu})
 
@@ -205,7 +207,7 @@ def test_settings_have_tables_of_their_own() -> None:
     ]
 
 
-def test_the_table_has_a_line_a_kernel_and_the_newest_row_of_a_shape() -> None:
+def test_the_table_has_kernels_by_shapes_and_the_last_row_of_each() -> None:
     def row(kernel: str, shape: list[int], ms: float) -> Row:
         times = {f"{n}_ms": {"p50": ms} for n in ("forward", "backward", "forward_backward", "forward_sum_backward")}
         metrics = {**times, "forward_backward_tflops": 7.0, "first_call_s": 1.5, "extra_memory_bytes": 2**21}
