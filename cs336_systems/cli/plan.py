@@ -254,9 +254,8 @@ def _parallelism(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     for name in ("device_gb", "gpu_gb"):
         _in_range(name, getattr(options, name))
-    model, mesh = (
-        cls(**{field.name: getattr(options, field.name) for field in fields(cls)}) for cls in (FeedForward, Mesh)
-    )
+    model = FeedForward(**{field.name: getattr(options, field.name) for field in fields(FeedForward)})
+    mesh = Mesh(**{field.name: getattr(options, field.name) for field in fields(Mesh)})
     return _print(parallelism_sections(model, mesh, options.device_gb, options.gpu_gb), options)
 
 

@@ -219,7 +219,7 @@ def _refuse_workload(parser: Any, options: dict[str, Any]) -> None:
 
 
 def _add_workload(parser: Any, *several: str) -> None:
-    """Add a workload's fields as options. Fields in `several` take one or more values; the rest of SEVERAL is left out."""
+    """Add a workload's fields as options, except SEVERAL. Add the fields in `several` with one or more values."""
     from docstring_parser import parse_from_object
 
     from ..bench.profiling.isolated_profile import SEVERAL
