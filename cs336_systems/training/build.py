@@ -43,7 +43,7 @@ def prepare_model(model: TransformerLM, config: TrainConfig) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters to a dtype. The rotary tables stay float32: bfloat16 has no exact angle of a far position."""
+    """Cast the parameters to a dtype. The rotary tables stay float32: bfloat16 is too coarse for far positions."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -53,7 +53,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices and none on vectors (norm weights).
 
-    sharded: each rank keeps a part of the state (ZeRO-1).
+    sharded: each rank keeps a part of the state (ZeRO-1); "simple" is the version of it to read.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -83,7 +83,7 @@ def contents(folder: str = "d") -> dict[str, tuple[bytes, int]]:
     return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(Path(folder).iterdir()) if p.is_file()}
 
 
-# What is made
+# Stages that run
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_second_run_skips_every_stage_and_touches_no_file(stages: Any, config:
     assert contents() == before
 
 
-def test_why_a_file_is_made_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_why_a_file_is_made(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cs336_systems")
     for tokenizer, vocab_size, why in (
         ("d/mistyped.json", 300, "which does not exist"),
@@ -136,7 +136,7 @@ def test_the_tokenizer_has_seen_nothing_of_the_validation_text(folder: Path) -> 
     assert data.tokenizer.sha256 == expected.sha256
 
 
-def test_a_sidecar_says_what_the_tokens_are(folder: Path) -> None:
+def test_a_sidecar_describes_the_tokens(folder: Path) -> None:
     data = prepare_data(text_config())
     assert data.tokenizer is not None
     info = read_info("d/train.npy")
@@ -327,7 +327,7 @@ RANDOM_NEED = 2 * (1000 + 100)
     ],
     ids=["stories", "random", "tokens of four bytes", "an exabyte"],
 )
-def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(
+def test_data_too_large_for_the_disk_is_refused_before_it_is_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch, make: Any, field: str, value: int, need: int
 ) -> None:
     real = shutil.disk_usage
@@ -364,7 +364,7 @@ def test_a_refused_size_leaves_the_files_of_the_run_before_as_they_are(
         shutil.rmtree("d")
 
 
-def test_each_disk_has_to_hold_what_is_put_on_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_disk_needs_room_only_for_its_own_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text here, tokens there: neither disk needs room for both."""
     config = stories_config(train_tokens="there/a.npy", valid_tokens="there/b.npy", valid_fraction=0.5)
     real_stat = Path.stat
@@ -411,7 +411,7 @@ def test_a_file_for_which_there_is_no_room_is_named(
     prepare_data(config)
 
 
-# What is redone
+# Stages that run again
 
 
 def test_a_changed_text_redoes_everything_made_from_it(stages: Any) -> None:
@@ -557,8 +557,8 @@ def prepare_and_tell(vocab_size: int, results: Any) -> None:
     results.put((vocab_size, data.tokenizer.vocab_size, text in TEXT, text[:20] == TEXT[:20]))
 
 
-def test_runs_that_prepare_the_same_folder_at_once_each_get_what_they_asked_for(folder: Path) -> None:
-    """Each a process: the later one waits, then makes its own; the earlier one keeps what it has mapped."""
+def test_runs_that_prepare_the_same_folder_at_once_each_get_their_own_data(folder: Path) -> None:
+    """The later process waits, then makes its own files. The earlier one keeps the files that it has mapped."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     sizes = (290, 280, 270)
@@ -752,9 +752,7 @@ def test_token_files_of_ones_own_have_the_tokenizer_that_is_named_or_none(
 
 
 def test_a_tokenizer_that_is_named_and_not_there_is_refused(own_tokens: dict[str, str]) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"^data\.tokenizer z\.json does not exist: .* tokenizer that made x\.npy$"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"^data\.tokenizer z\.json does not exist: "):
         prepare_data(text_config(tokenizer="z.json", **own_tokens))
     assert not Path("z.json").exists()
 
@@ -763,9 +761,7 @@ def test_a_tokenizer_that_is_named_and_not_there_is_refused(own_tokens: dict[str
 def test_tokens_of_ones_own_are_not_validated_on_those_of_another_tokenizer(
     own_tokens: dict[str, str], skip_data: bool
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"^token files x\.npy and d/valid\.npy are not known to be of one tokenizer: give"
-    ):
+    with pytest.raises(ValueError, match=r"x\.npy and d/valid\.npy are not known to be of one tokenizer"):
         prepare_data(text_config(skip_data=skip_data, train_tokens="x.npy"))
 
 
@@ -1062,7 +1058,7 @@ def test_two_processes_that_fetch_a_file_at_once_fetch_it_once(hub: Hub, fetchin
     assert (tmp_path / "folder" / TRAIN_FILE).read_bytes() == SERVED[TRAIN_FILE]
 
 
-def test_a_proxy_is_asked_for_what_it_stands_before(hub: Hub, fetching: Any, tmp_path: Path) -> None:
+def test_the_download_goes_through_a_proxy(hub: Hub, fetching: Any, tmp_path: Path) -> None:
     process = fetching(HF_ENDPOINT="http://hub.invalid", http_proxy=hub.endpoint)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 0, errors
@@ -1107,7 +1103,7 @@ def test_a_partial_file_of_something_else_is_removed_and_said_in_one_line(hub: H
     assert fetch_tinystories(TRAIN_FILE, tmp_path, hub.endpoint).path.read_bytes() == SERVED[TRAIN_FILE]
 
 
-def test_a_download_that_fails_keeps_what_has_come(hub: Hub, no_waiting: None, tmp_path: Path) -> None:
+def test_a_download_that_fails_keeps_its_partial_file(hub: Hub, no_waiting: None, tmp_path: Path) -> None:
     partial = left_over(tmp_path, SERVED[TRAIN_FILE][:1000])
     body = hub.files.pop(TRAIN_FILE)
     the_connection_error(tmp_path, hub.endpoint)
@@ -1326,7 +1322,7 @@ def test_token_files_in_another_runs_data_are_used_as_they_are(stages: Any) -> N
     assert contents() == before
 
 
-def test_what_was_broken_off_outside_of_data_dir_is_made_again(stages: Any) -> None:
+def test_an_unfinished_file_outside_of_data_dir_is_made_again(stages: Any) -> None:
     outside = text_config(train_tokens="x/t.npy", tokenizer="x/tokenizer.json")
     stages(outside)
     Path("x/t.npy.stamp.json").write_text('{"inputs": null, "sha256": null}')

@@ -107,13 +107,13 @@ def checkpoint_names(config: RunConfig) -> list[str]:
 
 
 def loss_rows(config: RunConfig) -> list[Row]:
-    """The rows of the steps, without what is measured anew whenever a step is made."""
+    """The rows of the steps, without the times and rates that differ from run to run."""
     rows = read_metrics(Path(str(config.run_dir)) / METRICS_FILE)
     return [{k: v for k, v in row.items() if k not in MEASURED_ALWAYS_ANEW} for row in rows if "loss" in row]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What this project warned of (torch's checkpointing logs its own steps)."""
+    """The warnings of this project (torch's checkpointing logs its own)."""
     records = [record for record in caplog.records if record.name.startswith("cs336_systems")]
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
@@ -187,7 +187,7 @@ def _forged(*path: str, value: Any) -> Callable[[Path], None]:
     return lambda checkpoint: forge_manifest(checkpoint, change)
 
 
-# What can be wrong with a checkpoint -> the damage; each must be named with its file.
+# Faults of a checkpoint -> a function that makes them. The error must name the file.
 TENSOR_DAMAGE: dict[str, Callable[[Path], Any]] = {
     "no tensor file": lambda c: tensor_file(c).unlink(),
     "empty tensor file": lambda c: _truncate(tensor_file(c), 0),
@@ -215,7 +215,7 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], Any]] = {
     ),
     "manifest whose files are a list": lambda c: change_manifest(c, lambda m: m.update(files=list(m["files"]))),
 }
-# The same with a checksum that is right: what is wrong -> the damage. The message must say "its " and that name.
+# Faults under a right checksum. The error must say "its " and the name.
 NONSENSE: dict[str, Callable[[Path], Any]] = {
     "step": _forged("step", value="2"),
     "step is true": _forged("step", value=True),
@@ -268,7 +268,7 @@ def save_step(folder: Path, step: int, elements: int = 50_000) -> Path:
 
 
 def save_without_end(folder: str, first_step: int, elements: int, events: Connection) -> None:
-    """What a child process does until it is killed: save, prune and tell when each save begins and ends."""
+    """Work of a child process until it is killed: save, prune, and send an event when each save begins and ends."""
     torch.set_num_threads(1)
     for step in count(first_step):
         events.send(("begins", step))
@@ -281,7 +281,7 @@ def save_without_end(folder: str, first_step: int, elements: int, events: Connec
 
 
 def error_of(function: Callable[[], Any]) -> BaseException | None:
-    """What calling the function raises, also where it is no Exception (as torch's CheckpointException)."""
+    """The error that a function raises, also a BaseException such as torch's CheckpointException."""
     try:
         function()
     except BaseException as error:
@@ -296,7 +296,7 @@ class Killed(BaseException):
 class FaultyFileSystem:
     """While active, the n-th call (from 1) that opens, makes, flushes, renames or deletes a file raises `error`, once.
 
-    `calls` says what was called, so that a test can go through all steps of a save without knowing them beforehand.
+    `calls` lists the calls, so that a test can go through all steps of a save without knowing them beforehand.
     """
 
     _FUNCTIONS = ("mkdir", "rename", "replace", "fsync", "open", "unlink", "rmdir")

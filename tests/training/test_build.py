@@ -1,4 +1,4 @@
-"""What a model becomes before it is trained: the type of its weights, the loss in chunks, what compiled blocks keep."""
+"""Building a model for training: the type of its weights, the loss in chunks, activations kept by compiled blocks."""
 
 import dataclasses
 import functools
@@ -130,13 +130,13 @@ def test_a_run_in_bfloat16_goes_on_from_its_checkpoint_and_keeps_its_type(tmp_pa
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(fields: Any, message: str) -> None:
+def test_impossible_training_settings_are_refused(fields: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**fields)
 
 
 def partition(joint: Any, inputs: Any, **how: Any) -> Any:
-    """What is kept, as Inductor decides: on the graph that its passes have gone over, which keeps less."""
+    """Inductor's choice of activations to keep, made after its own passes over the graph."""
     joint_graph_passes(joint)
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
 
@@ -167,8 +167,10 @@ def saved_numbers(budget: float) -> tuple[int, Tensor]:
     return sum(saved.values()), x.grad
 
 
-def test_below_a_budget_of_one_a_compiled_block_keeps_what_its_products_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9 tensors of T d numbers the norms and attention by tokens are made again, of 3 of T d_ff the product."""
+def test_below_a_budget_of_one_a_compiled_block_keeps_only_the_results_of_its_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Recomputed: 3 of 9 tensors of T d numbers (norms, attention by tokens), 1 of 3 of T d_ff (the gated product)."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=INDUCTOR_WITHOUT_ITS_CODE))
     (everything, truth), (less, gradient) = (saved_numbers(budget) for budget in (1.0, 0.75))
     td, tf, inverse_rms, logsumexp = 2 * 64 * 32, 2 * 64 * 64, 2 * 2 * 64, 2 * 2 * 64

@@ -1,4 +1,4 @@
-"""A checkpoint gives back what was saved, and one that is damaged or of another run is never taken for a whole one."""
+"""A checkpoint gives back the saved state. A damaged one, or one of another run, is refused."""
 
 import json
 from pathlib import Path
@@ -41,10 +41,10 @@ CPU = torch.device("cpu")
 REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
 
 
-# What is written
+# Writing
 
 
-def test_safetensors_alone_reads_what_was_saved(tmp_path: Path) -> None:
+def test_safetensors_alone_reads_the_saved_tensors(tmp_path: Path) -> None:
     path = save_step(tmp_path, 7)
     assert path == tmp_path / "step_00000007"
     assert_same_tensors(read_independently(path), tensors_of(7))
@@ -89,7 +89,7 @@ def test_many_tensors_are_spread_over_files_of_bounded_size(tmp_path: Path, monk
     assert len(verify_checkpoint(path).files) == 5
 
 
-def test_the_manifest_says_what_it_was_given(tmp_path: Path) -> None:
+def test_the_manifest_has_the_given_fields(tmp_path: Path) -> None:
     given = dict(
         step=3,
         sequences=12,
@@ -175,38 +175,31 @@ def test_one_checkpoint_serves_every_implementation_of_the_optimizer(tmp_path: P
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-6)
 
 
-# What is damaged
+# Damage
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_a_value_error_that_names_the_file(tmp_path: Path, damage: str) -> None:
-    path = save_step(tmp_path, 2)
-    name = tensor_file(path).name if damage in TENSOR_DAMAGE else MANIFEST
-    DAMAGE[damage](path)
-    with pytest.raises(ValueError, match=str(path)) as caught:
-        verify_checkpoint(path)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_whole_one_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    _, second, third = (save_step(tmp_path, step) for step in (1, 2, 3))
+    name = tensor_file(third).name if damage in TENSOR_DAMAGE else MANIFEST
+    DAMAGE[damage](third)
+    with pytest.raises(ValueError, match=str(third)) as caught:
+        verify_checkpoint(third)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value).strip()
 
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_loudly_for_the_newest_whole_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
-    for step in (1, 2, 3):
-        save_step(tmp_path, step)
-    name = tensor_file(tmp_path / checkpoint_name(3)).name if damage in TENSOR_DAMAGE else MANIFEST
-    DAMAGE[damage](tmp_path / checkpoint_name(3))
     found = newest_whole_checkpoint(tmp_path)
     assert found is not None
-    assert (found[0], found[1].step) == (tmp_path / checkpoint_name(2), 2)
+    assert (found[0], found[1].step) == (second, 2)
     (warning,) = warnings_of(caplog)
-    assert checkpoint_name(3) in warning
+    assert third.name in warning
     assert name in warning
 
 
 @pytest.mark.parametrize("named", NONSENSE)
-def test_nonsense_under_a_right_checksum_is_named_with_what_it_must_be(tmp_path: Path, named: str) -> None:
+def test_nonsense_under_a_right_checksum_is_named_with_the_accepted_values(tmp_path: Path, named: str) -> None:
     path = save_step(tmp_path, 2, elements=10)
     NONSENSE[named](path)
     with pytest.raises(ValueError, match=rf"{MANIFEST} cannot be read: its .*: it must be ") as caught:
@@ -259,7 +252,7 @@ def test_checkpoints_are_found_newest_first_by_number_and_nothing_else_is(tmp_pa
     assert [path.name for path in found] == [checkpoint_name(s) for s in sorted(steps, reverse=True)]
 
 
-# Of another run
+# Checkpoints of another run
 
 
 def test_every_differing_field_is_named_with_both_values(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint saved in the background is the one that was asked for, whole or not there, and its errors are heard."""
+"""A checkpoint saved in the background is the same as one saved in the foreground, and its errors are raised."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ REST: dict[str, Any] = dict(
 
 @contextlib.contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Writing waits until what is given here is called."""
+    """Writing waits until the yielded function is called."""
     may_write = threading.Event()
     write = checkpoint.write_tensors
 
@@ -81,7 +81,7 @@ def content(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_it_is_what_a_save_in_the_foreground_writes(tmp_path: Path) -> None:
+def test_it_equals_a_save_in_the_foreground(tmp_path: Path) -> None:
     with AsyncSaver() as saver:
         path = saver.save(tmp_path / "async", tensors_of(3), Manifest(step=3, **REST))
     expected = save_checkpoint(tmp_path / "sync", tensors_of(3), Manifest(step=3, **REST))
@@ -89,7 +89,7 @@ def test_it_is_what_a_save_in_the_foreground_writes(tmp_path: Path) -> None:
     assert content(path) == content(expected)
 
 
-def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_after_the_call_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = tensors_of(3)
     rest = {**REST, "trainer": {"skipped_steps": 0, "scaler": {"scale": 2.0}}}
     with AsyncSaver() as saver, held_back(monkeypatch) as go_on:
@@ -171,7 +171,7 @@ def test_an_error_does_not_hide_the_one_that_ended_the_run(tmp_path: Path, caplo
 
 
 def shares(step: int) -> dict[str, Tensor | Rows]:
-    """What all ranks have, what one has, and rows."""
+    """A tensor that all ranks have, one that only this rank has, and rows."""
     whole = torch.arange(10.0).view(5, 2) + step
     first = min(3 * comm.rank(), 5)
     return {
@@ -267,12 +267,12 @@ def test_kill_9_at_any_moment_leaves_the_newest_finished_checkpoint_whole(tmp_pa
         found = newest_whole_checkpoint(tmp_path)
         assert found is not None
         newest = found[1].step
-        assert newest >= asked - 2, "what was saved before the save under way is gone"
+        assert newest >= asked - 2, "the last finished save is gone"
     assert in_the_middle > kills // 4, "the kills did not hit the saves"
 
 
 def copied_bytes(folder: str) -> tuple[int, int]:
-    """What this rank holds in main memory for a save of a state that all ranks have, and the state's own size."""
+    """Bytes that this rank holds in main memory to save a state that all ranks have, and the size of the state."""
     tensors = tensors_of(1)
     with AsyncSaver() as saver:
         saver.save(Path(folder), tensors, Manifest(step=1, **REST))

@@ -1,4 +1,4 @@
-"""Saving in the background while a model trains: what is saved is the state at the call, on a CPU and on a GPU."""
+"""Saving in the background while a model trains saves the state at the call, on a CPU and on a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
         pytest.param("cuda", "torch_fused", True, marks=pytest.mark.gpu),
     ],
 )
-def test_steps_during_a_save_do_not_change_what_is_saved(
+def test_steps_during_a_save_do_not_change_the_saved_state(
     device: str, implementation: str, cuda_graph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = dict(device=device, cuda_graph=cuda_graph)
@@ -69,13 +69,12 @@ def test_steps_during_a_save_do_not_change_what_is_saved(
 
 
 @pytest.mark.gpu
-def test_a_save_waits_for_what_is_queued_before_it_and_not_for_what_is_queued_after(tmp_path: Path) -> None:
+def test_a_save_waits_for_work_queued_before_it_and_not_for_later_work(tmp_path: Path) -> None:
     weight = torch.zeros(1 << 20, device="cuda")
     second = int(1e9)  # clock cycles, about
     with AsyncSaver() as saver:
-        saver.save(
-            tmp_path, {"weight": weight}, Manifest(step=1, **REST)
-        )  # makes the pinned copy, which may wait for the GPU
+        # The first save makes the pinned copy, which may wait for the GPU.
+        saver.save(tmp_path, {"weight": weight}, Manifest(step=1, **REST))
         saver.wait()
         torch.cuda._sleep(second)
         weight.fill_(1)
@@ -108,10 +107,10 @@ def test_the_copies_are_made_once(device: str, tmp_path: Path) -> None:
     assert saver._buffers == {}
 
 
-def test_what_is_in_main_memory_is_written_without_a_word_to_the_gpu(
+def test_tensors_in_main_memory_are_written_without_waiting_for_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's writer copies ahead from a GPU where there is one, and waits for all that it has to do."""
+    """If there is a GPU, PyTorch's writer copies ahead from it, and waits for all of its work."""
 
     def ahead(*_: Any, **__: Any) -> Any:
         raise AssertionError("copies ahead")

@@ -1,4 +1,4 @@
-"""Several ranks save or fail together: whatever befalls one, all say so soon, and no torn checkpoint is left."""
+"""Several ranks save or fail together: if one fails, all raise the error soon, and no torn checkpoint is left."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_full_disk_on_one_rank_is_a_checkpoint_error_on_all_and_leaves_nothing
 
 
 def fail_at_each_call(folder: str, rank: int) -> list[str]:
-    """Saves with a fault at the n-th call of this rank, for each n; what was called."""
+    """Save with a fault at the n-th call of this rank, for each n. Returns the calls."""
     mine = comm.rank() == rank
     with FaultyFileSystem() as files:
         save_own(Path(folder) / "without", 1, 10)
@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 
 def save_and_die(folder: str, rank: int, place: str) -> None:
-    """One rank is killed at a place of the save of step 2; the others leave a file that says what they saw."""
+    """Kill one rank at a place of the save of step 2. The others write their error into a file."""
     save_own(Path(folder) / "checkpoints", 1)
     if comm.rank() == rank:
         setattr(*PLACES[place], die_in(place))
@@ -169,7 +169,7 @@ def test_a_rank_that_is_killed_in_a_save_is_a_checkpoint_error_on_the_others(
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == [checkpoint_name(1)]
 
 
-# What one rank does for all
+# Work of one rank for all
 
 
 def find_newest(folder: str) -> tuple[str, str | None]:
@@ -213,10 +213,10 @@ def test_the_lowest_failing_rank_is_heard_on_all() -> None:
     "cause, said",
     [
         (NO_SPACE, "No space left on device"),  # raised from it
-        (None, "ValueError: in our own words"),  # raised from None, which says that what came before is no reason
+        (None, "ValueError: in our own words"),  # raised from None: the error before is not the reason
     ],
 )
-def test_why_something_failed_is_in_the_words_of_what_is_behind_it(cause: BaseException | None, said: str) -> None:
+def test_the_reason_is_in_the_words_of_the_system_error_behind_it(cause: BaseException | None, said: str) -> None:
     def failing() -> None:
         try:
             raise NO_SPACE

@@ -1,4 +1,4 @@
-"""A checkpoint of several ranks: any division over ranks goes on from any other, and its files are whole without us."""
+"""Checkpoints of several ranks: any division over ranks resumes from any other; other programs can read the files."""
 
 import dataclasses
 import functools
@@ -138,7 +138,7 @@ def restore_divided(paths: list[str], division: str) -> list[dict[str, tuple[Ten
 
 
 def gathered(parts: list[dict[str, tuple[Tensor, int | None]]]) -> dict[str, Tensor]:
-    """Whole tensors from the parts of all ranks; what several ranks have must be the same."""
+    """Whole tensors from the parts of all ranks. Tensors that several ranks have must be the same."""
     whole: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for part in parts:
@@ -198,7 +198,7 @@ def assemble_independently(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size, division", DIVISIONS)
-def test_what_several_ranks_wrote_is_whole_by_safetensors_alone_and_by_the_manifest(
+def test_a_checkpoint_of_several_ranks_is_whole_by_safetensors_alone_and_by_the_manifest(
     saved: dict[tuple[int, str], Path], world_size: int, division: str
 ) -> None:
     path = saved[world_size, division]
@@ -236,7 +236,7 @@ def test_a_model_that_several_ranks_saved_is_loaded_and_exported_by_one_process(
     assert any(tensor.shape == embedding.shape and torch.equal(tensor, embedding) for tensor in exported.values())
 
 
-# What each rank writes and reads
+# Parts that each rank writes and reads
 
 
 def save_replicated(folder: str, file_bytes: int) -> None:
@@ -246,7 +246,9 @@ def save_replicated(folder: str, file_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 31, 1500])
-def test_what_all_ranks_have_is_written_once_evenly_in_files_of_bounded_size(tmp_path: Path, file_bytes: int) -> None:
+def test_tensors_that_all_ranks_have_are_written_once_evenly_in_files_of_bounded_size(
+    tmp_path: Path, file_bytes: int
+) -> None:
     run_ranks(save_replicated, 4, str(tmp_path), file_bytes)
     path = tmp_path / checkpoint_name(1)
     by_rank: Counter[str] = Counter()
@@ -376,7 +378,7 @@ def count_read_bytes(path: str, division: str) -> int:
 
 
 @pytest.mark.parametrize("division", ["owners", "ceiling"])
-def test_each_rank_reads_only_what_it_needs(saved: dict[tuple[int, str], Path], division: str) -> None:
+def test_each_rank_reads_only_its_part(saved: dict[tuple[int, str], Path], division: str) -> None:
     elements = {name: tensor.numel() for name, tensor in expected_state().items()}
     everything = sum(elements.values())
     (alone,) = run_ranks(count_read_bytes, 1, str(saved[4, "replicated"]), "replicated")
@@ -416,6 +418,6 @@ def restore_where_one_cannot_read(path: str) -> str:
     return repr(error_of(lambda: restore_state(Path(path), model, optimizer, CPU)))
 
 
-def test_what_one_rank_cannot_read_is_an_error_on_all(saved: dict[tuple[int, str], Path]) -> None:
+def test_a_tensor_that_one_rank_cannot_read_is_an_error_on_all(saved: dict[tuple[int, str], Path]) -> None:
     for message in run_ranks(restore_where_one_cannot_read, 2, str(saved[2, "replicated"]), timeout_s=30):
         assert "Input/output error" in message

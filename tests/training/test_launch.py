@@ -43,7 +43,7 @@ from tests.training.helpers import (
     wait_until,
 )
 
-# What each rank does instead: one of them meets with an accident in a step, in the run's first try.
+# The program of each rank: one of them has an accident in a step of the run's first try.
 FAULTY = """
 import os, signal, sys, time
 from cs336_systems.training.loop import Trainer
@@ -97,7 +97,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:
-    """A finished run of two processes, and what it said. Not to be written to."""
+    """A finished run of two processes, and its output. Not to be written to."""
     return trained(config_for(tmp_path_factory.mktemp("pair"), devices=2))
 
 
@@ -165,7 +165,7 @@ def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", t
     return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=file.parent, timeout=timeout)
 
 
-FAULTS = {  # what becomes of rank 1 in step 7 -> what is said of it
+FAULTS = {  # fate of rank 1 in step 7 -> the message
     "raises": r"^cs336: rank 1: training at step 7 failed: the dog ate my gradients$",
     "is killed": r"^cs336: rank 1 was ended by SIGKILL; rank 0: .* at step 7 failed",
     "hangs": r"^cs336: rank 0: all-reduce .* at step 7 failed",
@@ -195,7 +195,7 @@ def test_when_a_rank_fails_all_end_with_one_message_and_the_run_can_go_on(
 
 
 @pytest.mark.slow  # PyTorch's agent waits 30 s before it ends the stopped one
-def test_where_a_rank_is_stopped_in_a_save_the_others_do_not_wait_as_for_a_disk(tmp_path: Path) -> None:
+def test_if_a_rank_is_stopped_in_a_save_the_others_do_not_wait_as_for_a_disk(tmp_path: Path) -> None:
     config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=3.0))
     program = tmp_path / "program.py"
     program.write_text("from cs336_systems.parallel.heartbeat import Heartbeats; Heartbeats.LEAST_S = 3\n" + LAUNCHED)
@@ -208,17 +208,17 @@ def test_where_a_rank_is_stopped_in_a_save_the_others_do_not_wait_as_for_a_disk(
     assert checkpoint_names(config) == [".saving-step_00000010", "step_00000005"]
 
 
-def test_what_says_by_itself_where_it_was_is_what_the_launcher_raises_again() -> None:
+def test_errors_with_a_place_of_their_own_are_the_ones_that_the_launcher_raises_again() -> None:
     assert set(_ERRORS) == set(TELL_ALL)
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize(
-    "cuda_graph, what",
+    "cuda_graph, transfer",
     [(False, "all-reduce of the gradient of lm_head.weight and 11 more"), (True, "replay of the recorded step")],
 )
-def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
-    cuda_graph: bool, what: str, tmp_path: Path
+def test_when_a_rank_hangs_on_a_gpu_the_other_names_the_transfer(
+    cuda_graph: bool, transfer: str, tmp_path: Path
 ) -> None:
     train = dict(device="cuda", cuda_graph=cuda_graph)
     config = config_for(tmp_path, devices=2, parallel=dict(step_timeout_s=4.0), train=train)
@@ -226,7 +226,7 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
     program.write_text("from cs336_systems.parallel.failure import Watchdog; Watchdog.STUCK_S = 20\n" + LAUNCHED)
     failed = run_train(config, COMMAND.format(program=str(program), fault="hangs"), timeout=120)
     assert failed.returncode == 1
-    assert f"cs336: rank 0: {what} at step 7 was not done after 4 s: another rank is" in failed.stderr
+    assert f"cs336: rank 0: {transfer} at step 7 was not done after 4 s: another rank is" in failed.stderr
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,9 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_says_what_it_waits_for(
         ("rank 0: x failed", "rank 1 was ended by SIGKILL; rank 0: x failed"),
     ],
 )
-def test_who_was_ended_comes_first_but_where_he_was_waited_for(message: str, told: str, tmp_path: Path) -> None:
+def test_the_rank_that_a_signal_ended_comes_first_unless_another_rank_waited_for_it(
+    message: str, told: str, tmp_path: Path
+) -> None:
     report = {"message": message, "kind": "CollectiveError", "extraInfo": {"timestamp": "1"}}
     (tmp_path / "error.json").write_text(json.dumps({"message": report}))
     ended, told_to = (SimpleNamespace(exitcode=-n, signal_name=lambda n=n: signal.Signals(n).name) for n in (9, 15))
@@ -257,7 +259,7 @@ def test_a_report_that_was_not_written_to_its_end_hides_nothing(tmp_path: Path) 
     assert str(_failure(failures, tmp_path)) == "rank 0 was ended by SIGKILL"
 
 
-def test_what_fails_in_the_loop_is_left_before_a_signal_can_end_the_process(
+def test_an_error_in_the_loop_is_reported_before_a_signal_can_end_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = tmp_path / "error.json"
@@ -286,9 +288,7 @@ def raising(error: Exception) -> Callable[..., None]:
     return raises
 
 
-def test_a_signal_before_the_processes_can_save_is_raised_as_what_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_before_the_processes_can_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pressed(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -340,7 +340,7 @@ def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: P
     assert not Path(str(config.run_dir)).exists()
 
 
-MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
+MISTAKES = {  # mistakes that torchrun's ranks find -> the message of one of them
     "all mistype": r"unknown field train.max_stepz: did you mean train.max_steps\?",
     "one mistypes": r"unknown field train.max_stepz: did you mean train.max_steps\?",
     "all find no checkpoint": r".*nowhere/step_00000001.*",
@@ -352,7 +352,7 @@ MISTAKES = {  # what torchrun's ranks find -> what is said of it, by one of them
     "fault",
     [pytest.param(each, marks=() if each == "raises" else pytest.mark.slow) for each in MISTAKES],
 )
-def test_what_is_wrong_is_said_by_one_of_torchruns_processes(fault: str, tmp_path: Path) -> None:
+def test_one_of_torchruns_processes_reports_a_mistake(fault: str, tmp_path: Path) -> None:
     failed = torchrun(config_for(tmp_path), BY_TORCHRUN, "--nproc-per-node=2", fault=fault)
     assert failed.returncode != 0
     said = re.findall(rf"^rank (\d): {MISTAKES[fault]}$", failed.stderr, re.MULTILINE)
@@ -475,7 +475,7 @@ def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ],
     ids=str,
 )
-def test_what_cannot_be_shared_is_refused(groups: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_impossible_parallel_settings_are_refused(groups: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(tmp_path, **groups)
 

@@ -60,7 +60,7 @@ def run_command(*words: object) -> int:
     return stop.value.code
 
 
-def test_a_run_on_token_files_without_a_tokenizer_says_what_it_lacks_to_sample(
+def test_a_run_on_token_files_without_a_tokenizer_says_that_it_cannot_sample(
     tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {}
@@ -73,8 +73,7 @@ def test_a_run_on_token_files_without_a_tokenizer_says_what_it_lacks_to_sample(
     assert not (tmp_path / "run" / "sample.txt").exists()
     assert not (tmp_path / "run" / "tokenizer.json").exists()
     assert run_command("generate", tmp_path / "run") == 2
-    message = "was trained without a tokenizer, so it cannot take or give text (a run on token files has one if --data"
-    assert message in capsys.readouterr().err
+    assert "was trained without a tokenizer" in capsys.readouterr().err
     fields["data.tokenizer"] = trained.parent / "data" / "tokenizer.json"
     assert run_command("train", "--skip_data", *arguments(tmp_path, "named", **fields)) == 0
     assert (tmp_path / "named" / "sample.txt").exists()
@@ -108,7 +107,7 @@ def test_a_line_of_text_from_elsewhere_does_not_steer_a_terminal(monkeypatch: py
         assert console.file.getvalue() == expected
 
 
-def test_export_gives_what_transformers_loads(trained: Path, tmp_path: Path) -> None:
+def test_transformers_loads_an_export(trained: Path, tmp_path: Path) -> None:
     assert run_command("export", trained, "--format", "hf", "--out", tmp_path / "hf") == 0
     llama, ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf"), load_model(trained)
     tokens = torch.randint(0, 300, (2, 32))
@@ -144,7 +143,7 @@ def test_a_device_is_a_string_or_torchs_own(trained: Path, device: str | torch.d
         assert trainer.device == torch.device("cpu")
 
 
-def test_what_python_shows_of_a_run_and_its_model_is_short(tmp_path: Path, trained: Path) -> None:
+def test_the_repr_of_a_run_and_its_model_is_short(tmp_path: Path, trained: Path) -> None:
     result = RunResult(**json.loads((trained / "result.json").read_text()))
     long = dataclasses.replace(result, sample="once upon a time " * 1000)
     assert f"valid_loss={result.valid_loss}" in repr(long)
@@ -164,9 +163,7 @@ def test_import_brings_the_same_weights_back(trained: Path, tmp_path: Path) -> N
     assert run_command("generate", tmp_path / "back", "--max_new_tokens", 3) == 0
 
 
-def test_an_import_without_a_tokenizer_says_what_the_run_lacks(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_without_a_tokenizer_warns(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("export", trained, "--out", tmp_path / "hf") == 0
     (tmp_path / "hf" / "tokenizer.json").unlink()
     assert run_command("import-hf", tmp_path / "hf", "--out", tmp_path / "back") == 0

@@ -1,4 +1,4 @@
-"""The loop computes what it says: loss, gradient, schedule, decay, validation; what is not finite changes nothing."""
+"""The step of the loop: loss, gradient, schedule, decay, validation; non-finite values change nothing."""
 
 import dataclasses
 import math
@@ -51,7 +51,7 @@ def expected_batch(tokens: np.ndarray, first: int, count: int, seed: int = 0) ->
 
 
 def gradients_of_a_step(trainer: Trainer) -> dict[str, Tensor]:
-    """What the optimizer is given in the next step."""
+    """The gradients that the optimizer gets in the next step."""
     found: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:
@@ -355,7 +355,7 @@ def test_lower_precision_keeps_float32_weights_and_trains_alike(tmp_path: Any, p
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
 
 
-# What is not finite
+# Non-finite values
 
 
 def poison_weight(trainer: Trainer) -> Any:
@@ -566,8 +566,8 @@ def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: 
     "kind, kept",
     [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1), ("first_2", 2 + 4 * 3)],
 )
-def test_of_a_group_of_checkpointed_blocks_the_input_alone_is_kept(kind: str, kept: int, tmp_path: Any) -> None:
-    """Of 4 tensors as large as a block's input that a block saves: with the norms' inputs, what they make of them."""
+def test_a_group_of_checkpointed_blocks_keeps_only_its_input(kind: str, kept: int, tmp_path: Any) -> None:
+    """Counts the saved tensors as large as the input. A block saves 4: the inputs and the outputs of its norms."""
     train = dict(activation_checkpointing=kind)
     tokens = torch.zeros(3, 16, dtype=torch.long)
     saved: dict[int, Tensor] = {}
@@ -582,7 +582,7 @@ def test_of_a_group_of_checkpointed_blocks_the_input_alone_is_kept(kind: str, ke
 @pytest.mark.parametrize(
     "kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_", "groups_0", "groups", "group_2"]
 )
-def test_what_is_no_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
+def test_an_unknown_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
     with pytest.raises(
         ValueError, match=r"train\.activation_checkpointing is .* none, block, first_K, every_K or groups_K"
     ):

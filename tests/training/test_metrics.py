@@ -1,4 +1,4 @@
-"""What a run tells is what it did, wherever it tells it, and nothing is loaded that was not asked for."""
+"""Every log of a run has the true numbers, and no logging package is imported unless it is asked for."""
 
 import dataclasses
 import io
@@ -94,7 +94,7 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_pa
         with pytest.raises(ValueError, match="line 2") as caught:
             use()
         assert str(path) in str(caught.value)
-    assert '{"step": 2, "lo\n' in path.read_text(), "what a person may want to mend is gone"
+    assert '{"step": 2, "lo\n' in path.read_text(), "the line that a person may want to mend is gone"
 
 
 @settings(max_examples=50, deadline=None)
@@ -345,7 +345,7 @@ def test_wandb_that_cannot_log_in_is_a_line_that_names_the_field(tmp_path: Path)
     assert done.stderr.splitlines()[-1].startswith("cs336: log.wandb is 'online'")
 
 
-# What is not asked for, and what is not there
+# Packages that are not asked for, or not installed
 
 _MODULES = """
 import sys
