@@ -175,7 +175,7 @@ def attention_table(rows: Sequence[Row]) -> str:
             f"{setting}medians of forward / backward / both in ms (TFLOP/s of both):",
             _kernels_by_shapes(group, _times),
             f"{setting}`attention(q, k, v).sum().backward()` in ms / memory beyond q, k, v, o and their gradients in "
-            "MiB / the first call of all, with what it compiles, in s:",
+            "MiB / first call with its compilation in s:",
             _kernels_by_shapes(group, _call_memory_and_startup),
         ]
     return "\n\n".join(parts)

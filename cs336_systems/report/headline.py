@@ -153,8 +153,8 @@ def headline(files: Sequence[Path]) -> str:
         )
         for each in compared
     ]
-    table = markdown_table(("what", "here", "beside it", "here it is"), lines, left=3)
-    about = "attention forward and backward; both times of a line are of one run"
+    table = markdown_table(("work", "ours", "peer", "ours is"), lines, left=3)
+    about = "attention: forward and backward; both times of a line are from one run"
     return f"{', '.join(machines)}; {_PRECISION}; {about}:\n\n{table}"
 
 

@@ -202,9 +202,8 @@ def shares_in_short(rows: Sequence[Row]) -> str:
         cells.append((distinct, *(cell for mode in modes for cell in by_mode.get(mode, ("-",) * 5))))
     also = f" ({', '.join(common)})" if common else ""
     return (
-        f"Other settings in short{also}: the time of a pass, of its kernels together, and what share of that matrix "
-        "products, the next class of kernels, and attention with all its kernels have.\n\n"
-        + markdown_table(header, cells)
+        f"Other settings in short{also}: the times of a pass and of its kernels, and the shares of matrix products, of "
+        "the next class, and of all kernels of attention.\n\n" + markdown_table(header, cells)
     )
 
 

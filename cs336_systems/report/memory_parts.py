@@ -61,18 +61,18 @@ def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Gathers], str]
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
         f"{facts.get('config.precision')}, {'compiled' if facts.get('config.compile') else 'eager'}; "
-        f"{unit} a process, of the one that has most; each peak is that since the moment before; "
-        "predicted: each part at its largest, beside the peak of all:",
+        f"{unit} of the process with most memory; peak: since the previous moment; predicted: the largest size of "
+        "each part, and the peak of all together:",
         _moments_table(done, size),
         _savings_table(rows, unit, size),
     ]
     for row in done:
         if "gathers" in row.metrics:
             in_time, counted = row.metrics["gathers_in_time"], row.metrics["gathers_counted"]
-            late = "the other one holds" if counted - in_time == 1 else "the others hold"
+            late = "other one stalls" if counted - in_time == 1 else "others stall"
             parts.append(
-                f"{row.variant}: {in_time} of {counted} all-gathers of a step are over before their weights could be "
-                f"used; {late} it up for {row.metrics['stall_ms']:.3f} ms. {gathers_table(row.metrics['gathers'])}"
+                f"{row.variant}: {in_time} of {counted} all-gathers of a step end before their weights are needed; "
+                f"the {late} it for {row.metrics['stall_ms']:.3f} ms. {gathers_table(row.metrics['gathers'])}"
             )
     failures = [f"- {row.variant} {OUTCOMES[row.status]}: {row.error}" for row in rows if row.status != "ok"]
     return "\n\n".join([*parts, *(["\n".join(failures)] if failures else [])])
@@ -125,8 +125,8 @@ def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
                 predicted_saved = _number(first_predicted - predicted, size)
         step = f"{row.metrics['step_ms']['p50']:.1f}"
         lines.append([row.variant, step, _number(peak, size), _number(predicted, size), error, saved, predicted_saved])
-    beside = f"saved beside {first.variant} ({unit})"
-    header = ["variant", "step (ms)", f"peak ({unit})", "predicted", "error", beside, "predicted to be saved"]
+    over = f"saved over {first.variant} ({unit})"
+    header = ["variant", "step (ms)", f"peak ({unit})", "predicted", "error", over, "predicted saving"]
     return markdown_table(header, lines)
 
 
@@ -136,7 +136,7 @@ def _every_gather(gathers: Gathers) -> str:
         for each in gathers
     ]
     table = markdown_table(["unit", "turn", "gather (ms)", "slack (ms)", "stall (ms)"], lines)
-    return f"In the order in which they are needed, turn 2 in the backward pass:\n\n{table}"
+    return f"In the order of their use; turn 2 is the backward pass:\n\n{table}"
 
 
 def _gathers_by_pass(gathers: Gathers) -> str:

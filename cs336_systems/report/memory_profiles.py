@@ -25,7 +25,7 @@ def memory_table(rows: Sequence[Row]) -> str:
     tables = []
     for group in grouped(rows, ()):
         table = markdown_table(header, map(_table_line, latest(group, KEYS)))
-        tables.append(f"{machine(group[0])}; what the peak consists of in GiB:\n\n{table}")
+        tables.append(f"{machine(group[0])}; the parts of the peak in GiB:\n\n{table}")
     return "\n\n".join(tables)
 
 

@@ -45,20 +45,20 @@ def _setting_tables(rows: Sequence[Row]) -> str:
         return (fields.number("metrics.step_ms.p50", ".1f"), spread, added, peak)
 
     facts = row_fields(rows[0])
-    whose = "per process, with what it has loaded," if is_of_cpu(rows[0]) else "per GPU"
+    whose = "process, loaded libraries included," if is_of_cpu(rows[0]) else "GPU"
     head = (
         f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
         f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} per process, "
-        f"{facts.get('config.precision')}; median step in ms, 20th to 80th percentile, how much longer the median is "
-        f"than that of `alone`, peak memory {whose} in GiB:"
+        f"{facts.get('config.precision')}; median step in ms, 20th to 80th percentile, time added to the median of "
+        f"`alone`, peak memory per {whose} in GiB:"
     )
     parts = [head, _side_by_side(last.values(), ("step", "p20 to p80", "added", "peak"), step)]
     profiled = [row for row in last.values() if row_fields(row).has("metrics.communication_ms")]
     if profiled:
         parts += [
-            "One more step, profiled on the first rank, which makes it longer; in ms: its time, how long it "
-            "communicates (waiting for the other ranks included), that as a share of its time, and for how long of "
-            "that nothing is computed:",
+            "One more step, profiled on the first rank, which makes it longer. Times in ms: the step, its "
+            "communication (including waits for other ranks) and the share of the step, and communication without "
+            "any computation at the same time:",
             _side_by_side(profiled, ("profiled", "communicating", "share", "not hidden"), _communication),
         ]
     return "\n\n".join(parts)

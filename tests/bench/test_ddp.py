@@ -401,7 +401,7 @@ def test_the_table_has_the_time_added_to_a_step_alone() -> None:
     assert "2 x NVIDIA H200" in table
     assert "peak memory per GPU in GiB:" in table
     on_cpu = replace(rows[0], config=rows[0].config | {"device": "cpu"})
-    assert "peak memory per process, with what it has loaded, in GiB:" in rows_table([on_cpu])
+    assert "peak memory per process, loaded libraries included, in GiB:" in rows_table([on_cpu])
     assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% | 4.0 | 60.0 | 54.0 to 72.0 | +20.0% | 2.0 |" in table
     assert "| fsdp | out of memory | - | - | - |" in table
     # Each launch has its own `alone`; rows before the first one are compared with the last.

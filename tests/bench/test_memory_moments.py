@@ -110,9 +110,9 @@ def test_fsdp_keeps_half_of_the_matrices_and_gathers_each_unit_in_each_pass() ->
     ]  # fmt: skip
     assert all(each["ms"] > 0 for each in gathers)
     table = rows_table(rows)
-    assert "all-gathers of a step are over before their weights could be used" in table
+    assert "all-gathers of a step end before their weights are needed" in table
     assert "| fsdp | predicted |" in table
-    assert "saved beside overlap (KiB)" in table
+    assert "saved over overlap (KiB)" in table
 
 
 def test_a_strategy_unknown_to_the_planner_has_a_row_without_prediction() -> None:

@@ -62,8 +62,8 @@ def file_of(rows: list[Row], path: Path) -> Path:
 
 def test_every_pair_of_one_run_is_compared_whoever_is_faster(tmp_path: Path) -> None:
     head, _, header, rule, *lines = headline([file_of(ALL, tmp_path / "rows.jsonl")]).splitlines()
-    assert head == "NVIDIA Made-up; bf16; attention forward and backward; both times of a line are of one run:"
-    assert header == "| what | here | beside it | here it is |"
+    assert head == "NVIDIA Made-up; bf16; attention: forward and backward; both times of a line are from one run:"
+    assert header == "| work | ours | peer | ours is |"
     assert rule == "| --- | --- | --- | ---: |"
     heads, head = "attention, 2 heads of 64, 4,096 tokens, compiled", "attention, batch 1, one head of 64, 4,096 tokens"
     alone, both = "training step, small, 4 x 8, compiled", "training step, xl, 4 x 8 on each of 2 GPUs, eager"
