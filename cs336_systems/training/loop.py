@@ -64,11 +64,10 @@ class Trainer:
         prepare_model(model, config.train)
         self.strategy = wrap_model(config, model)
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer)
-        if (config.optimizer.warmup_steps or 0) > config.train.max_steps:
+        if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:
             logger.warning(
-                "optimizer.warmup_steps is %d, more than train.max_steps, %d: the largest learning rate is not reached",
-                config.optimizer.warmup_steps,
-                config.train.max_steps,
+                f"optimizer.warmup_steps is {warmup_steps}, more than train.max_steps, {config.train.max_steps}: the "
+                "largest learning rate is not reached"
             )
         self.position = Position()
         self.loader = BatchLoader(tokens, self.context_length, config.train.seed, device)

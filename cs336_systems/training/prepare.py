@@ -137,19 +137,16 @@ def _make_tokens_from_text(config: RunConfig, check: Check) -> None:
         blocks = train_text.blocks()
         if text_bytes > sample_bytes:
             logger.info(
-                "tokenizer: trained on an evenly spaced sample of %s of the text's %s bytes "
-                "(data.tokenizer_sample_bytes)",
-                f"{sample_bytes:,}",
-                f"{text_bytes:,}",
+                f"tokenizer: trained on an evenly spaced sample of {sample_bytes:,} of the text's {text_bytes:,} bytes "
+                "(data.tokenizer_sample_bytes)"
             )
             blocks = sample_evenly(blocks, sample_bytes, text_bytes)
         tokenizer = Tokenizer.train(blocks, vocab_size)
         tokenizer.save(tokenizer_path)
         if tokenizer.vocab_size < vocab_size:
             logger.warning(
-                "the text has words for a vocabulary of %d, not %d: the rest of the model's vocabulary stays unused",
-                tokenizer.vocab_size,
-                vocab_size,
+                f"the text has words for a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: the rest of the "
+                "model's vocabulary stays unused"
             )
 
     run_stage(data, "tokenizer", tokenizer_path, inputs, train_tokenizer, check=check)
@@ -166,10 +163,8 @@ def _make_tokens_from_text(config: RunConfig, check: Check) -> None:
             # A byte-level tokenizer gives at most a token a byte, and a token is rarely more than a word.
             if not 0.95 <= bytes_per_token < 16:
                 logger.warning(
-                    "tokens: %.1f bytes a token is far from the usual 1 to 6: is %s the right tokenizer for %s?",
-                    bytes_per_token,
-                    tokenizer_path,
-                    text.path,
+                    f"tokens: {bytes_per_token:.1f} bytes a token is far from the usual 1 to 6: is {tokenizer_path} "
+                    f"the right tokenizer for {text.path}?"
                 )
 
         may_refuse = check if path == train_path else no_check
@@ -217,13 +212,9 @@ def _load(config: RunConfig) -> PreparedData:
     found, usual = divergence_of_kind(train, valid, shape.vocab_size)
     if found > max(2.5 * usual, usual + 0.05):
         logger.warning(
-            "data: %s is another kind of text than %s: their token frequencies differ by %.2f nats, those of parts of "
-            "the training text by %.2f. Shuffle the documents before the text is split, or validate on text of the "
-            "same kind",
-            valid_path,
-            train_path,
-            found,
-            usual,
+            f"data: {valid_path} is another kind of text than {train_path}: their token frequencies differ by "
+            f"{found:.2f} nats, parts of the training text by {usual:.2f}. Shuffle the documents before the text is "
+            "split, or validate on text of the same kind"
         )
     return PreparedData(train, valid, tokenizer, sha256_of_file(train_path))
 

@@ -249,11 +249,8 @@ def _warn_of_new_rate(trainer: Trainer, manifest: Manifest) -> None:
     changed = {name: old for name, old in before.schedule.items() if old != config.schedule[name]}
     shown = {"optimizer.cosine_steps": "train.max_steps"} if config.optimizer.cosine_steps is None else {}
     why = (f"{shown.get(name, name)} is {config.schedule[name]}, not {old}" for name, old in changed.items())
+    options = " ".join(f"--{name} {old}" for name, old in changed.items())
     logger.warning(
-        "resume: step %d has a learning rate of %.3g instead of %.3g, because %s; to keep the earlier schedule: %s",
-        step,
-        now,
-        was,
-        " and ".join(why),
-        " ".join(f"--{name} {old}" for name, old in changed.items()),
+        f"resume: step {step} has a learning rate of {now:.3g} instead of {was:.3g}, because {' and '.join(why)}; to "
+        f"keep the earlier schedule: {options}"
     )

@@ -131,28 +131,18 @@ class Run:
             sharded = ", sharded optimizer" if parallel.shard_optimizer else ""
             where = f"{comm.world_size()} x {where} ({parallel.strategy_for(comm.world_size())}{sharded})"
         logger.info(
-            "model: %s parameters, %d layers, on %s in %s%s",
-            f"{num_parameters(shape):,}",
-            shape.num_layers,
-            where,
-            train.precision,
-            ", compiled" if train.compile else "",
+            f"model: {num_parameters(shape):,} parameters, {shape.num_layers} layers, on {where} in {train.precision}"
+            f"{', compiled' if train.compile else ''}"
         )
         logger.info(
-            "training: steps %d to %d of %d sequences of %d tokens, from %s tokens",
-            self.first_step,
-            train.max_steps,
-            train.batch_size,
-            shape.context_length,
-            f"{len(self.data.train):,}",
+            f"training: steps {self.first_step} to {train.max_steps} of {train.batch_size} sequences of "
+            f"{shape.context_length} tokens, from {len(self.data.train):,} tokens"
         )
         passes = train.max_steps * train.batch_size * shape.context_length / len(self.data.train)
         if passes > _MANY_PASSES:
             logger.warning(
-                "training: that is %.0f passes over these tokens; beyond about %d, more passes teach little. Give a "
-                "longer text or fewer train.max_steps",
-                passes,
-                _MANY_PASSES,
+                f"training: that is {passes:.0f} passes over these tokens; beyond about {_MANY_PASSES}, more passes "
+                "teach little. Give a longer text or fewer train.max_steps"
             )
 
     def _write(self, row: Row) -> None:
