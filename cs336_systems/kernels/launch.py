@@ -5,6 +5,7 @@ that takes longer than a short kernel runs. A `Launch` does it once.
 """
 
 import contextlib
+import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,39 +22,45 @@ INTERPRET = bool(triton.knobs.runtime.interpret)
 
 
 class Launch:
-    """A kernel with its grid and its constants: all arguments except the tensors, which come first.
+    """A kernel with its grid and all its arguments except the tensors. Call it with the tensors by name.
 
-    `blocks` has, for each tensor, the block in which the copy engine moves it, or None for a pointer. The tensors of
-    every call must agree with those of the first call in shapes, strides, dtypes, device and 16-byte alignment; the
-    caller keeps one Launch for each combination. A Gluon kernel also has the `layouts` of its blocks in shared memory,
-    by their number of axes, and the maximum number of registers per thread. A block of one axis is cut from the tensor
-    flattened to one dimension.
+    `constants` has the kernel's other arguments by name. `blocks` has, by name, the block in which the copy engine
+    moves a tensor; a tensor without a block is passed as a pointer. Both may have names that the kernel does not take.
+    A kernel's parameters begin with its tensors: all that are not in `constants`.
+
+    The tensors of every call must agree with those of the first call in shapes, strides, dtypes, device and 16-byte
+    alignment; the caller keeps one Launch for each combination. A Gluon kernel also has the `layouts` of its blocks in
+    shared memory, by their number of axes, and the maximum number of registers per thread. A block of one axis is cut
+    from the tensor flattened to one dimension.
     """
 
     def __init__(
         self,
         kernel: Any,
         num_programs: int,
-        blocks: Sequence[Sequence[int] | None],
-        constants: Sequence[Any],
+        constants: Mapping[str, Any],
+        blocks: Mapping[str, Sequence[int]],
         num_warps: int,
         num_stages: int,
         layouts: Mapping[int, Any] | None = None,
         max_registers: int | None = None,
     ) -> None:
         _hash_in_order(kernel.__module__)
+        self.tensors = tuple(name for name in kernel.arg_names if name not in constants)
+        """The names of the tensors that it takes."""
         self._kernel = kernel
         self._grid = (num_programs, 1, 1)
-        self._blocks = blocks if any(block is not None for block in blocks) else None
-        self._constants = constants
+        self._constants = [constants[name] for name in kernel.arg_names[len(self.tensors) :]]
+        self._select = operator.itemgetter(*self.tensors)
+        self._blocks = [blocks.get(name) for name in self.tensors] if blocks else None
         self._layouts = layouts
         self.options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
         self._compiled: Any = None
         self._device = -1
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch on the current stream of the current device."""
-        arguments = self.arguments(*tensors)
+    def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Launch on the current stream of the current device. Tensors that the kernel does not take are left out."""
+        arguments = self.arguments(tensors)
         if self._compiled is not None:
             stream = triton.runtime.driver.active.get_current_stream(self._device)
             self._compiled(*arguments, stream=stream)
@@ -63,12 +70,12 @@ class Launch:
             self._compiled, self._device = compiled[self._grid], torch.cuda.current_device()
 
     @contextlib.contextmanager
-    def compiling(self, *tensors: Tensor) -> Iterator[None]:
+    def compiling(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Compile and load the kernel for these tensors in a thread, while the `with` body compiles another kernel."""
         if INTERPRET:
             yield
             return
-        device, arguments = torch.cuda.current_device(), self.arguments(*tensors)
+        device, arguments = torch.cuda.current_device(), self.arguments(tensors)
 
         def compile_it() -> None:
             torch.cuda.set_device(device)  # a new thread starts on the first device
@@ -79,11 +86,11 @@ class Launch:
             yield
             compiled.result()
 
-    def arguments(self, *tensors: Tensor) -> list[Any]:
-        """All arguments of the kernel for these tensors."""
+    def arguments(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        """All arguments of the kernel for these tensors, in order."""
         if self._blocks is None:
-            return [*tensors, *self._constants]
-        pairs = zip(tensors, self._blocks)  # noqa: B905
+            return [*self._select(tensors), *self._constants]
+        pairs = zip(self._select(tensors), self._blocks)  # noqa: B905
         given = (x if block is None else _descriptor(x, block, self._layouts) for x, block in pairs)
         return [*given, *self._constants]
 

@@ -103,17 +103,11 @@ def compile_gluon() -> None:
     flash_triton._heads_together = lambda walked: 8  # asks the device
     for d, dtype, is_causal in ((128, torch.bfloat16, True), (80, torch.float16, False)):
         q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, 3, 333, d, dtype=dtype)
-        logsumexp, vectors = torch.zeros(2, 3, 100), flash_triton.new_vectors(q)
-        launches = {
-            "forward": (flash_triton.gluon_forward_launch(q, k, k, q, is_causal), (q, k, k, q, logsumexp)),
-            "dq": (
-                flash_triton.gluon_dq_launch(q, k, k, q, q, q, is_causal),
-                (q, k, k, q, q, q, logsumexp, vectors),
-            ),
-            "dkv": (flash_triton.gluon_dkv_launch(q, k, k, q, k, k, is_causal), (q, k, k, q, k, k, vectors)),
-        }
-        for phase, (launch, tensors) in launches.items():
-            compiled = launch._kernel.warmup(*launch.arguments(*tensors), grid=(6,), **launch.options)
+        x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
+        vectors = dict(L=torch.zeros(2, 3, 100), VECTORS=flash_triton.new_vectors(q))
+        for phase in ("forward", "dq", "dkv"):
+            launch = flash_triton.gluon_launch(phase, x, is_causal)
+            compiled = launch._kernel.warmup(*launch.arguments(x | vectors), grid=(6,), **launch.options)
             case = phase, d, dtype
             assert "setmaxnreg.dec" in compiled.asm["ptx"], case
             assert compiled.metadata.shared <= SHARED_MEMORY[90], case

@@ -6,6 +6,7 @@ product reads its operands when it is waited for, not when it is started. Layout
 """
 
 import importlib.util
+import inspect
 import math
 import queue
 import random
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -279,25 +280,21 @@ class Launch:
         self,
         kernel: Callable[..., None],
         num_programs: int,
-        blocks: Sequence[Sequence[int] | None],
-        constants: Sequence[Any],
+        constants: Mapping[str, Any],
+        blocks: Mapping[str, Sequence[int]],
         *_: Any,
         **__: Any,
     ) -> None:
         self.kernel, self.num_programs, self.blocks = kernel, num_programs, blocks
-        scale, *lengths, is_causal = constants
-        self.constants = [scale, *map(torch.tensor, lengths), is_causal]
+        self.tensors = [name for name in inspect.signature(kernel).parameters if name not in constants]
+        self.constants = {name: torch.tensor(x) if type(x) is int else x for name, x in constants.items()}
 
-    def __call__(self, *tensors: Tensor) -> None:
-        given = [
-            Pointer(x) if block is None else Descriptor(x.view(-1) if len(block) == 1 else x, block)
-            for x, block in zip(tensors, self.blocks, strict=True)
-        ]
-        run(self.kernel, self.num_programs, *given, *self.constants)
-
-
-def run(kernel: Callable[..., None], num_programs: int, *arguments: Any) -> None:
-    """All programs, one after the other in any order."""
-    _program[1] = num_programs
-    for _program[0] in random.sample(range(num_programs), num_programs):
-        kernel(*arguments)
+    def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Run all programs, one after the other in any order."""
+        given: dict[str, Any] = {}
+        for name in self.tensors:
+            x, block = tensors[name], self.blocks.get(name)
+            given[name] = Pointer(x) if block is None else Descriptor(x.view(-1) if len(block) == 1 else x, block)
+        _program[1] = self.num_programs
+        for _program[0] in random.sample(range(self.num_programs), self.num_programs):
+            self.kernel(**given, **self.constants)

@@ -27,11 +27,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         in_gluon = options.get("layouts") is not None
         made = (gluon_interpreter.Launch if in_gluon else launch)(kernel, *arguments, **options)
 
-        def call(*tensors: torch.Tensor) -> None:
+        def call(tensors: dict[str, torch.Tensor]) -> None:
             names.append(f"{kernel.__name__} in {'Gluon' if in_gluon else 'Triton'}")
-            made(*tensors)
+            made(tensors)
 
-        call.compiling = lambda *tensors: contextlib.nullcontext()  # type: ignore[attr-defined]
+        call.tensors = made.tensors  # type: ignore[attr-defined]
+        call.compiling = lambda tensors: contextlib.nullcontext()  # type: ignore[attr-defined]
         return call
 
     modules = flash_triton.gluon, flash_triton.gluon_forward, flash_triton.gluon_backward
@@ -94,11 +95,10 @@ def test_the_vectors_are_those_of_triton(launched: list[str]) -> None:
     )
     o, logsumexp = flash_triton.flash_forward(q, k, v, True)
     found, expected = (flash_triton.new_vectors(q).fill_(math.nan) for _ in range(2))
-    flash_triton.gluon_dq_launch(q, k, v, o, do, torch.empty_like(q), True)(
-        q, k, v, o, do, torch.empty_like(q), logsumexp, found
-    )
-    tile = tiles.choose_tile("dq", q, True, False)
-    flash_triton.dq_launch(q, k, v, o, do, None, True, tile, True)(q, k, v, o, do, q, logsumexp, expected)
+    x = dict(q_=q, k_=k, v_=v, o_=o, do_=do, dq_=torch.empty_like(q))
+    flash_triton.gluon_launch("dq", x, True)(x | dict(L=logsumexp, VECTORS=found))
+    launch = flash_triton.triton_launch("dq", x, True, tiles.choose_tile("dq", q, True, False), True, need_dq=False)
+    launch(x | dict(L=logsumexp, VECTORS=expected))
     torch.testing.assert_close(found, expected)
     assert torch.equal(found[:3, 200:], torch.full((3, 56), math.inf))
 

@@ -74,20 +74,20 @@ def _start_products(a, c, x_buffers, y_buffers, x_ready, y_ready, step):
 def _dq_producer(work, CAUSAL: gl.constexpr):
     """Loads what the warpgroups read, in the order in which they read it."""
     descs, buffers, bars, _, _, _, H, N_q, N_k, GROUP = work
-    q_desc, k_desc, v_desc, o_desc, do_desc, _ = descs
+    q_, k_, v_, o_, do_, _ = descs
     q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
     q_ready, k_ready, k_empty, v_ready, v_empty = bars
     b, h, _bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _TILE, CAUSAL)
     for group in gl.static_range(_GROUPS):
         bar = q_ready.index(group)
         row = m0 + group * _ROWS
-        mbarrier.expect(bar, 3 * q_desc.block_type.nbytes)
-        load_tile(do_desc, b, h, row, do_buffers, group, bar)
-        load_tile(o_desc, b, h, row, o_buffers, group, bar)
-        load_tile(q_desc, b, h, row, q_buffers, group, bar)
+        mbarrier.expect(bar, 3 * q_.block_type.nbytes)
+        load_tile(do_, b, h, row, do_buffers, group, bar)
+        load_tile(o_, b, h, row, o_buffers, group, bar)
+        load_tile(q_, b, h, row, q_buffers, group, bar)
     for step in range(count):
-        load_next(k_desc, b, h, step * _TILE, k_buffers, k_ready, k_empty, step)
-        load_next(v_desc, b, h, step * _TILE, v_buffers, v_ready, v_empty, step)
+        load_next(k_, b, h, step * _TILE, k_buffers, k_ready, k_empty, step)
+        load_next(v_, b, h, step * _TILE, v_buffers, v_ready, v_empty, step)
 
 
 @gluon.jit
@@ -127,7 +127,7 @@ def _dq_walk(
 def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     """The warpgroup of this number: the VECTORS and dq of its queries."""
     descs, buffers, bars, L, VECTORS, scale, H, N_q, N_k, GROUP = work
-    dq_desc = descs[5]
+    dq_ = descs[5]
     q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
     q_ready, k_ready, _, v_ready, v_empty = bars
     sc = scale * LOG2_E
@@ -155,7 +155,7 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     s, dp = warpgroup_mma_wait(0, [s, dp])
     mbarrier.arrive(v_empty.index(0))
     p = _dq_probabilities(s, l2, first_row, 0, sc, N_k, CAUSAL, True)
-    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dq_desc.dtype), LEFT)
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dq_.dtype), LEFT)
     ds, dq = _dq_walk(q_held, do, ds, dq, l2, delta, buffers, bars, group, 1, full, first_row, sc, N_k, CAUSAL, False)
     ds, dq = _dq_walk(
         q_held, do, ds, dq, l2, delta, buffers, bars, group, gl.maximum(full, 1), count, first_row, sc, N_k,
@@ -163,16 +163,14 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     )  # fmt: skip
     dq = warpgroup_mma(ds, k_buffers.index((count - 1) % _DQ_STAGES), dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
-    store_tile(dq_desc, b, h, first_row, dq * scale, q)
+    store_tile(dq_, b, h, first_row, dq * scale, q)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def dq_kernel(
-    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, L, VECTORS, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr
-):
+def dq_kernel(q_, k_, v_, o_, do_, dq_, L, VECTORS, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
     """One tile of queries: VECTORS for the other walk, and dq."""
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = q_.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
     o_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
@@ -183,7 +181,7 @@ def dq_kernel(
     k_ready, k_empty = barriers(_DQ_STAGES, 1), barriers(_DQ_STAGES, _GROUPS)
     v_ready, v_empty = barriers(_DQ_STAGES, 1), barriers(_DQ_STAGES, _GROUPS)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc)
+    descs = (q_, k_, v_, o_, do_, dq_)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, do_buffers)
     bars = (q_ready, k_ready, k_empty, v_ready, v_empty)
     work = (descs, buffers, bars, L, VECTORS, scale, H, N_q, N_k, GROUP)
@@ -212,38 +210,38 @@ def _dkv_place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _load_next_with_vector(desc, vector_desc, b, h, row, vector_start, buffers, vectors, ready, empty, step):
+def _load_next_with_vector(desc, VECTORS, b, h, row, vector_start, buffers, vectors, ready, empty, step):
     """`load_next` with a piece of VECTORS, for the same barrier."""
     stage = step % _DKV_STAGES
     bar = ready.index(stage)
     mbarrier.wait(empty.index(stage), (step // _DKV_STAGES & 1) ^ 1)
-    mbarrier.expect(bar, desc.block_type.nbytes + vector_desc.block_type.nbytes)
+    mbarrier.expect(bar, desc.block_type.nbytes + VECTORS.block_type.nbytes)
     load_tile(desc, b, h, row, buffers, stage, bar)
-    copy_in(vector_desc, [vector_start], bar, vectors.index(stage))
+    copy_in(VECTORS, [vector_start], bar, vectors.index(stage))
 
 
 @gluon.jit
 def _dkv_producer(work, CAUSAL: gl.constexpr):
     """Loads what the warpgroups read, in the order in which they read it."""
     descs, buffers, bars, _, H, N_q, N_k, GROUP = work
-    q_desc, k_desc, v_desc, do_desc, _, _, vector_desc = descs
+    q_, k_, v_, do_, _, _, VECTORS = descs
     q_buffers, k_buffers, v_buffers, do_buffers, l2_buffers, delta_buffers = buffers
     k_ready, q_ready, q_empty, do_ready, do_empty = bars
     b, h, bh, n0, first, count = _dkv_place(H, N_q, N_k, GROUP, CAUSAL)
     for group in gl.static_range(_GROUPS):
         bar = k_ready.index(group)
-        mbarrier.expect(bar, 2 * k_desc.block_type.nbytes)
-        load_tile(k_desc, b, h, n0 + group * _ROWS, k_buffers, group, bar)
-        load_tile(v_desc, b, h, n0 + group * _ROWS, v_buffers, group, bar)
+        mbarrier.expect(bar, 2 * k_.block_type.nbytes)
+        load_tile(k_, b, h, n0 + group * _ROWS, k_buffers, group, bar)
+        load_tile(v_, b, h, n0 + group * _ROWS, v_buffers, group, bar)
     num_heads = gl.num_programs(0) // gl.cdiv(N_k, BLOCK)
     N_PAD = gl.cdiv(N_q, BLOCK) * BLOCK
     for t in range(first, count):
         row = t * _TILE
         _load_next_with_vector(
-            q_desc, vector_desc, b, h, row, bh * N_PAD + row, q_buffers, l2_buffers, q_ready, q_empty, t - first
+            q_, VECTORS, b, h, row, bh * N_PAD + row, q_buffers, l2_buffers, q_ready, q_empty, t - first
         )
         _load_next_with_vector(
-            do_desc, vector_desc, b, h, row, (num_heads + bh) * N_PAD + row, do_buffers, delta_buffers,
+            do_, VECTORS, b, h, row, (num_heads + bh) * N_PAD + row, do_buffers, delta_buffers,
             do_ready, do_empty, t - first,
         )  # fmt: skip
 
@@ -289,7 +287,7 @@ def _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, hi, first_key, sc, MASKED:
 def _dkv_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     """The warpgroup of this number: dk and dv of its keys. Keys beyond N_k give rows that are not stored."""
     descs, buffers, bars, scale, H, N_q, N_k, GROUP = work
-    _, _, _, _, dk_desc, dv_desc, _ = descs
+    _, _, _, _, dk_, dv_, _ = descs
     k, v = buffers[1].index(group), buffers[2].index(group)
     b, h, _bh, n0, first, count = _dkv_place(H, N_q, N_k, GROUP, CAUSAL)
     first_key = n0 + group * _ROWS
@@ -302,17 +300,15 @@ def _dkv_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
         lo = gl.minimum(gl.cdiv(first_key + _ROWS - 1, _TILE), count)
         dk, dv = _dkv_walk(k, v, dk, dv, buffers, bars, first, first, lo, first_key, sc, True)
     dk, dv = _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, count, first_key, sc, False)
-    store_tile(dk_desc, b, h, first_key, dk * scale, k)
-    store_tile(dv_desc, b, h, first_key, dv, v)
+    store_tile(dk_, b, h, first_key, dk * scale, k)
+    store_tile(dv_, b, h, first_key, dv, v)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def dkv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, vector_desc, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr
-):
+def dkv_kernel(q_, k_, v_, do_, dk_, dv_, VECTORS, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
     """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = q_.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     plain: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     k_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
@@ -325,7 +321,7 @@ def dkv_kernel(
     q_ready, q_empty = barriers(_DKV_STAGES, 1), barriers(_DKV_STAGES, _GROUPS)
     do_ready, do_empty = barriers(_DKV_STAGES, 1), barriers(_DKV_STAGES, _GROUPS)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, vector_desc)
+    descs = (q_, k_, v_, do_, dk_, dv_, VECTORS)
     buffers = (q_buffers, k_buffers, v_buffers, do_buffers, l2_buffers, delta_buffers)
     bars = (k_ready, q_ready, q_empty, do_ready, do_empty)
     work = (descs, buffers, bars, scale, H, N_q, N_k, GROUP)

@@ -47,20 +47,20 @@ _LN_2 = gl.constexpr(math.log(2))
 def _producer(work, CAUSAL: gl.constexpr):
     """Loads what the warpgroups read, in the order in which they read it: the last keys come first."""
     descs, buffers, bars, _, _, H, N_q, N_k, GROUP = work
-    q_desc, k_desc, v_desc, _ = descs
+    q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, k_ready, k_empty, v_ready, v_empty = bars
     b, h, _bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _BN, CAUSAL)
     for group in gl.static_range(_GROUPS):
         bar = q_ready.index(group)
-        mbarrier.expect(bar, q_desc.block_type.nbytes)
-        load_tile(q_desc, b, h, m0 + group * _ROWS, q_buffers, group, bar)
-    load_next(k_desc, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, 0)
+        mbarrier.expect(bar, q_.block_type.nbytes)
+        load_tile(q_, b, h, m0 + group * _ROWS, q_buffers, group, bar)
+    load_next(k_, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, 0)
     for step in range(count - 1):
         j = count - 2 - step
-        load_next(k_desc, b, h, j * _BN, k_buffers, k_ready, k_empty, step + 1)
-        load_next(v_desc, b, h, (j + 1) * _BN, v_buffers, v_ready, v_empty, step)
-    load_next(v_desc, b, h, 0, v_buffers, v_ready, v_empty, count - 1)
+        load_next(k_, b, h, j * _BN, k_buffers, k_ready, k_empty, step + 1)
+        load_next(v_, b, h, (j + 1) * _BN, v_buffers, v_ready, v_empty, step)
+    load_next(v_, b, h, 0, v_buffers, v_ready, v_empty, count - 1)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def _walk(
 def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     """The warpgroup of this number: o and L of its queries."""
     descs, buffers, bars, L, scale, H, N_q, N_k, GROUP = work
-    o_desc = descs[3]
+    o_ = descs[3]
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, k_ready, k_empty, v_ready, _ = bars
     sc = scale * LOG2_E
@@ -143,7 +143,7 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, _SCORES))
     m = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
     p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, sc, N_k, CAUSAL, True)
-    p = gl.convert_layout(p.to(o_desc.dtype), LEFT)
+    p = gl.convert_layout(p.to(o_.dtype), LEFT)
     p, acc, total, m = _walk(
         q, p, acc, total, m, buffers, bars, group, full, count - 1, count, first_row, sc, N_k, CAUSAL, True
     )
@@ -155,14 +155,14 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, _SCORES))
     gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
     o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
-    store_tile(o_desc, b, h, first_row, o, q)  # q's buffer, which nobody reads any more
+    store_tile(o_, b, h, first_row, o, q)  # q's buffer, which nobody reads any more
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, L, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
+def forward_kernel(q_, k_, v_, o_, L, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
     """One tile of queries: o and L."""
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = q_.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
     k_buffers = gl.allocate_shared_memory(dtype, [_STAGES, _BN, _D_PAD], shared)
@@ -171,7 +171,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, L, scale, H, N_q, N_k, GROUP,
     k_ready, k_empty = barriers(_STAGES, 1), barriers(_STAGES, _GROUPS)
     v_ready, v_empty = barriers(_STAGES, 1), barriers(_STAGES, _GROUPS)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc, o_desc)
+    descs = (q_, k_, v_, o_)
     buffers = (q_buffers, k_buffers, v_buffers)
     bars = (q_ready, k_ready, k_empty, v_ready, v_empty)
     work = (descs, buffers, bars, L, scale, H, N_q, N_k, GROUP)

@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
-from ..launch import Launch
 from . import flash_triton as flash
+from .flash_triton import Tensors
 from .flash_triton_tiles import Tile, tile_key, tile_table
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
+_PHASES = ("forward", "dq", "backward", "dkv")
 COMPILE_S = 6.0
 """The longest that a tile of the table may take to compile in float32, while others compile at the same time.
 
@@ -104,28 +104,17 @@ def _candidates(d: int, kind: str) -> Iterator[Candidate]:
                     yield Candidate(phase, d, kind, Tile(BM, BN, num_warps, num_stages, together))
 
 
-def _inputs(heads: int, n: int, d: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    q, k, v, do = (torch.randn(1, heads, n, d, device="cuda", dtype=dtype) for _ in range(4))
-    o, logsumexp = flash.new_outputs(q)
-    dq, dk, dv = flash.new_gradients(q, k, v, True, True)
-    vectors = flash.new_vectors(q)
-    return dict(q=q, k=k, v=v, do=do, o=o, logsumexp=logsumexp, dq=dq, dk=dk, dv=dv, vectors=vectors)
+def _inputs(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """The tensors of all phases by the names of the kernels' parameters: those of tiles, and L and VECTORS."""
+    tiled = ("q_", "k_", "v_", "o_", "do_", "dq_", "dk_", "dv_")
+    x = {name: torch.randn(1, heads, n, d, device="cuda", dtype=dtype) for name in tiled}
+    return x, {"L": flash.new_outputs(x["q_"])[1], "VECTORS": flash.new_vectors(x["q_"])}
 
 
-# For each phase: what makes its launch, from which tensors, and which others the launch takes.
-_PHASES: dict[str, tuple[Callable[..., Launch], tuple[str, ...], tuple[str, ...]]] = {
-    "forward": (flash.forward_launch, ("q", "k", "v", "o"), ("logsumexp",)),
-    "dq": (flash.dq_launch, ("q", "k", "v", "o", "do", "dq"), ("logsumexp", "vectors")),
-    "backward": (flash.backward_launch, ("q", "k", "v", "o", "do", "dq", "dk", "dv"), ("logsumexp",)),
-    "dkv": (flash.dkv_launch, ("q", "k", "v", "do", "dk", "dv"), ("vectors",)),
-}
-
-
-def _launch(candidate: Candidate, x: dict[str, Tensor]) -> Callable[[], None]:
+def _launch(candidate: Candidate, x: Tensors, vectors: Tensors) -> Callable[[], None]:
     """The candidate's launch on these tensors."""
-    make, names, others = _PHASES[candidate.phase]
-    launch = make(*(x[name] for name in names), True, candidate.tile, KINDS[candidate.kind].tma)
-    return lambda: launch(*(x[name] for name in (*names, *others)))
+    launch = flash.triton_launch(candidate.phase, x, True, candidate.tile, KINDS[candidate.kind].tma)
+    return lambda: launch(x | vectors)
 
 
 def _compile(candidate: Candidate) -> str | None:
@@ -133,7 +122,7 @@ def _compile(candidate: Candidate) -> str | None:
     try:
         x = _inputs(100, 256, candidate.d, KINDS[candidate.kind].dtype)
         begun = time.perf_counter()
-        _launch(candidate, x)()
+        _launch(candidate, *x)()
         torch.cuda.synchronize()
         took = time.perf_counter() - begun
     except Exception as error:
@@ -155,10 +144,10 @@ def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[t
             x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
             for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
                 tile = tile_table()[tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma)]
-                _launch(Candidate(phase, d, kind, tile), x)()
+                _launch(Candidate(phase, d, kind, tile), *x)()
             found: dict[str, list[tuple[float, Tile]]] = {_key(candidate): [] for candidate in tried}
             for candidate in ran:
-                ms = triton.testing.do_bench(_launch(candidate, x), warmup=5, rep=25, return_mode="median")
+                ms = triton.testing.do_bench(_launch(candidate, *x), warmup=5, rep=25, return_mode="median")
                 found[_key(candidate)].append((ms, candidate.tile))
             yield {key: sorted(times) for key, times in found.items()}
 
