@@ -1,4 +1,4 @@
-"""Predictions beside the committed rows: what is met, and what is known not to be."""
+"""Predictions beside the committed rows, and the known deviations."""
 
 import json
 import math
@@ -167,7 +167,7 @@ def test_a_strategy_is_the_one_that_runs(
     assert (job.strategy, job.bucket_size_mb, job.world_size) == (strategy, bucket_size_mb, row.config["devices"])
 
 
-def test_every_row_is_shown_and_the_largest_error_is_said() -> None:
+def test_every_row_is_shown_with_the_largest_error() -> None:
     found = [compare(row) for row in MEASURED]
     text = check_text(found)
     assert len(text.splitlines()) >= len(MEASURED) + 5
@@ -206,7 +206,7 @@ def test_a_row_of_the_case_model() -> None:
         (SimpleNamespace(**{**vars(model_row()), "config": {}}), "the row has no 'mode'"),
     ],
 )
-def test_what_is_not_predicted_says_why(row: Any, note: str) -> None:
+def test_a_row_without_a_prediction_says_why(row: Any, note: str) -> None:
     found = compare(row)
     assert found.note.startswith(note)
     assert found.memory is None
@@ -214,7 +214,7 @@ def test_what_is_not_predicted_says_why(row: Any, note: str) -> None:
     assert f"not compared, 1 rows: {note}" in check_text([found])
 
 
-def test_of_a_cpu_nothing_is_predicted() -> None:
+def test_a_cpu_row_has_no_prediction() -> None:
     row = model_row()
     row.env = {"gpu": None}
     assert compare(row) == Comparison(name=compare(row).name, note="no prediction for a CPU")

@@ -107,7 +107,7 @@ def peak_of_a_forward_pass(shape: ModelShape, precision: str) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("moment, length, d_ff", [("attention", 128, 64), ("ffn", 16, 1024)])
-def test_what_is_alive_on_a_cpu_is_what_is_counted(precision: Any, moment: str, length: int, d_ff: int) -> None:
+def test_live_memory_on_a_cpu_equals_the_count(precision: Any, moment: str, length: int, d_ff: int) -> None:
     shape = ModelShape(
         vocab_size=32, context_length=length, d_model=32, d_ff=d_ff, num_layers=2, num_heads=2, rope_theta=10000.0
     )
@@ -115,7 +115,7 @@ def test_what_is_alive_on_a_cpu_is_what_is_counted(precision: Any, moment: str, 
     missing = {"attention": 32 * 32 + 3 * 32 * d_ff, "ffn": 32 * d_ff}[moment]
     copies = 2 * weight_copy_bytes(shape, precision) - 2 * (precision == "bf16") * missing
     # In a process of its own: where any function has failed to compile, PyTorch goes on evaluating Python's frames
-    # (2.13), and a caller then keeps the arguments of what it calls: one activation more is alive.
+    # (2.13), and a caller then keeps the arguments of its callees: one more activation is alive.
     (peak,) = run_ranks(peak_of_a_forward_pass, 1, shape, precision)
     assert peak == last_terms(job)[moment] + copies
 
@@ -163,7 +163,7 @@ def test_times_of_eager_steps_of_2_7b_that_are_computed_again(row: Any) -> None:
 
 
 @pytest.mark.parametrize("row", RESIDUALS, ids=label)
-def test_what_a_block_saves(row: Any) -> None:
+def test_activations_saved_by_a_block(row: Any) -> None:
     found = off(row, SAVED_BY_BLOCK)
     if (row.config["precision"], row.variant) == ("fp32", "fp32 compiled naive"):
         measured, predicted = compare(row).memory or (0, 0)
@@ -175,7 +175,7 @@ def test_what_a_block_saves(row: Any) -> None:
 
 
 @pytest.mark.parametrize("row", ATTENTION, ids=label)
-def test_what_attention_holds_before_its_backward_pass(row: Any) -> None:
+def test_memory_of_attention_before_its_backward_pass(row: Any) -> None:
     found = off(row, HELD_BEFORE_BACKWARD)
     if row is ATTENTION[0]:
         measured, predicted = compare(row).memory or (0, 0)
@@ -223,7 +223,7 @@ def test_attention_by_hand() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_predicted_says_why(row: Any, note: str) -> None:
+def test_a_row_without_a_prediction_says_why(row: Any, note: str) -> None:
     found = compare(row)
     assert found.note.startswith(note)
     assert (found.memory, found.seconds) == (None, None)
@@ -239,7 +239,7 @@ def test_rows_of_a_case_are_told_apart(found: list[Any]) -> None:
     assert len({label(row) for row in found}) == len(found)
 
 
-def test_which_steps_the_aim_for_time_is_about() -> None:
+def test_the_aim_for_time_applies_to_large_steps_on_one_h200() -> None:
     applies = {compare(row).name: compare(row).is_large_alone for row in rows("model")}
     sizes = {size: {value for name, value in applies.items() if f" {size} " in name} for size in ("medium", "large")}
     assert sizes == {"medium": {False}, "large": {True}}
@@ -254,7 +254,7 @@ def test_which_steps_the_aim_for_time_is_about() -> None:
 
 
 def step(name: str, memory: float = 1.0, seconds: float = 1.0, **fields: Any) -> Comparison:
-    """A step of a large model with what is predicted for 1.0."""
+    """A step of a large model, measured at 1.0, with its predictions."""
     return Comparison(name=name, memory=(1.0, memory), seconds=(1.0, seconds), is_large_alone=True, **fields)
 
 

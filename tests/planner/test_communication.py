@@ -76,7 +76,7 @@ def test_a_gather_takes_no_longer_than_an_all_reduce(world_size: int, nbytes: fl
         assert collective_seconds(kind, nbytes, world_size, card) <= longest
 
 
-def test_a_collective_that_is_none_is_named() -> None:
+def test_an_unknown_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="collective is 'gossip': it must be one of all-gather"):
         ring_seconds("gossip", 1, 2, 0, 1)
 
@@ -104,7 +104,7 @@ def test_a_fit_needs_times_that_grow(sizes: list[float], seconds: list[float]) -
         fit_transfer(sizes, seconds)
 
 
-def test_what_buckets_add_by_hand() -> None:
+def test_time_added_by_buckets_by_hand() -> None:
     # 8e9 bytes at 2e11 bytes/s are 40 ms; 20 buckets: 2 ms of the last one and 20 x 0.05 ms.
     assert added_seconds(8e9, 2e11, 5e-5, 20) == pytest.approx(3e-3)
     # One bucket: all of it is exposed.
@@ -157,7 +157,7 @@ def test_all_reduces_in_buckets() -> None:
         assert num_calls(narrow) == 48 * 4 + 2
 
 
-def test_what_is_sent_by_hand() -> None:
+def test_transfers_of_a_step_by_hand() -> None:
     n, card = num_parameters(XL), CARDS["H200"]
     for w in (2, 4, 8):
         ddp = sent(Job(shape=XL, strategy="flat", world_size=w), card)

@@ -58,7 +58,7 @@ def test_the_allocator_rounds_to_its_segments(nbytes: float, expected: float) ->
     assert allocated_bytes(nbytes) == expected
 
 
-def test_a_compiled_block_saves_what_saved_tensor_hooks_have_shown() -> None:
+def test_a_compiled_block_saves_the_tensors_seen_by_hooks() -> None:
     # torch.compile, PyTorch 2.11, a block of d 64, d_ff 256, 2 heads on (2, 256) tokens, bf16: T d = 32768.
     shape = replace(SHAPE, context_length=256, d_model=64, d_ff=256)
     # Input 4 T d, four matrices of 2 T d, q k v o of 2 T d, three of 8 T d, 1/rms twice 2048, logsumexp 4096 bytes.
@@ -69,7 +69,7 @@ def test_a_compiled_block_saves_what_saved_tensor_hooks_have_shown() -> None:
     assert naive == (4 + 8 + 6 + 24 + 32 + 2) * 32768 + 2 * 2048 + 2 * 4096
 
 
-def test_an_eager_block_has_its_input_beside_what_it_saves() -> None:
+def test_an_eager_block_keeps_its_input_too() -> None:
     shape = replace(SHAPE, context_length=256, d_model=64, d_ff=256)
     parts = block_parts(job(shape=shape))
     assert parts["input"] == 4 * 32768
@@ -86,7 +86,7 @@ def test_checkpointing_keeps_inputs(policy: str, expected: tuple[int, int, int])
     assert kept_blocks(checkpointed) == expected
     whole, entry = sum(block_parts(checkpointed).values()), 4 * 2 * 8 * 16
     kept, inputs, again = expected
-    again = 0 if policy == "first_2" else again  # what the last blocks keep is gone by then
+    again = 0 if policy == "first_2" else again  # the last blocks have freed theirs by then
     assert saved_bytes(checkpointed) == (kept * whole + inputs * entry, max(0, again * whole - entry))
 
 
@@ -128,7 +128,7 @@ def test_gradients_in_buckets_stay() -> None:
     assert small - large == pytest.approx(0.189e9, rel=0.03)
 
 
-def test_what_is_computed_again_has_its_copies_of_weights() -> None:
+def test_recomputed_blocks_have_copies_of_weights() -> None:
     def again(**given: Any) -> float:
         terms = moments(job(activation_checkpointing="groups_2", **given))["backward of the last block"]
         return next(term.value for term in terms if term.name == "recomputed")
@@ -281,7 +281,7 @@ def terms_of(section: int, **given: Any) -> dict[str, str]:
     return {term.name: term.working for term in memory_sections(Job(**({"shape": XL} | given)))[section].terms}
 
 
-def test_what_the_allocator_adds_is_in_the_working_of_each_term() -> None:
+def test_the_working_of_each_term_shows_the_allocators_share() -> None:
     n, found = num_parameters(XL), terms_of(0)
     more = parameter_bytes(XL, 4) / (4 * n) - 1
     assert found["weights"] == f"4 N = 4 x 1,998,235,200, + {more:.1%} of the allocator's blocks"
@@ -333,14 +333,14 @@ def test_the_8b_step_that_ran_out_of_memory_may_not_fit_and_those_that_ran_fit()
     (failed,) = (row for row in rows if row["status"] == "oom")
     ran = {row["variant"]: training_job(row["case"], row["variant"], row["config"]) for row in rows if row != failed}
     assert {verdict(peak_bytes(each), limit) for each in ran.values()} == {"fits"}
-    # What failed has no run's configuration: it is that of first_2 with no block checkpointed.
+    # The failed row has no run configuration: it is first_2 without checkpointing.
     assert failed["variant"] == "fsdp none budget 0.75"
     assert verdict(peak_bytes(replace(ran["fsdp first_2 budget 0.75"], activation_checkpointing="none")), limit) == (
         "may not fit"
     )
 
 
-def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
+def test_the_peak_is_the_sum_of_its_terms_and_the_largest_moment() -> None:
     sections = memory_sections(job(), 1)
     shown = sections[0].terms
     assert shown[-1].value == sum(term.value for term in shown[:-1]) == max(term.value for term in sections[1].terms)
@@ -363,7 +363,7 @@ def test_the_peak_is_the_sum_of_what_is_shown_and_the_largest_moment() -> None:
         ({"strategy": "bucketed", "bucket_size_mb": 0.0}, "bucket_size_mb is 0.0: it must be above 0"),
     ],
 )
-def test_what_is_impossible_is_named(given: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         job(**given)
 

@@ -91,7 +91,7 @@ def test_a_working_gives_its_value_where_a_dimension_has_one_device() -> None:
     assert "one device sends nothing" in bound(x=1, y=1)[1]
 
 
-def test_the_limit_of_tensor_parallelism_is_said() -> None:
+def test_the_limit_of_tensor_parallelism_is_in_the_notes() -> None:
     # alpha Y / F = 2555.56 x 64 / 53248 = 3.072; F / alpha = 20.84.
     terms, notes = bound(x=64, y=64)
     for name in ("B / N, overlapped", "B, overlapped", "B / N, in turns", "B, in turns"):
@@ -139,6 +139,6 @@ def test_the_overlapped_bound_at_the_best_split() -> None:
         (Mesh, {"flops": math.inf}, "flops is inf: it must be above 0 and finite"),
     ],
 )
-def test_what_is_impossible_is_named(cls: type, given: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_named(cls: type, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cls(**given)

@@ -1,4 +1,4 @@
-"""`cs336 plan`: what it prints, as text and as JSON, and what it says of wrong arguments."""
+"""`cs336 plan`: its output as text and as JSON, and its errors."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(isinstance(term["value"], int) for term in first)
 
 
-def test_json_has_names_that_stay_and_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_stable_names_and_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     for given in ((), ("--attention", "naive", "--batch_size", "64")):  # whose peaks are at other moments
         found = json.loads(run(capsys, "memory", "--size", "xl", *given, "--json")[1])
         summary, terms = found["summary"], found["sections"][0]["terms"]
@@ -60,11 +60,11 @@ def test_json_has_names_that_stay_and_what_was_planned(capsys: pytest.CaptureFix
     assert step["summary"]["peak_bytes"] < step["planned"]["card_memory_bytes"]
 
 
-@pytest.mark.parametrize("what", ["memory", "step"])
-def test_what_is_planned_is_printed_first(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["memory", "step"])
+def test_the_assumptions_are_printed_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--size", "xl", "--world_size", "2", "--compile", "--cuda_graph", "--card", "H100",
              "--activation_checkpointing", "every_2")  # fmt: skip
-    lines = run(capsys, what, *given)[1].splitlines()
+    lines = run(capsys, command, *given)[1].splitlines()
     assert lines[:5] == [
         "Planned",
         "  xl: d_model 1,600, d_ff 6,400, 48 blocks, 25 heads, a vocabulary of 10,000",
@@ -74,16 +74,19 @@ def test_what_is_planned_is_printed_first(what: str, capsys: pytest.CaptureFixtu
     ]
     assert lines[5].startswith("  fits: the peak of ")
     own = ("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2")
-    assert run(capsys, what, *own)[1].splitlines()[1].startswith("  own shape: d_model 64")
+    assert run(capsys, command, *own)[1].splitlines()[1].startswith("  own shape: d_model 64")
 
 
-@pytest.mark.parametrize("what", ["memory", "step"])
-def test_what_does_not_fit_is_said(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # Of an L40S's 44 GiB nine tenths are 39.6; weights, gradients and moments of 2.7B are 51.
-    assert "  does not fit: the peak of " in run(capsys, what, "--size", "2.7B", "--card", "RTX 4090")[1]
-    assert "  fits: the peak of 37.05 GiB is within 39.6 GiB" in run(capsys, what, "--size", "xl", "--card", "L40S")[1]
+@pytest.mark.parametrize("command", ["memory", "step"])
+def test_the_verdict_says_whether_a_step_fits(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def verdict(*given: str) -> str:
+        return run(capsys, command, *given)[1].splitlines()[5].strip()
+
+    # Nine tenths of an L40S's 44 GiB are 39.6; weights, gradients and moments of 2.7B take 51.
+    assert verdict("--size", "2.7B", "--card", "RTX 4090").startswith("does not fit: the peak of ")
+    assert verdict("--size", "xl", "--card", "L40S").startswith("fits: the peak of 37.05 GiB is within 39.6 GiB")
     more = ("--size", "xl", "--batch_size", "5", "--card", "L40S")
-    assert "  may not fit: the peak of 39.64 GiB is above 39.6 GiB" in run(capsys, what, *more)[1]
+    assert verdict(*more).startswith("may not fit: the peak of 39.64 GiB is above 39.6 GiB")
 
 
 def test_a_size_has_its_own_context(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,11 +166,11 @@ def test_ddp_overhead_fits_rows_and_draws(capsys: pytest.CaptureFixture[str], tm
         (("--strategy", "fsdp", "--world_size", "2"), False),
     ],
 )
-@pytest.mark.parametrize("what", ["memory", "step"])
-def test_a_strategy_on_one_gpu_is_said_to_share_nothing(
-    what: str, options: tuple[str, ...], expected: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["memory", "step"])
+def test_a_strategy_on_one_gpu_gets_a_note(
+    command: str, options: tuple[str, ...], expected: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run(capsys, what, *options)
+    code, out, _ = run(capsys, command, *options)
     assert code == 0
     assert ("one GPU shares nothing" in out) == expected
 
@@ -243,9 +246,11 @@ def test_mistakes_are_one_line_and_exit_2(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("what", ["", "memory", "step", "activation", "checkpointing", "ddp-overhead", "parallelism"])
-def test_nothing_but_reading_rows_needs_pytorch(what: str) -> None:
-    arguments = [what] if what else ["--help"]
+@pytest.mark.parametrize(
+    "command", ["", "memory", "step", "activation", "checkpointing", "ddp-overhead", "parallelism"]
+)
+def test_only_reading_rows_needs_pytorch(command: str) -> None:
+    arguments = [command] if command else ["--help"]
     code = (
         f"import sys\nfrom cs336_systems.cli.main import main\ntry:\n    main(['plan', *{arguments!r}])\n"
         "except SystemExit as stopped:\n    assert stopped.code == 0, stopped.code\nassert 'torch' not in sys.modules"
@@ -285,7 +290,7 @@ def test_bytes_that_add_up_are_shown_in_one_unit() -> None:
     assert shown(times) == ["1.500 ms", "0.050 ms", "2"]
 
 
-def test_columns_are_aligned_and_what_is_not_finite_is_null() -> None:
+def test_columns_are_aligned_and_infinite_values_are_null() -> None:
     section = Section("S", (Term("a", "x", 1.0, ""), Term("long", "y", float("inf"), "")), ("note",))
     assert as_text([section]) == "S\n  a        1  x\n  long  none  y\n  note"
     assert [term["value"] for term in as_json([section])[0]["terms"]] == [1.0, None]
@@ -323,7 +328,7 @@ XL_ON_TWO: dict[str, Any] = {"run": {"model": {"size": "xl"}}, "devices": 2}
         ("bucketed:1", XL_ON_TWO, {}, "variant 'bucketed:1': it must have a bucket size, and step_ms.p50"),
     ],
 )
-def test_a_row_that_is_not_as_it_must_be_is_a_line_with_the_file(
+def test_a_wrong_row_is_one_line_with_the_file(
     variant: str,
     config: dict[str, Any],
     metrics: dict[str, Any],

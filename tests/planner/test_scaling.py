@@ -1,4 +1,4 @@
-"""The handout's calculations of 2026 by hand, and beside a layer that is really divided: what it computes and sends."""
+"""The calculations of the 2026 handout, by hand and beside a layer that is really divided over devices."""
 
 import itertools
 import math
@@ -184,6 +184,6 @@ def test_both_times_and_which_is_longer_at_the_devices_that_are_given() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_layer_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_an_impossible_layer_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Layer(**fields)

@@ -1,4 +1,4 @@
-"""The time of a step: parts by hand, limits, and what each option does to it."""
+"""The time of a step: parts by hand, limits, and the effect of each option."""
 
 import json
 import re
@@ -116,14 +116,14 @@ def test_checkpointing_computes_the_forward_pass_again() -> None:
     )
     # Products 12.70 ms, attention 1.564 ms, a third of the elementwise 24.80 ms at the full bandwidth, at 0.55 of it.
     assert found == "24 / 48 blocks x (12.7 + 1.564 + 15.03) ms of products, attention, elementwise"
-    # Of three parts one more: products of the forward pass, a third of the elementwise bytes and of attention.
+    # One more of three parts: the forward pass's products, a third of the elementwise bytes and of attention.
     assert without["products, forward"] < all_of_them < (without["step"] - without["optimizer"]) / 3
 
 
 @pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("file", ["profile-kernels", "2.7B/profile-kernels"])
 def test_the_rate_of_mixed_types_is_that_of_the_kernel_profiles(file: str, phase: int) -> None:
-    """Of the bytes of blocks, in the time of all small kernels but for casts of weights, the loss, and attention's."""
+    """The bytes of blocks over the time of small kernels, without casts of weights, the loss and attention."""
     lines = (RESULTS / f"{file}.jsonl").read_text().splitlines()
     (row,) = (row for line in lines if (row := json.loads(line))["variant"] == "train_step")
     names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads")
@@ -144,7 +144,7 @@ def test_float32_casts_nothing_and_computes_on_the_plain_cores() -> None:
     assert full["products, forward"] > 10 * half["products, forward"]
 
 
-def test_communication_alone_is_none_and_what_is_after_backward_is_all_exposed() -> None:
+def test_one_gpu_sends_nothing_and_transfers_after_backward_are_exposed() -> None:
     assert "communication exposed" not in parts()
     # 4 x 1,998,235,200 bytes by the link, and one overhead a parameter's tensor, of which there are 435.
     exposed = parts(strategy="naive", world_size=2)["communication exposed"]
@@ -158,7 +158,7 @@ def test_buckets_expose_the_last_one_and_the_overheads() -> None:
     assert exposed == pytest.approx(4 * num_parameters(XL) / calls / H200.link + calls * H200.latency_s)
 
 
-def test_what_hiding_costs_and_copies_by_hand() -> None:
+def test_interference_and_copies_by_hand() -> None:
     # 4 N = 7,992,940,800 bytes. Of their 27.98 ms the last of 98 buckets is not hidden; 24 of 132 multiprocessors send
     # meanwhile. Four passes of 2 (2 - 1) / 2 x 4 N bytes through memory at 4.3 TB/s are 7.435 ms.
     graph = parts(strategy="bucketed", world_size=2, cuda_graph=True)
@@ -194,7 +194,7 @@ def test_fsdp_exposes_its_last_unit_and_the_overheads() -> None:
     assert exposed == pytest.approx(2 * num_parameters(XL) / 2 / 50 / H200.link + 150 * H200.latency_s / 2)
 
 
-def test_what_is_longer_than_the_backward_pass_is_exposed() -> None:
+def test_transfers_longer_than_the_backward_pass_are_exposed() -> None:
     slow = get_card("H200", link=1e9)  # 8 s
     assert parts(slow, strategy="bucketed", world_size=2)["communication exposed"] > 7.5
 
@@ -235,7 +235,7 @@ def test_a_precision_that_a_card_does_not_have_is_refused() -> None:
         assert step_sections(Job(shape=XL, precision=precision), t4)[-1].value("MFU") > 0
 
 
-def test_workings_of_what_is_sharded_and_sent_give_their_values() -> None:
+def test_workings_of_sharded_and_sent_terms_give_their_values() -> None:
     # 12 x 1,982,080,000 / 8 = 2.973e9. 435 calls of 39.46 us are 17.17 ms, 4 N bytes at 344.0 GB/s 23.24.
     fsdp: dict[str, Any] = dict(strategy="fsdp", world_size=8)
     assert working(1, "casts of weights and gradients", **fsdp) == "12 N_m / 8 = 2.973 GB / 4.3 TB/s"

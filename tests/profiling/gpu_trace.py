@@ -45,7 +45,7 @@ class Trace:
     def kernel(
         self, name: str, launched: float, ran: tuple[float, float], thread: int = MAIN, stream: int = 7, **how: Any
     ) -> None:
-        """A launch and what it launched; `how`: api, category of both, or the correlation of an earlier launch."""
+        """A launch and its kernel; `how`: api, category of both, or the correlation of an earlier launch."""
         if "correlation" in how:
             correlation = how["correlation"]
         else:
@@ -68,7 +68,7 @@ class Trace:
 
 
 def training_steps(steps: int = 2) -> list[dict[str, Any]]:
-    """The events of some steps, each STEP_US after the one before. What a step has:
+    """The events of some steps, each STEP_US after the one before. A step has:
 
     forward: a copy (40), a product of a projection (300), scores (200), softmax (100), values (150);
     backward: values (300), softmax (160), scores (400), a projection (500), an elementwise kernel (60);

@@ -1,4 +1,4 @@
-"""Annotated attention computes what the model's own does, in three ranges, and is put only where they can be seen."""
+"""Annotated attention computes the same as the model's own, in three ranges, and replaces only plain attention."""
 
 from typing import Any
 

@@ -155,14 +155,14 @@ def test_any_trace_has_the_levels_of_a_simulation(seed: int, tmp_path: Path) -> 
     assert drawn.total.tolist() == expected  # with a column for each moment, all of them
 
 
-def test_a_trace_that_contradicts_itself_is_told(tmp_path: Path) -> None:
+def test_a_trace_that_contradicts_itself_is_a_warning(tmp_path: Path) -> None:
     made = history(Trace().alloc(1, 100).alloc(1, 50).alloc(3, 9).snapshot((1, 50)), tmp_path)
     assert "1 addresses are given twice" in made.warnings[0]
     assert "1 are in use in the end by the trace but not by the segments" in made.warnings[0]
     assert levels(made).total.tolist() == [0, 100, 50, 59]
 
 
-def test_a_trace_that_was_full_is_told_and_cut_phases_begin_at_its_beginning(tmp_path: Path) -> None:
+def test_a_full_trace_is_a_warning_and_cut_phases_begin_with_it(tmp_path: Path) -> None:
     content, phases = one_step()
     content["device_traces"][0] = content["device_traces"][0][4:]  # from the alloc of t on
     made = history(content, tmp_path, phases)
@@ -196,8 +196,8 @@ def test_a_step_that_failed_has_the_phases_that_began(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode, kept", [("train_step", "activations"), ("forward", "temporaries")])
-def test_what_is_kept_where_the_forward_pass_failed_are_activations(mode: str, kept: str, tmp_path: Path) -> None:
-    """Unless nothing was to be kept; what was freed by then was temporary, whatever was freed of the rest since."""
+def test_memory_kept_until_a_forward_pass_failed_is_activations(mode: str, kept: str, tmp_path: Path) -> None:
+    """In inference nothing is kept. Memory freed before the failure is temporary."""
     trace = Trace().mark().alloc(1, 5).note("oom", 0, 9).alloc(2, 70).free(2, 70).alloc(3, 100).note("oom", 0, 999)
     trace.free(3, 100).free(1, 5)
     phases = Phases(names=("forward",), boundaries_us=(1_000_000,), error="out of memory", config={"mode": mode})

@@ -71,11 +71,11 @@ def test_kernels_of_two_lengths_are_profiled_into_a_folder_each(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("what", ["memory", "kernels"])
+@pytest.mark.parametrize("tool", ["memory", "kernels"])
 def test_a_wrong_value_among_several_is_one_line_before_anything_runs(
-    what: str, wrong: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: str, wrong: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(what, "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), *wrong) == 2
+    assert command(tool, "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), *wrong) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
@@ -83,7 +83,7 @@ def test_a_wrong_value_among_several_is_one_line_before_anything_runs(
 
 
 def accident(kind: str, folder: Path, rows: Path) -> Row:
-    """What happens in the process of a profile."""
+    """An accident in the process of a profile."""
     if kind == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has\nmore to say")
     if kind == "is killed":
@@ -93,7 +93,7 @@ def accident(kind: str, folder: Path, rows: Path) -> Row:
     return row
 
 
-def test_what_does_not_fit_or_ends_its_process_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_profile_that_fails_or_dies_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     kinds, lengths = ("oom", "is killed", "ok"), (8, 16, 32)
     profiles = [
         IsolatedProfile(

@@ -121,7 +121,7 @@ def test_kernels_of_this_projects_attention_are_all_known() -> None:
     assert {kernel_class(name) for name in launched} == {"attention"}
 
 
-def test_in_the_optimizers_phase_everything_but_communication_is_the_optimizers() -> None:
+def test_in_the_optimizer_phase_everything_but_communication_is_optimizer() -> None:
     for cls, names in NAMES.items():
         for name in names:
             assert kernel_class(name, "optimizer") == ("communication" if cls == "communication" else "optimizer")

@@ -79,7 +79,7 @@ def test_totals_are_a_step_and_the_longest_comes_first() -> None:
     assert [total.ms for total in totals] == sorted((total.ms for total in totals), reverse=True)
 
 
-def test_what_runs_at_once_on_two_streams_is_busy_once() -> None:
+def test_overlapping_kernels_on_two_streams_are_busy_once() -> None:
     kernels = gpu_kernels(training_steps(STEPS))
     assert busy_ms(kernels, STEPS) == pytest.approx(2.510 - 0.030)  # the copy's 30 us beside the projection
 
@@ -117,7 +117,7 @@ def test_the_longest_kernels_count_their_calls_over_all_ranges() -> None:
     assert [kernel["calls"] for kernel in spans["training step"]["top"] if kernel["kernel"] == MUL] == [2, 1]
 
 
-def test_only_the_ten_longest_are_told() -> None:
+def test_only_the_ten_longest_kernels_are_listed() -> None:
     totals = [KernelTotal(f"aten::op{i}", "forward", None, 1, float(i)) for i in range(20)]
     top = span_metrics(totals, ("forward",))["top"]
     assert [kernel["ms"] for kernel in top] == list(range(19, 9, -1))
@@ -141,7 +141,7 @@ def test_attention_is_split_into_its_parts_forward_and_backward() -> None:
     }
 
 
-def test_kernels_outside_of_all_phases_are_told_and_count_in_the_step() -> None:
+def test_kernels_outside_all_phases_count_in_the_step() -> None:
     row = made_up_row("forward")
     assert row.metrics["outside_ms"] == pytest.approx(0.010)
     assert row.metrics["spans"]["inference"]["kernel_ms"] == pytest.approx(0.310)
@@ -187,7 +187,7 @@ def test_a_row_that_did_not_fit_is_told_and_one_without_its_numbers_is_refused()
         rows_table([Row(case="profile-kernels", variant="train_step", config=CONFIG, env={})])
 
 
-def test_long_names_are_cut_where_they_say_what_is_in_common() -> None:
+def test_long_kernel_names_are_shortened() -> None:
     name = "void at::native::(anonymous namespace)::softmax_warp_forward<" + "float, " * 40
     assert short_name(name).startswith("softmax_warp_forward<float")
     assert len(short_name(name)) == 90
@@ -240,7 +240,7 @@ def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
         assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in json.load(file)["traceEvents"]}
 
 
-def test_options_win_over_quick_and_the_row_says_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_override_quick_and_the_row_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--modes", "forward_backward", "--context_length", "16", "--attention", "sdpa", "--steps", "2"]
     assert run(*given, "--out", str(tmp_path)) == 0
     assert "attention is split into" in capsys.readouterr().out
@@ -295,7 +295,7 @@ def test_a_mode_that_does_not_fit_is_a_row_and_the_next_one_is_profiled(tmp_path
 
 
 @pytest.mark.parametrize("lengths", [["8"], ["8", "16"]], ids=["one workload", "several"])
-def test_running_out_of_memory_is_an_outcome_and_no_failure(
+def test_running_out_of_memory_is_an_outcome_not_a_failure(
     lengths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_large(config: KernelProfile, mode: str, out: Path) -> Any:
@@ -369,7 +369,7 @@ def test_on_a_gpu_the_parts_of_attention_are_told_apart_forward_and_backward(tmp
     assert calls(SOFTMAX, "forward", "softmax") == calls(SOFTMAX, "backward", "softmax") == layers
 
 
-def test_the_terminal_tells_the_longest_kernels_of_each_phase() -> None:
+def test_the_terminal_lists_the_longest_kernels_of_each_phase() -> None:
     said = top_kernels_tables(made_up_row())
     assert "forward: 0.79 ms of kernels a step" in said
     assert f"| 1 | matmul | 3 | 0.65 | 82.3% | `{short_name(SGEMM)}` |" in said

@@ -17,7 +17,7 @@ from cs336_systems.bench.workload import PHASES, Workbench, Workload
 from . import gpu_trace
 from .gpu_trace import ADAM, COPY, HOST, MAIN, MUL, SGEMM, SOFTMAX_BACKWARD, SOFTMAX_FORWARD
 
-# Name, phase, range of attention, us: what `training_steps` says of each step.
+# Name, phase, range of attention and us of the kernels in each step of `training_steps`.
 STEP = {
     (COPY, "forward", None, 40.0): 1,
     (SGEMM, "forward", None, 300.0): 1,
@@ -79,7 +79,7 @@ def test_a_gpu_trace_without_kernels_is_not_taken_for_an_idle_gpu() -> None:
         gpu_kernels(events)
 
 
-def test_an_operators_own_time_is_what_it_does_not_spend_in_others() -> None:
+def test_an_operators_own_time_excludes_the_operators_it_calls() -> None:
     def op(name: str, start: float, end: float, thread: int = MAIN) -> dict[str, Any]:
         return {"ph": "X", "cat": "cpu_op", "name": name, "pid": HOST, "tid": thread, "ts": start, "dur": end - start}
 
@@ -155,7 +155,7 @@ def test_a_trace_is_read_with_and_without_compression(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"5", b"\x1f\x8b"])
-def test_what_is_no_trace_is_named(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_named(content: bytes, tmp_path: Path) -> None:
     for name in ("a.json", "a.json.gz"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=r"a\.json(\.gz)? is not a trace"):

@@ -1,4 +1,4 @@
-"""`cs336 profile memory`: what is recorded of a real step, on a CPU here and on a GPU where there is one."""
+"""`cs336 profile memory`: the recording of a real step, on a CPU and on a GPU if there is one."""
 
 import contextlib
 import csv
@@ -43,7 +43,7 @@ def quick(**fields: Any) -> Workload:
 
 @pytest.fixture(scope="module")
 def quick_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the quick command writes."""
+    """The folder that the quick command writes."""
     out = tmp_path_factory.mktemp("quick")
     assert command("--quick", "--device", "cpu", "--out", str(out)) == 0
     return out
@@ -98,7 +98,7 @@ def test_the_report_draws_timelines_of_rows_alone(quick_out: Path, tmp_path: Pat
         write_views([broken], tmp_path / "broken")
 
 
-def test_quick_shows_the_same_in_words_and_says_what_was_counted(quick_out: Path) -> None:
+def test_quick_writes_a_summary_in_words(quick_out: Path) -> None:
     summary = (quick_out / "summary.md").read_text()
     (row,) = read_rows(quick_out / "rows.jsonl")
     assert f"{row.metrics['peak_bytes']:,} bytes" in summary
@@ -117,7 +117,7 @@ def test_quick_draws_each_category_in_its_colour(quick_out: Path) -> None:
         assert area > 1500, category  # the key in the legend alone has fewer
 
 
-def test_the_snapshot_has_the_form_of_those_of_the_allocator(quick_out: Path) -> None:
+def test_the_snapshot_has_the_allocators_format(quick_out: Path) -> None:
     content = pickle.loads((quick_out / "snapshot.pickle").read_bytes())
     assert set(content) >= {"segments", "device_traces"}
     assert {event["action"] for event in content["device_traces"][0]} == {"alloc", "free_requested", "free_completed"}
@@ -187,7 +187,7 @@ def test_storages_are_seen_from_their_making_to_their_last_reference(tmp_path: P
     assert late["device_traces"][0][0]["frames"][0]["filename"] == __file__  # who asked, not who looked on
 
 
-def test_what_is_gone_after_the_recording_is_alive_in_it(tmp_path: Path) -> None:
+def test_memory_freed_after_the_recording_is_alive_in_it(tmp_path: Path) -> None:
     with StorageRecorder([]) as recorder:
         x = torch.ones(8)
         empty = torch.ones(0)
@@ -270,7 +270,7 @@ def test_a_table_refuses_a_row_without_its_numbers() -> None:
 def test_the_allocators_recording_is_asked_for_as_pytorch_takes_it_and_ends_even_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the GPU's way calls, where there is no GPU: arguments held against PyTorch's own signature."""
+    """Without a GPU: the arguments of the calls fit PyTorch's own signature."""
     takes, calls = inspect.signature(torch.cuda.memory._record_memory_history), []
 
     def asked(*args: Any, **kwargs: Any) -> None:
@@ -349,7 +349,7 @@ def test_other_ways_to_compute_are_recorded_too(fields: dict[str, Any], tmp_path
 @pytest.mark.gpu
 def test_a_step_that_does_not_fit_a_gpu_is_drawn_up_to_there(tmp_path: Path) -> None:
     gc.collect()
-    torch.cuda.empty_cache()  # what is cached counts as held
+    torch.cuda.empty_cache()  # cached memory counts as held
     held = torch.cuda.memory_reserved() + 2 * 2**30
     torch.cuda.set_per_process_memory_fraction(held / torch.cuda.get_device_properties(0).total_memory)
     try:

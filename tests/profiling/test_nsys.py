@@ -38,7 +38,7 @@ NVTX Range,Style,PID,TID,NVTX Inst,Kern Inst,Total Time (ns),Avg (ns),Med (ns),M
 GEMM = "void gemm<float, 4>(float *)"
 
 
-def test_reports_become_totals_with_what_is_in_no_range_of_the_main_thread_as_backward() -> None:
+def test_kernels_outside_the_main_threads_ranges_are_backward() -> None:
     totals = nsys_totals(KERNELS, RANGES, "train_step", steps=2)
     assert totals == [
         KernelTotal(GEMM, "backward", None, 3.0, pytest.approx(2.7)),
@@ -56,7 +56,7 @@ def test_in_inference_there_is_no_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "SKIPPED: report.sqlite does not contain CUDA kernel data.\n"])
-def test_what_is_no_report_is_refused(text: str) -> None:
+def test_a_text_that_is_no_report_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="nsys stats has printed no CSV"):
         nsys_totals(text, RANGES, "forward", 1)
 
@@ -76,7 +76,7 @@ def test_the_command_profiles_this_program_from_after_its_warm_up(tmp_path: Path
     assert stats_command("nvtx_kern_sum", recorded)[:4] == ["nsys", "stats", "--report=nvtx_kern_sum", "--format=csv"]
 
 
-def test_without_nsys_or_a_gpu_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nsys_or_a_gpu_the_error_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ValueError, match=r"tool is 'nsys', which is not on the PATH.*--tool torch"):
         check_nsys(torch.device("cuda"))
@@ -88,7 +88,7 @@ def test_without_nsys_or_a_gpu_it_says_what_to_use(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program called nsys that profiles nothing: leaves what the profiled program would, prints the reports."""
+    """A program called nsys that profiles nothing: it leaves the profiled program's file and prints the reports."""
     ran = Workload(size="quick", mode="train_step", device="cpu")
     times = {"wall_ms": 5.0, "phase_wall_ms": {"forward": 2.0, "backward": 2.0, "optimizer": 1.0}}
     facts = {"ran": dataclasses.asdict(ran) | {"attention_ranges": True}, "times": times}
@@ -107,7 +107,7 @@ esac
     return program
 
 
-def test_the_tables_of_nsys_are_those_of_torch_as_far_as_they_go(stand_in: Path, tmp_path: Path) -> None:
+def test_nsys_fills_the_same_tables_as_torch(stand_in: Path, tmp_path: Path) -> None:
     config = KernelProfile(workload=Workload(size="quick", device="cpu"), steps=2)
     ran, metrics, totals = profile_with_nsys(config, "train_step", tmp_path)
     assert totals == nsys_totals(KERNELS, RANGES, "train_step", 2)
@@ -138,9 +138,7 @@ def test_a_program_that_fails_under_nsys_says_why(
         profile_with_nsys(config, "forward", tmp_path)
 
 
-def test_what_runs_under_nsys_is_recorded_from_after_the_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nsys_records_only_the_steps_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))

@@ -35,7 +35,7 @@ def page(folder: Path, detail: int = 100, content: dict | None = None) -> Path:
 
 
 def browse(path: Path, folder: Path, script: str = ";", *more: str) -> str:
-    """The page after it has been drawn and a script has run in it; or, with `more`, what the browser does instead."""
+    """The page after it has been drawn and a script has run in it; or, with `more`, other output of the browser."""
     if script:
         # Without a screen there may be no frames for long, and the browser's time runs ahead when it has nothing to do.
         frames = "<script>window.requestAnimationFrame = (work) => setTimeout(work, 16)</script>"
@@ -91,7 +91,7 @@ def test_the_page_draws_and_says_peak_categories_and_largest(tmp_path: Path) -> 
          "gradient of w\ncs336_basics/model.py:14 forward"),
     ],
 )  # fmt: skip
-def test_pointing_at_memory_says_what_it_is(x: float, bytes_up: int, words: str, tmp_path: Path) -> None:
+def test_pointing_at_memory_describes_it(x: float, bytes_up: int, words: str, tmp_path: Path) -> None:
     dom = browse(page(tmp_path), tmp_path, pointing(x, bytes_up / (5350 * 1.06)))
     assert shown(dom, "tip") == words
 
@@ -112,7 +112,7 @@ def test_the_slider_sums_the_smaller_ones(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_the_wheel_and_the_keys_zoom_and_move_within_what_there_is(tmp_path: Path) -> None:
+def test_the_wheel_and_the_keys_zoom_and_move_within_the_data(tmp_path: Path) -> None:
     script = """
         const said = [];
         const note = () => said.push([view.x0, view.x1].map((v) => v.toFixed(4)).join(" "));
@@ -136,7 +136,7 @@ def test_the_wheel_and_the_keys_zoom_and_move_within_what_there_is(tmp_path: Pat
 
 
 @needs_browser
-def test_what_a_snapshot_says_is_shown_and_never_run(tmp_path: Path) -> None:
+def test_text_in_a_snapshot_is_shown_and_never_run(tmp_path: Path) -> None:
     trace = Trace().note("alloc", 1, 5000, frames=frames(1, HOSTILE, f"/src/cs336_basics/{HOSTILE}.py"))
     content = trace.alloc(2, 10).snapshot((1, 5000), (2, 10))
     path = page(tmp_path, content=content)
@@ -197,7 +197,7 @@ def test_embedded_json_comes_back_and_cannot_end_its_element() -> None:
     assert not set("<>&\u2028") & set(text)
 
 
-def test_the_data_of_the_page_are_those_of_the_history(tmp_path: Path) -> None:
+def test_the_page_has_the_data_of_the_history(tmp_path: Path) -> None:
     made, phases = one_step()
     history = history_of(read_snapshot(save(tmp_path / "a.pickle", made)), phases)
     data = page_data(history, detail=100, min_bytes=1000)

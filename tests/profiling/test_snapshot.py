@@ -1,4 +1,4 @@
-"""Reading snapshots: nothing in them is executed, and what is damaged is one line that names the file."""
+"""Reading snapshots: nothing in them is executed, and damage is one line that names the file."""
 
 import copy
 import os
@@ -144,7 +144,7 @@ ENTRY, BLOCK = ("device_traces", 0, 3), ("segments", 0, "blocks", 0)
         (setting([dict(filename=1, line=1, name="f")], *ENTRY, "frames"), "filename of a frame is 1"),
     ],
 )
-def test_what_is_missing_or_of_another_type_is_named(change: Any, said: str, tmp_path: Path) -> None:
+def test_a_missing_or_mistyped_entry_is_named(change: Any, said: str, tmp_path: Path) -> None:
     content = copy.deepcopy(one_step()[0])
     change(content)
     with pytest.raises(ValueError, match=rf"^snapshot .*a\.pickle: .*{said}") as raised:
@@ -180,7 +180,7 @@ def test_blocks_without_addresses_lie_one_behind_the_other(tmp_path: Path) -> No
     assert (block.address, block.size) == (4096 + 512, 1024)
 
 
-def test_of_several_devices_the_busiest_is_read_and_said(tmp_path: Path) -> None:
+def test_the_busiest_of_several_devices_is_read_with_a_warning(tmp_path: Path) -> None:
     content = Trace().alloc(1, 1).snapshot()
     content["device_traces"] = [content["device_traces"][0], Trace().alloc(2, 5).alloc(3, 7).events]
     content["segments"] += [
