@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,6 +19,16 @@ from cs336_basics.tokenizer import END_OF_TEXT, Tokenizer
 
 SHAPE = ModelShape(
     vocab_size=300, context_length=48, d_model=64, d_ff=160, num_layers=3, num_heads=4, rope_theta=5000.0
+)
+
+
+LLAMA: dict[str, Any] = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    max_position_embeddings=48,
+    rms_norm_eps=1e-5,
 )
 
 
@@ -36,6 +47,15 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(["the cat sat on the mat. " * 50], 290)
 
 
+def check_logits(shape: ModelShape, state: dict[str, torch.Tensor], llama: transformers.LlamaForCausalLM) -> None:
+    """Check that our model with this state gives the logits of a Llama."""
+    model = TransformerLM(**dataclasses.asdict(shape))
+    model.load_state_dict(state)
+    tokens = torch.randint(0, shape.vocab_size, (2, shape.context_length))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), llama(tokens).logits, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 def test_transformers_gives_the_same_logits(tmp_path: Path, heads: int, tokenizer: Tokenizer) -> None:
     shape = dataclasses.replace(SHAPE, num_heads=heads)
@@ -44,9 +64,7 @@ def test_transformers_gives_the_same_logits(tmp_path: Path, heads: int, tokenize
     llama, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    tokens = torch.randint(0, shape.vocab_size, (2, shape.context_length))
-    with torch.no_grad():
-        torch.testing.assert_close(llama(tokens).logits, model(tokens), atol=1e-4, rtol=0)
+    check_logits(shape, model.state_dict(), llama)
 
 
 def test_transformers_generates_the_same_greedy_continuation(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -105,38 +123,15 @@ def test_export_and_import_are_inverse_to_the_bit(tmp_path: Path, tokenizer: Tok
 
 def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=300,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=48,
-            rms_norm_eps=1e-5,
-        )
-    )
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, num_attention_heads=4))
     llama.save_pretrained(tmp_path, max_shard_size="200KB")  # several files
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     shape, state, tokenizer = import_hf(tmp_path)
     assert tokenizer is None
-    model = TransformerLM(**dataclasses.asdict(shape))
-    model.load_state_dict(state)
-    tokens = torch.randint(0, 300, (2, 48))
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), llama(tokens).logits, atol=1e-4, rtol=0)
+    check_logits(shape, state, llama)
 
 
-OLD = transformers.LlamaConfig(
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=48,
-    rms_norm_eps=1e-5,
-    rope_theta=500_000.0,
-)
+OLD = transformers.LlamaConfig(**LLAMA, num_attention_heads=2, rope_theta=500_000.0)
 
 
 def save_with_frequencies(folder: Path, names: list[str], frequencies: torch.Tensor) -> transformers.LlamaForCausalLM:
@@ -154,23 +149,19 @@ IN_EACH_BLOCK = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in rang
 
 @pytest.mark.parametrize("names", [IN_EACH_BLOCK, ["model.rotary_emb.inv_freq"]], ids=["of each block", "of the model"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rotary_frequencies_among_the_weights_are_left_out_and_said(
+def test_rotary_frequencies_among_the_weights_are_left_out_with_a_message(
     tmp_path: Path, names: list[str], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "cs336_basics")
-    inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq  # those that transformers computes
+    inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq
     llama = save_with_frequencies(tmp_path, names, inside.to(dtype))
     shape, state, _ = import_hf(tmp_path)
     assert names[0] in caplog.text
-    model = TransformerLM(**dataclasses.asdict(shape))
-    model.load_state_dict(state)
-    tokens = torch.randint(0, 300, (2, 48))
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), llama(tokens).logits, atol=1e-4, rtol=0)
+    check_logits(shape, state, llama)
 
 
 @pytest.mark.parametrize("change", [lambda f: f / 2, lambda f: f[:-1], lambda f: f.pow(0.95)])
-def test_other_rotary_frequencies_than_those_of_the_configuration_are_refused(
+def test_rotary_frequencies_that_contradict_the_configuration_are_refused(
     tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq
@@ -206,7 +197,7 @@ def test_other_rotary_frequencies_than_those_of_the_configuration_are_refused(
         ("rope_parameters", 3, "rope_parameters is 3: it must be an object or null"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_by_name(tmp_path: Path, field: str, value: object, message: str) -> None:
+def test_an_unsupported_setting_is_refused_by_name(tmp_path: Path, field: str, value: object, message: str) -> None:
     export_hf(build().state_dict(), SHAPE, None, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
@@ -225,13 +216,13 @@ def test_what_cannot_be_imported_is_refused_by_name(tmp_path: Path, field: str, 
     ],
     ids=["empty", "llama", "list", "cut", "nested"],
 )
-def test_a_configuration_of_nothing_names_the_file_and_the_field(tmp_path: Path, content: str, message: str) -> None:
+def test_a_broken_configuration_names_the_file_and_the_field(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"^{tmp_path / 'config.json'}{message}"):
         import_hf(tmp_path)
 
 
-def test_a_folder_without_its_files_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         import_hf(tmp_path)
     export_hf(build().state_dict(), SHAPE, None, tmp_path)

@@ -1,4 +1,4 @@
-"""A configuration is right where it is built, or it is a ValueError with the field, the value and what is accepted."""
+"""Configurations check their values: a wrong one is a ValueError with field, value and accepted values."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.checks import without_groups
 from cs336_systems.config.model import MODEL_SIZES
 from cs336_systems.config.run import (
+    GROUPS,
     CheckpointConfig,
     DataConfig,
     LogConfig,
@@ -27,16 +28,6 @@ from cs336_systems.config.run import (
 
 NAN, INF = math.nan, math.inf
 TINY = dict(vocab_size=300, context_length=16, d_model=32, d_ff=64, num_layers=1, num_heads=2)
-GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "train": TrainConfig,
-    "parallel": ParallelConfig,
-    "checkpoint": CheckpointConfig,
-    "sample": SampleConfig,
-    "log": LogConfig,
-}
 
 
 # Sizes
@@ -69,7 +60,7 @@ def test_a_size_is_the_shape_of_the_handout(
     )
 
 
-def test_the_table_of_sizes_holds_these_seven() -> None:
+def test_there_are_seven_sizes() -> None:
     assert list(MODEL_SIZES) == ["small", "medium", "large", "xl", "2.7B", "10B", "8B"]
 
 
@@ -126,7 +117,7 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     *_cases("train", "validation_interval", (-1, NAN), AT_LEAST_0),
     *_cases("train", "max_grad_norm", (0.0, -1.0, NAN), ABOVE_0),
     *_cases("train", "max_minutes", (0.0, -1.0, NAN, INF), ABOVE_0),
-    # NumPy refuses a negative one for random tokens, and for stories -1 would silently be the same text as 1.
+    # NumPy refuses negative seeds, and Python's generator treats -1 as 1.
     ("data", "seed", -1, AT_LEAST_0),
     ("train", "seed", -1, AT_LEAST_0),
     *_cases("checkpoint", "keep_last", (0, -1, NAN), AT_LEAST_1),
@@ -138,7 +129,7 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize("group, field, value, accepted", IMPOSSIBLE)
-def test_an_impossible_value_is_named_with_its_field_and_what_is_accepted(
+def test_an_impossible_value_is_named_with_its_field_and_the_accepted_values(
     group: str, field: str, value: Any, accepted: str
 ) -> None:
     base = TINY if group == "model" and field != "size" else {}
@@ -172,9 +163,7 @@ def test_an_infinite_rope_theta_is_an_error() -> None:
         ("log", "wandb", "on", "offline"),
     ],
 )
-def test_a_choice_that_is_none_of_the_accepted_is_an_error_where_it_is_built(
-    group: str, field: str, value: str, one_accepted: str
-) -> None:
+def test_a_wrong_choice_is_an_error(group: str, field: str, value: str, one_accepted: str) -> None:
     with pytest.raises(ValueError, match=rf"^{group}\.{field} is '{value}': it must be .*{one_accepted}"):
         GROUPS[group](**{field: value})
 
@@ -204,13 +193,13 @@ def test_other_sources_take_no_text(source: Any, field: str) -> None:
         DataConfig(source=source, **{field: "a.txt"})
 
 
-def test_training_and_validation_text_are_two_files_and_the_way_out_is_said() -> None:
+def test_training_and_validation_text_are_two_files() -> None:
     accepted = r"another file than data\.train_text, or left out to validate on the last data\.valid_fraction"
     with pytest.raises(ValueError, match=rf"^data\.valid_text is 'x': it must be {accepted}"):
         DataConfig(source="text", train_text="x", valid_text="x")
 
 
-def test_a_sample_that_a_context_has_no_room_for_names_both() -> None:
+def test_a_sample_longer_than_the_context_names_both() -> None:
     accepted = r"at most 0, .* model\.context_length, 1"
     with pytest.raises(ValueError, match=rf"^sample\.max_new_tokens is 5: it must be {accepted}$"):
         RunConfig(model=ModelConfig(**{**TINY, "context_length": 1}), sample=SampleConfig(max_new_tokens=5))
@@ -221,7 +210,7 @@ def test_resume_auto_needs_a_run_dir() -> None:
         RunConfig(model=ModelConfig(**TINY), resume="auto")
 
 
-def test_no_text_may_have_a_nul_character() -> None:
+def test_no_text_may_contain_nul() -> None:
     for make, name in (
         (lambda text: DataConfig(data_dir=text), "data.data_dir"),
         (lambda text: LogConfig(wandb_project=text), "log.wandb_project"),
@@ -235,7 +224,7 @@ def test_no_text_may_have_a_nul_character() -> None:
 @pytest.mark.parametrize(
     "name, accepted", [("run_dir", "the path of a folder, or left out"), ("resume", "none, auto or a checkpoint")]
 )
-def test_what_is_no_path_is_refused(name: str, accepted: str, path: str) -> None:
+def test_an_empty_path_is_refused(name: str, accepted: str, path: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} is .*: it must be {accepted}$"):
         RunConfig(model=ModelConfig(**TINY), **{name: path})
 
@@ -271,7 +260,7 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
     assert DataConfig(source="random").data_dir == "data/random"
 
 
-def test_no_tokenizer_is_taken_to_be_that_of_training_tokens_elsewhere() -> None:
+def test_training_tokens_elsewhere_have_no_default_tokenizer() -> None:
     elsewhere = DataConfig(data_dir="d", train_tokens="mine.npy")
     assert (elsewhere.tokenizer, elsewhere.tokenizer_path) == (None, "d/tokenizer.json")
     named = DataConfig(data_dir="d", train_tokens="mine.npy", tokenizer="d/tokenizer.json")
@@ -303,7 +292,7 @@ def test_no_more_blocks_are_checkpointed_than_the_model_has(policy: str) -> None
         RunConfig(model=model, train=TrainConfig(activation_checkpointing=policy))
 
 
-def test_an_infinite_limit_of_the_gradient_is_none() -> None:
+def test_an_infinite_gradient_norm_means_no_clipping() -> None:
     assert TrainConfig(max_grad_norm=INF).max_grad_norm is None
 
 
@@ -394,7 +383,7 @@ def test_the_resolved_form_as_json_parses_to_an_equal_configuration(name: str, t
     assert parse_run_config(["--config", str(file)]) == (config, False)
 
 
-def test_the_resolved_form_holds_nothing_that_json_does_not() -> None:
+def test_the_resolved_form_is_plain_json() -> None:
     config = RunConfig(**RUNS["everything else"])  # type: ignore[arg-type]
     written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert written["model"] == {**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"}
@@ -402,12 +391,12 @@ def test_the_resolved_form_holds_nothing_that_json_does_not() -> None:
 
 
 def _data_of(data: dict[str, Any], file: Any, *arguments: str) -> DataConfig:
-    """What `cs336 train --config FILE ARGUMENTS` has for data where the file has this group `data`."""
+    """The data settings of `cs336 train --config FILE ARGUMENTS` if the file contains `data`."""
     file.write_text(json.dumps({"model": TINY, "data": data}))
     return parse_run_config(["--config", str(file), *arguments])[0].data
 
 
-def test_paths_that_a_file_derived_follow_the_source_and_the_folder_of_the_command_line(tmp_path: Any) -> None:
+def test_default_paths_in_a_file_follow_the_command_line(tmp_path: Any) -> None:
     file = tmp_path / "config.json"
     for data in (DataConfig(), DataConfig(source="random"), DataConfig(data_dir="d")):
         resolved = dataclasses.asdict(data)
@@ -416,21 +405,21 @@ def test_paths_that_a_file_derived_follow_the_source_and_the_folder_of_the_comma
             DataConfig(data_dir="new"), source=data.source
         )
     assert _data_of(dataclasses.asdict(DataConfig()), file, "--data.source=random") == DataConfig(source="random")
-    # A folder that was given stays where the source alone is another.
+    # A folder in the file stays if only the source changes.
     found = _data_of(dataclasses.asdict(DataConfig(data_dir="d")), file, "--data.source=random")
     assert found == DataConfig(source="random", data_dir="d")
 
 
-def test_paths_that_a_file_gives_stay_as_they_are(tmp_path: Any) -> None:
+def test_other_paths_in_a_file_stay(tmp_path: Any) -> None:
     given = DataConfig(data_dir="d", tokenizer="a/t.json", train_tokens="b/x.npy", valid_tokens="d/valid.npy")
     found = _data_of(dataclasses.asdict(given), tmp_path / "config.json", "--data.data_dir=new")
     assert (found.tokenizer, found.train_tokens, found.valid_tokens) == ("a/t.json", "b/x.npy", "new/valid.npy")
-    # Without a folder in the same file nothing says that a path was derived.
+    # Without data_dir in the file, no path counts as a default.
     found = _data_of({"train_tokens": "data/stories/train.npy"}, tmp_path / "config.json", "--data.data_dir=new")
     assert (found.train_tokens, found.valid_tokens) == ("data/stories/train.npy", "new/valid.npy")
 
 
-def test_a_size_on_the_command_line_replaces_that_of_a_file(tmp_path: Any) -> None:
+def test_a_size_on_the_command_line_replaces_the_sizes_in_a_file(tmp_path: Any) -> None:
     file = tmp_path / "config.json"
     for model in (TINY, dataclasses.asdict(ModelConfig(size="small", vocab_size=500))):
         file.write_text(json.dumps({"model": model}))
@@ -441,7 +430,7 @@ def test_a_size_on_the_command_line_replaces_that_of_a_file(tmp_path: Any) -> No
             parse_run_config(["--config", str(file), "--model.size=medium", "--model.d_model=8"])
 
 
-def test_a_final_learning_rate_that_a_file_derived_follows_the_command_line(tmp_path: Any) -> None:
+def test_a_default_min_lr_in_a_file_follows_the_command_line(tmp_path: Any) -> None:
     file = tmp_path / "config.json"
     for lr, min_lr, expected in ((1e-3, 1e-4, 3e-6), (1e-3, 2e-5, 2e-5)):
         file.write_text(json.dumps({"model": TINY, "optimizer": {"lr": lr, "min_lr": min_lr}}))
@@ -451,7 +440,7 @@ def test_a_final_learning_rate_that_a_file_derived_follows_the_command_line(tmp_
         assert (other.lr, other.min_lr) == (3e-5, expected)
 
 
-def test_a_committed_runs_configuration_can_have_its_data_elsewhere() -> None:
+def test_a_committed_configuration_can_use_data_elsewhere() -> None:
     file = Path(__file__).parents[2] / "results/cpu/demo/config.json"
     data = parse_run_config(["--config", str(file), "--run_dir=new", "--data.data_dir=new/data"])[0].data
     assert data == DataConfig(data_dir="new/data")
@@ -466,13 +455,13 @@ def test_a_committed_runs_configuration_can_have_its_data_elsewhere() -> None:
         ("path is 'data.npy'", "path is 'data.npy'"),
     ],
 )
-def test_fields_are_named_without_their_group_and_values_as_they_are(message: str, ours: str) -> None:
+def test_without_groups_renames_fields_but_not_values(message: str, ours: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(ours)}$"), without_groups({"model.attention": "kernel"}):
         raise ValueError(message)
 
 
-def test_auto_is_gradients_in_groups_as_they_come() -> None:
+def test_auto_sends_gradients_in_buckets() -> None:
     auto, overlap = ParallelConfig(), ParallelConfig(strategy="overlap")
     assert [auto.strategy_for(n) for n in (1, 2)] == ["none", "overlap"]
-    assert (auto.group_size_mb(), overlap.group_size_mb()) == (100.0, None)  # overlap alone is each by itself
+    assert (auto.group_size_mb(), overlap.group_size_mb()) == (100.0, None)  # overlap sends each gradient separately
     assert ParallelConfig(bucket_size_mb=25.0).group_size_mb() == 25.0
