@@ -150,7 +150,7 @@ def overhead_sections(
     given = (
         Term("s, gradients", gradients, nbytes),
         Term("w, all-reduce", "bytes/s of a large one", bandwidth, "bytes/s"),
-        Term("o, a call", "time beside the time of its bytes", overhead_s, "s"),
+        Term("o, a call", "time of a call, without its bytes", overhead_s, "s"),
     )
     added = added_seconds(nbytes, bandwidth, overhead_s, best) if math.isfinite(best) else 0.0
     optimum = (

@@ -79,7 +79,7 @@ def over(parts: int) -> str:
 def in_blocks(allocated: float, nbytes: float) -> str:
     """The end of a formula of bytes if the allocator's blocks are noticeably larger."""
     more = allocated / nbytes - 1
-    return f", + {more:.1%} of the allocator's blocks" if more >= 0.0005 else ""
+    return f", + {more:.1%} for the allocator's blocks" if more >= 0.0005 else ""
 
 
 def _of_all_weights(name: str, number_bytes: int, job: Job, parts: int, value: float) -> Term:

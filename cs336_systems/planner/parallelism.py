@@ -10,7 +10,7 @@ bfloat16 (2 bytes) in computation and in transfer.
 import math
 from dataclasses import dataclass
 
-from ..config.checks import check_types, require
+from ..config.checks import check_types, require, require_at_least
 from .working import Section, Term, show
 
 
@@ -27,8 +27,7 @@ class FeedForward:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        for name in ("d_model", "d_ff", "num_blocks"):
-            require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
+        require_at_least(self, "", 1, "d_model", "d_ff", "num_blocks")
 
     @property
     def parameters(self) -> int:
@@ -65,8 +64,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        for name in ("x", "y", "m_x", "m_y"):
-            require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
+        require_at_least(self, "", 1, "x", "y", "m_x", "m_y")
         for name in ("w_ici", "flops"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
 
@@ -144,7 +142,7 @@ def parallelism_sections(
         Term("state, float32", f"(4 + 4 + 8) P = {16 * p / 1e9:,.1f} GB", 16 * p),
         Term("GPUs for the state", f"16 P / {gpu_gb:g} GB = {gpus:.2f}", math.ceil(gpus), ""),
         Term("saved for backward, a token", f"2 (D + F) x {model.num_blocks} = {a:,}, bfloat16", a),
-        Term("bfloat16 weights", f"2 P = {2 * p / 1e9:,.1f} GB, were they kept whole for backward", 2 * p),
+        Term("bfloat16 weights", f"2 P = {2 * p / 1e9:,.1f} GB, if they stay whole for backward", 2 * p),
     ]
     memory = Section("(a) One device", tuple(terms))
     sharded = []
@@ -178,13 +176,13 @@ def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
     ]
     if tensor > 1:
         most = model.d_ff * mesh.m_y / alpha
-        limit = f"tensor parallelism: T_TP is longer than T_math for any B; Y may be at most F M_Y / alpha = {most:.1f}"
+        limit = f"tensor parallelism, as T_TP exceeds T_math for any B; Y may be at most F M_Y / alpha = {most:.1f}"
     elif mesh.x > 1:
-        limit = "FSDP: its gathers take the same time for any B, so B must be large enough"
+        limit = "FSDP, whose gathers take the same time for any B, so B must be large enough"
     elif mesh.y > 1:
-        limit = "none: weights are not gathered, and T_TP is shorter than T_math for any B"
+        limit = "none, as weights are not gathered, and T_TP is shorter than T_math for any B"
     else:
-        limit = "none: one device sends nothing"
+        limit = "none, as one device sends nothing"
     notes = [
         "overlapped: transfers along X and along Y run at once, so that the longer counts",
         "in turns: T_FSDP + T_TP counts, as in the source's edition of February 2025",
@@ -194,4 +192,4 @@ def _compute_bound_section(model: FeedForward, mesh: Mesh) -> Section:
         math_s, fsdp_s, tensor_s = (show(t, "s") for t in forward_seconds(model, mesh, together * n))
         notes.append(f"at B, overlapped, a block takes: T_math {math_s}, T_FSDP {fsdp_s}, T_TP {tensor_s}")
         notes.append(f"for that B the best X is {best_split(model, mesh, together * n):.1f}")
-    return Section("(c) Forward pass bound by products from", tuple(terms), tuple(notes))
+    return Section("(c) Batch from which products bound the forward pass", tuple(terms), tuple(notes))

@@ -8,7 +8,7 @@ Elementwise work is not counted, transfers are rings, and computation overlaps w
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config.checks import check_types, require
+from ..config.checks import check_types, require, require_at_least
 from .communication import ring_seconds
 from .working import Section, Term, show
 
@@ -39,8 +39,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        for name in ("batch", "d_model", "d_ff", "n_fsdp", "n_tp"):
-            require(1 <= getattr(self, name) < 1 << 40, name, getattr(self, name), "at least 1 and below 2^40")
+        require_at_least(self, "", 1, "batch", "d_model", "d_ff", "n_fsdp", "n_tp")
         for name in ("flops", "egress"):
             require(1 <= getattr(self, name) < 1e30, name, getattr(self, name), "at least 1 and below 1e30")
 

@@ -154,20 +154,6 @@ def _through_memory(name: str, formula: str, nbytes: float, card: Card) -> Term:
     return Term(name, working, nbytes / card.bandwidth, "s")
 
 
-def update_terms(job: Job, card: Card) -> list[Term]:
-    """Clipping and the optimizer: 4 N to read and 8 N to scale; 28 N for AdamW; half of that for bfloat16 weights.
-
-    Fused AdamW reads weight, gradient and two moments and writes all but the gradient: 7 float32 numbers per parameter.
-    """
-    n, b, w, parts = num_parameters(job.shape), job.weight_bytes, job.weight_parts, job.state_parts
-    terms = []
-    if job.clip:
-        terms.append(_through_memory("gradient norm and clipping", f"{3 * b} N{over(w)}", 3 * b * n / w, card))
-    if job.optimizer:
-        terms.append(_through_memory("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
-    return terms
-
-
 def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
     """The cost of sharing the work: exposed communication, interference of the rest, copies.
 
@@ -206,10 +192,18 @@ def communication_terms(job: Job, card: Card, backward_s: float) -> list[Term]:
 
 
 def step_terms(job: Job, card: Card) -> list[Term]:
-    """All parts of a step, and their total."""
-    compute = compute_terms(job, card)
-    backward = sum(term.value for term in compute) * 2 / 3
-    terms = [*compute, *communication_terms(job, card, backward), *update_terms(job, card)]
+    """All parts of a step, and their total.
+
+    Clipping reads gradients and scales them, 4 N and 8 N bytes. Fused AdamW reads weight, gradient and two moments and
+    writes all but the gradient, 28 N bytes. With bfloat16 weights all of them are half as many.
+    """
+    terms = compute_terms(job, card)
+    terms += communication_terms(job, card, backward_s=sum(term.value for term in terms) * 2 / 3)
+    n, b, w, parts = num_parameters(job.shape), job.weight_bytes, job.weight_parts, job.state_parts
+    if job.clip:
+        terms.append(_through_memory("gradient norm and clipping", f"{3 * b} N{over(w)}", 3 * b * n / w, card))
+    if job.optimizer:
+        terms.append(_through_memory("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
     return [*terms, total("step", terms)]
 
 

@@ -284,11 +284,11 @@ def terms_of(section: int, **given: Any) -> dict[str, str]:
 def test_the_working_of_each_term_shows_the_allocators_share() -> None:
     n, found = num_parameters(XL), terms_of(0)
     more = parameter_bytes(XL, 4) / (4 * n) - 1
-    assert found["weights"] == f"4 N = 4 x 1,998,235,200, + {more:.1%} of the allocator's blocks"
+    assert found["weights"] == f"4 N = 4 x 1,998,235,200, + {more:.1%} for the allocator's blocks"
     # 16 bits a number: a matrix of 1600 x 1600 takes 4.88 MiB, of which four are in 20 MiB.
     numbers = 48 * 40_960_000 + 16_000_000
     copies = next(t.value for t in moments(Job(shape=XL))["the loss"] if t.name == "weight copies")
-    assert found["weight copies"].endswith(f", + {copies / (2 * numbers) - 1:.1%} of the allocator's blocks")
+    assert found["weight copies"].endswith(f", + {copies / (2 * numbers) - 1:.1%} for the allocator's blocks")
     assert terms_of(0, strategy="overlap", world_size=2, shard_optimizer=True)["weights"].endswith("1,998,235,200")
 
 
