@@ -98,7 +98,7 @@ class _Reader:
     def snapshot(self, content: Any) -> Snapshot:
         if type(content) is not dict:
             raise _WrongError(f"it holds {_shown(content)}, not a dict with segments and device_traces")
-        segments = [_dict(s, "a segment") for s in self._counted(_get(content, "segments", list, "the snapshot"))]
+        segments = self._counted(_get(content, "segments", list, "the snapshot"))
         traces = self._counted(_get(content, "device_traces", list, "the snapshot"))
         for i, trace in enumerate(traces):
             if type(trace) is not list:
@@ -111,7 +111,8 @@ class _Reader:
         if len(busy) > 1:
             warnings.append(f"{len(busy)} devices have traces; this is device {device}, the busiest")
         events = [self._event(entry) for entry in self._counted(traces[device])]
-        blocks = [b for s in segments if s.get("device", 0) == device for b in self._active_blocks(s)]
+        on_device = [s for s in segments if _number(s, "device", "a segment", 0) == device]
+        blocks = [block for segment in on_device for block in self._active_blocks(segment)]
         return Snapshot(events, blocks, warnings)
 
     def _counted(self, entries: list[Any]) -> list[Any]:
@@ -123,25 +124,22 @@ class _Reader:
 
     def _event(self, entry: Any) -> Event:
         where = "a trace entry"
-        entry = _dict(entry, where)
-        action = _get(entry, "action", str, where)
+        action, time_us = _get(entry, "action", str, where), _number(entry, "time_us", where)
         if action == "oom":
-            return Event(action, 0, 0, _number(entry, "time_us", where), 0, ())
+            return Event(action, 0, 0, time_us, 0, ())
         frames = self._stack(entry.get("frames", [])) if action == "alloc" else ()
-        address, time_us = (_number(entry, name, where) for name in ("addr", "time_us"))
-        size = _size(entry, "size", where)
+        address, size = (_number(entry, name, where) for name in ("addr", "size"))
         return Event(action[:40], address, size, time_us, _number(entry, "stream", where, 0), frames)
 
-    def _active_blocks(self, segment: dict[str, Any]) -> Iterable[Block]:
+    def _active_blocks(self, segment: Any) -> Iterable[Block]:
         """The blocks in use. In older snapshots blocks have no addresses; they follow one another in memory."""
         address = _number(segment, "address", "a segment")
         stream = _number(segment, "stream", "a segment", 0)
         for block in self._counted(_get(segment, "blocks", list, "a segment")):
-            block = _dict(block, "a block")
-            size = _size(block, "size", "a block")
+            size = _number(block, "size", "a block")
             address = _number(block, "address", "a block", address)
             if _get(block, "state", str, "a block") in _STATES:
-                requested = _size(block, "requested_size", "a block", size)
+                requested = _number(block, "requested_size", "a block", size)
                 yield Block(address, requested, stream, self._stack(block.get("frames", [])))
             address += size
 
@@ -154,38 +152,32 @@ class _Reader:
 
     def _frame(self, frame: Any) -> Frame:
         if id(frame) not in self._frames:
-            content = _dict(frame, "a frame")
-            file, name = (printable(_get(content, key, str, "a frame")[:500]) for key in ("filename", "name"))
-            line = _get(content, "line", int, "a frame")
+            file, name = (printable(_get(frame, key, str, "a frame")[:500]) for key in ("filename", "name"))
+            line = _get(frame, "line", int, "a frame")
             self._frames[id(frame)] = Frame(file, line if 0 <= line < 1 << 40 else 0, name)
         return self._frames[id(frame)]
 
 
-def _dict(value: Any, name: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise _WrongError(f"{name} is {_shown(value)}: it must be a dict")
+def _get(content: Any, name: str, kind: type, where: str, default: Any = None) -> Any:
+    """An entry of a dict, of the exact type; the default, if there is one, for a missing entry."""
+    if type(content) is not dict:
+        raise _WrongError(f"{where} is {_shown(content)}: it must be a dict")
+    if name not in content:
+        if default is None:
+            raise _WrongError(f"{where} has no {name}")
+        return default
+    value = content[name]
+    if type(value) is not kind:
+        raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be a {kind.__name__}")
     return value
 
 
-def _get(content: dict[str, Any], name: str, kind: type, where: str) -> Any:
-    if name not in content:
-        raise _WrongError(f"{where} has no {name}")
-    if type(content[name]) is not kind:
-        raise _WrongError(f"{name} of {where} is {_shown(content[name])}: it must be a {kind.__name__}")
-    return content[name]
-
-
-def _number(content: dict[str, Any], name: str, where: str, default: int | None = None, bits: int = 64) -> int:
-    if name not in content and default is not None:
-        return default
-    value = _get(content, name, int, where)
-    if not 0 <= value < 1 << bits:  # addresses of a GPU may use the upper half
+def _number(content: Any, name: str, where: str, default: int | None = None) -> int:
+    value: int = _get(content, name, int, where, default)
+    bits = 48 if name in ("size", "requested_size") else 64  # sums of sizes fit into 64 bits
+    if not 0 <= value < 1 << bits:
         raise _WrongError(f"{name} of {where} is {_shown(value)}: it must be at least 0 and below 2^{bits}")
     return value
-
-
-def _size(content: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
-    return _number(content, name, where, default, bits=48)  # so that sums fit into 64 bits
 
 
 def printable(text: str) -> str:
