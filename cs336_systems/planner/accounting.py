@@ -193,7 +193,7 @@ def block_bytes(
 def head_bytes(shape: ModelShape, batch_size: int, length: int, precision: str = "fp32") -> int:
     """Bytes that the last norm, the head and the loss save: 8 T d + 4 T, c T d (+ 2 V d if autocast), 4 T V + 4 T.
 
-    T tokens, c bytes per number. The loss reads the logits in float32, in whatever dtype they are computed.
+    T tokens, c bytes per number. The loss reads the logits in float32, for any dtype of computation.
     """
     tokens, c, d, vocab = batch_size * length, NUMBER_BYTES[precision], shape.d_model, shape.vocab_size
     copy = 0 if precision == "fp32" else c * vocab * d

@@ -57,7 +57,7 @@ def _compare(name: str, row: Measured) -> Comparison:
     if row.case == "all-reduce":
         return _compare_collective(name, row, card)
     job = None if row.case in NO_STEPS or is_forward(row) else job_of(row)
-    if is_of_cpu(row):  # its peak is that of the whole process, and it has no card's rates
+    if is_of_cpu(row):  # its peak includes the whole process, and it has no rates of a card
         raise ValueError("no prediction for a CPU")
     memory_of, memory = measured_memory(row)
     if job is None:
