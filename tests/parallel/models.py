@@ -101,7 +101,7 @@ def train_step(
 
 
 def message_of(call: Callable[[], Any]) -> str:
-    """What it raises, as text."""
+    """The type and message of the error that a call raises."""
     try:
         call()
     except (ValueError, RuntimeError) as error:

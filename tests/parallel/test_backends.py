@@ -93,9 +93,9 @@ def run_and_resume(root: str, device: str, parallel: dict[str, Any]) -> None:
         checkpoint=dict(checkpointing_interval=3),
     )
     first = make_config(Path(root), **groups)
-    pipeline._train(first, torch.device(device))
+    pipeline.train_on(first, torch.device(device))
     again = make_config(Path(root), run="again", resume=str(checkpoint_path(first, 3)), **groups)
-    pipeline._train(again, torch.device(device))
+    pipeline.train_on(again, torch.device(device))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
@@ -112,7 +112,7 @@ def test_training(backend: str, device: str, variant: dict[str, Any], tmp_path: 
         assert row == pytest.approx(wanted, rel=1e-4)
 
 
-# Whose fault it is
+# Which rank is blamed
 
 
 def send_numbers_that_gloo_lacks() -> str:
@@ -156,6 +156,6 @@ def test_only_a_lost_rank_is_blamed(error: RuntimeError, said: str) -> None:
         raise error
 
 
-def test_out_of_memory_stays_what_it_is() -> None:
+def test_out_of_memory_errors_pass_unchanged() -> None:
     with pytest.raises(torch.OutOfMemoryError), named("broadcast"):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -204,11 +204,11 @@ def test_ranks_with_different_numbers_of_tokens_give_the_mean_over_all(name: str
             torch.testing.assert_close(actual, p.grad, rtol=1e-4, atol=1e-6)
 
 
-# What is sent, and when
+# Order and time of transfers
 
 
 def transfers_during_backward(cls: type[DDP], *options: Any) -> list[list[str]]:
-    """Per step: what was started, with a mark where the backward pass ended."""
+    """The transfers started in each step, with a mark at the end of the backward pass."""
     events: list[str] = []
     start = comm.start_mean
     comm.start_mean = lambda tensors, what, wire=None: (events.append(what), start(tensors, what, wire))[1]
@@ -241,7 +241,7 @@ def test_naive_and_flat_send_nothing_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("how", [(DDPBucketed, 0.002), (DDP, None, 0.002)], ids=["buckets", "groups"])
-def test_several_are_sent_during_the_backward_pass_in_the_order_in_which_all_are_there(
+def test_buckets_and_groups_are_sent_during_the_backward_pass_in_the_order_of_completion(
     how: tuple[Any, ...],
 ) -> None:
     parameters = len(list(build("transformer").parameters()))
@@ -311,7 +311,7 @@ def test_buckets_are_of_one_type() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
 @pytest.mark.parametrize("cls", [DDP, DDPBucketed])
-def test_a_bucket_size_that_is_none_is_refused(cls: type[DDP], size: float) -> None:
+def test_a_bucket_size_that_is_not_positive_and_finite_is_refused(cls: type[DDP], size: float) -> None:
     with pytest.raises(ValueError, match="bucket_size_mb is"):
         cls(nn.Linear(2, 2), bucket_size_mb=size)
 
@@ -349,7 +349,7 @@ def test_sparse_gradients_are_refused(name: str) -> None:
         )
 
 
-def test_acting_alone_ends_where_it_began() -> None:
+def test_acting_alone_ends_with_its_context() -> None:
     assert run_ranks(world_sizes_when_alone, 2) == 2 * [[1, 1, 2]]
 
 
@@ -400,7 +400,7 @@ def after_a_dropped_step(name: str, own_zero_grad: bool, fails: bool) -> dict[st
 @pytest.mark.parametrize("fails", [False, True], ids=["dropped", "broken off"])
 @pytest.mark.parametrize("own_zero_grad", [True, False])
 @pytest.mark.parametrize("name", [*OURS, *FSDPS])
-def test_a_step_that_is_dropped_leaves_nothing_behind(name: str, own_zero_grad: bool, fails: bool) -> None:
+def test_a_dropped_step_leaves_nothing_behind(name: str, own_zero_grad: bool, fails: bool) -> None:
     states = run_ranks(after_a_dropped_step, 2, name, own_zero_grad, fails)
     assert_ranks_equal(states)
     assert_close(states[0], train_alone("transformer", 2, sgd), rtol=1e-4, atol=1e-5)
@@ -569,7 +569,7 @@ def compressed_by_torch() -> str:
     return str(error.value)
 
 
-def test_what_pytorchs_ddp_does_not_compress_to_is_said_at_the_start() -> None:
+def test_torch_ddp_refuses_dtypes_that_it_cannot_compress_to() -> None:
     for message in run_ranks(compressed_by_torch, 2):
         assert message.startswith("parallel.grad_dtype is bf16: it must be same, fp32 or fp16 with parallel.strategy ")
 
@@ -579,7 +579,7 @@ def wrapped(name: str, module: nn.Module, **options: Any) -> Any:
 
 
 def lies_otherwise(device: str) -> dict[str, Any]:
-    """Tensors that are a part of a larger one, transposed on rank 0 alone, or expanded; and what lies beside them."""
+    """Tensors that are part of a larger one, transposed on rank 0 alone, or expanded; and the memory beside them."""
     rank, room = comm.rank(), (torch.arange(24.0).view(4, 6) + 100 * comm.rank()).to(device)
     module = nn.Module()
     module.columns = nn.Parameter(room[:, :2])
@@ -593,7 +593,7 @@ def lies_otherwise(device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-def test_what_lies_in_memory_in_another_way_gets_rank_0s_values(device: str) -> None:
+def test_tensors_of_any_memory_layout_get_rank_0s_values(device: str) -> None:
     first, other = run_ranks(lies_otherwise, 2, device, device=device)
     for name in ("columns", "transposed", "mask"):
         assert torch.equal(first[name], other[name])
@@ -623,7 +623,7 @@ def refused() -> dict[str, str]:
     return found
 
 
-def test_modules_that_strategies_cannot_go_around_are_refused() -> None:
+def test_modules_with_a_strategy_inside_or_of_shards_are_refused() -> None:
     for found in run_ranks(refused, 2):
         assert found["order"].endswith("different parameters: number 0 is b.weight on rank 1 and a.weight on rank 0")
         assert "mask is float32 (3,) on rank 1 and float32 (3,), expanded along 0 on rank 0" in found["expanded"]
@@ -641,7 +641,7 @@ def thawed(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["overlap", "bucketed", "fsdp"])
-def test_what_is_thawed_after_wrapping_is_refused_by_those_that_send_from_hooks(name: str) -> None:
+def test_parameters_thawed_after_wrapping_are_refused(name: str) -> None:
     for said in run_ranks(thawed, 2, name):
         assert said.startswith("ValueError: 0.weight was frozen when its module was wrapped and is not now")
 
@@ -666,7 +666,7 @@ def after_a_dropped_micro_batch(name: str, by_optimizer: bool) -> list[Tensor | 
 
 @pytest.mark.parametrize("by_optimizer", [False, True])
 @pytest.mark.parametrize("name", OURS)
-def test_a_micro_batch_that_is_dropped_leaves_nothing_behind(name: str, by_optimizer: bool) -> None:
+def test_a_dropped_micro_batch_leaves_nothing_behind(name: str, by_optimizer: bool) -> None:
     for of_a, of_b in run_ranks(after_a_dropped_micro_batch, 2, name, by_optimizer):
         assert torch.equal(of_a, torch.ones(2))
         assert of_b is not None
@@ -687,7 +687,7 @@ def accumulates_last(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["overlap", "bucketed"])
-def test_a_backward_pass_in_no_sync_after_the_one_that_is_sent_is_refused(name: str) -> None:
+def test_a_backward_pass_in_no_sync_after_a_synchronizing_one_is_refused(name: str) -> None:
     for said in run_ranks(accumulates_last, 2, name):
         assert "before finish_gradient_synchronization: all backward passes of a step but the last belong" in said
 

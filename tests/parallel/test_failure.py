@@ -1,4 +1,4 @@
-"""What is wrong is said, and said once, however the ranks that find it come to it; and what hangs is noticed."""
+"""Errors are printed once for all ranks, and transfers that hang end the process."""
 
 import ctypes
 import json
@@ -43,7 +43,7 @@ def say(message: str) -> None:
     failure.leave_failure(ValueError(message))
 
 
-def test_the_first_rank_to_find_it_says_it_for_all(
+def test_the_first_rank_prints_an_error_that_all_ranks_find(
     start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (2, 0, 3, 1):
@@ -52,7 +52,7 @@ def test_the_first_rank_to_find_it_says_it_for_all(
     assert capsys.readouterr().err == "rank 2: train.lr is -1\n"
 
 
-def test_what_each_rank_finds_alone_each_says(
+def test_each_rank_prints_an_error_of_its_own(
     start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(3):
@@ -61,7 +61,7 @@ def test_what_each_rank_finds_alone_each_says(
     assert capsys.readouterr().err == "".join(f"rank {rank}: cuda:{rank} has 1 GiB\n" for rank in range(3))
 
 
-def test_what_another_rank_has_caused_is_said_only_if_nothing_else_is(
+def test_consequences_of_another_ranks_failure_are_printed_only_if_nothing_else_is(
     start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def waits(rank: int, restarts: int) -> None:
@@ -98,7 +98,7 @@ def test_an_error_is_left_once_and_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_after_a_restart_it_is_said_again(
+def test_an_error_is_printed_again_after_a_restart(
     start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for restarts in range(2):
@@ -107,7 +107,7 @@ def test_after_a_restart_it_is_said_again(
     assert capsys.readouterr().err == "rank 1: the disk is full\n" * 2
 
 
-def test_where_the_agents_are_gone_every_rank_says_it(
+def test_every_rank_prints_an_error_if_the_agents_are_gone(
     start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(store, 0)
@@ -122,7 +122,7 @@ def gone(timeout_s: float) -> dist.Store:
     raise dist.DistNetworkError("connection refused")
 
 
-def test_where_the_first_rank_is_ended_before_it_speaks_another_one_does(
+def test_another_rank_prints_the_error_if_the_first_one_is_ended_before(
     start: Start, store: dist.TCPStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(*values: object, **_: object) -> None:
@@ -140,14 +140,16 @@ def test_where_the_first_rank_is_ended_before_it_speaks_another_one_does(
     assert capsys.readouterr().err == "rank 0: train.lr is -1\n"
 
 
-def test_without_agents_it_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_agents_an_error_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", failure.OWN_LAUNCH):
         monkeypatch.delenv(name, raising=False)
     say("alone")
     assert capsys.readouterr().err == "rank 0: alone\n"
 
 
-# What the GPU is given to do, and does not end
+# Transfers that hang
 
 LIMIT_S = 0.2
 
@@ -166,7 +168,7 @@ class Event:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """For what a watchdog of LIMIT_S would have ended this process, one of two ranks, at step 7."""
+    """Messages with which a watchdog of LIMIT_S would have ended this process, one of two ranks, at step 7."""
     messages: list[str] = []
     monkeypatch.setattr(failure, "fail", messages.append)
     monkeypatch.setattr(failure, "_step", 7)
@@ -191,18 +193,18 @@ def wait_for(told: list[str]) -> str:
 MESSAGE = f"rank 0: replay at step 7 was not done after {LIMIT_S} s: another rank is gone or hangs"
 
 
-def test_what_is_queued_and_never_done_is_told(told: list[str]) -> None:
+def test_queued_work_that_never_ends_is_reported(told: list[str]) -> None:
     with comm.watched("replay"):
         pass
     assert wait_for(told) == MESSAGE
 
 
-def test_what_hangs_while_it_is_queued_is_told(told: list[str]) -> None:
+def test_work_that_hangs_while_it_is_queued_is_reported(told: list[str]) -> None:
     with comm.watched("replay"):
         assert wait_for(told) == MESSAGE
 
 
-def test_what_hangs_when_it_is_asked_is_told(told: list[str]) -> None:
+def test_a_transfer_that_hangs_when_it_is_asked_is_reported(told: list[str]) -> None:
     class Stuck:
         name, started, end = "replay", time.monotonic(), threading.Event()
 
@@ -215,7 +217,7 @@ def test_what_hangs_when_it_is_asked_is_told(told: list[str]) -> None:
     Stuck.end.set()
 
 
-def test_what_is_done_while_all_stood_still_is_not_told(told: list[str]) -> None:
+def test_transfers_that_end_while_python_stands_still_are_not_reported(told: list[str]) -> None:
     class Done:
         name, started = "replay", time.monotonic() - 1000  # long ago for the clock
 
@@ -239,7 +241,7 @@ def stand_still() -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
-def test_where_python_stands_still_the_process_ends_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_whose_python_stands_still_ends_with_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
     process = multiprocessing.get_context("fork").Process(target=stand_still)
     process.start()
     process.join(timeout=20)
@@ -247,11 +249,11 @@ def test_where_python_stands_still_the_process_ends_and_says_where(capfd: pytest
     assert re.search(r"Timeout .*in stand_still", capfd.readouterr().err, re.DOTALL)
 
 
-def test_what_is_done_is_forgotten(told: list[str]) -> None:
+def test_finished_work_is_forgotten(told: list[str]) -> None:
     with comm.watched("replay"):
         pass
     Event.passed = True
-    time.sleep(3 * LIMIT_S)  # longer than the limit, which is what is tested
+    time.sleep(3 * LIMIT_S)  # longer than the limit
     assert told == []
     (event,) = comm._spare_events  # not let go of
     Event.passed = False
@@ -262,7 +264,7 @@ def test_what_is_done_is_forgotten(told: list[str]) -> None:
     assert oldest.passed is event
 
 
-def test_what_fails_while_it_is_queued_is_not_told_as_hanging(told: list[str]) -> None:
+def test_work_that_fails_while_it_is_queued_is_not_reported_as_hanging(told: list[str]) -> None:
     def fail() -> None:
         with comm.watched("replay"):
             raise RuntimeError("out of memory")

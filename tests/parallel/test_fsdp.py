@@ -1,4 +1,4 @@
-"""FSDP on gloo (and NCCL): equal to one process, at most two units whole, the same transfers on all ranks."""
+"""FSDP on gloo (and NCCL): equal to one process, at most two groups unsharded, the same transfers on all ranks."""
 
 import operator
 import re
@@ -69,7 +69,7 @@ def inputs_of(rank: int, step: int = 0) -> Tensor:
 
 
 def gradients(strategy: FSDP) -> dict[str, Tensor | None]:
-    """Averaged gradients, those of all ranks' shards put together."""
+    """Averaged gradients, put together from the shards of all ranks."""
     found: dict[str, Tensor | None] = {}
     shards = strategy.shards()
     for name, p in strategy.module.named_parameters():
@@ -90,7 +90,7 @@ def gradients(strategy: FSDP) -> dict[str, Tensor | None]:
 def expected_gradients(
     losses: list[Callable[[nn.Module], Tensor | None]], build: Callable[[], nn.Module] = build_blocks
 ) -> dict[str, Tensor | None]:
-    """Of the mean of these losses, one a rank, in one process; None where no loss has any."""
+    """Gradients of the mean of the ranks' losses, in one process; None for parameters that no loss uses."""
     model = build()
     for loss in losses:
         (loss(model) / len(losses)).backward()
@@ -229,7 +229,7 @@ def test_weights_are_in_the_compute_type_also_under_autocast(name: str) -> None:
     assert set(seen.values()) == {"torch.bfloat16 torch.bfloat16"}
 
 
-# -- what lies where ---------------------------------------------------------------------------------------------------
+# -- memory of shards --------------------------------------------------------------------------------------------------
 
 
 def describe() -> dict[str, Any]:
@@ -240,7 +240,7 @@ def describe() -> dict[str, Any]:
     mine = [p for group in optimizer.param_groups for p in group["params"]]
     assert [id(p) for p in mine] == [id(p) for p in module.parameters()]
     mesh = init_device_mesh("cpu", (comm.world_size(),))
-    memory: dict[int, int] = {}  # of the shards, by address: what is there, and what is theirs
+    memory: dict[int, int] = {}  # storage of the shards by address, and the bytes of their rows
     rows_bytes: dict[int, int] = {}
     for name, (shape, first) in strategy.shards().items():
         local = dict(module.named_parameters(remove_duplicate=False))[name].detach()
@@ -260,11 +260,11 @@ def describe() -> dict[str, Any]:
     return {name: (first, len(named[name])) for name, (_, first) in strategy.shards().items()}
 
 
-def test_shards_of_a_unit_lie_on_one_memory() -> None:
-    units = FSDP(build("transformer"))._groups
-    assert max(len(unit.params) for unit in units) > 1
-    for unit in units:
-        assert len({weight.shard.untyped_storage().data_ptr() for weight in unit.params}) == 1
+def test_shards_of_a_group_share_one_storage() -> None:
+    groups = FSDP(build("transformer"))._groups
+    assert max(len(group.params) for group in groups) > 1
+    for group in groups:
+        assert len({p.shard.untyped_storage().data_ptr() for p in group.params}) == 1
 
 
 def test_shards_lie_as_torch_chunk_and_dtensor_have_them() -> None:
@@ -277,7 +277,7 @@ def test_shards_lie_as_torch_chunk_and_dtensor_have_them() -> None:
 
 
 class Recorder:
-    """What a strategy starts and computes, in order, and how much of its weights is whole at most."""
+    """Records transfers and computation in order, and how many groups are unsharded at most."""
 
     def __init__(self, strategy: FSDP) -> None:
         self.events: list[str] = []
@@ -285,10 +285,10 @@ class Recorder:
         self._groups = strategy._groups
         comm.start_gather = self._wrap(comm.start_gather)
         comm.start_scatter_mean = self._wrap(comm.start_scatter_mean)
-        for stage in strategy._gathered:
-            record = partial(self._computes, stage.name)
-            stage.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
-            stage.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
+        for gathered in strategy._gathered:
+            record = partial(self._computes, gathered.name)
+            gathered.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
+            gathered.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
 
     def _computes(self, name: str, what: str) -> None:
         self.events.append(f"{what} {name}")
@@ -300,7 +300,7 @@ class Recorder:
     def _wrap(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(outputs: Any, inputs: Any, what: str) -> Any:
             self.events.append(what.replace("of ", "").replace("layers.", ""))
-            whole = [u for u in self._groups if u.unsharded.is_allocated()]
+            whole = [group for group in self._groups if group.unsharded.is_allocated()]
             self.most = max(self.most, len(whole))
             return start(outputs, inputs, what)
 
@@ -312,7 +312,7 @@ class Recorder:
 
 
 def whole_bytes(strategy: FSDP) -> int:
-    return sum(u.unsharded.nbytes for u in strategy._groups if u.unsharded.is_allocated())
+    return sum(group.unsharded.nbytes for group in strategy._groups if group.unsharded.is_allocated())
 
 
 def record_steps(reshard_after_forward: bool = True) -> tuple[int, list[str], list[str], list[str]]:
@@ -332,7 +332,7 @@ def record_steps(reshard_after_forward: bool = True) -> tuple[int, list[str], li
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_next_unit_is_on_its_way_and_at_most_two_are_whole(world_size: int) -> None:
+def test_the_next_group_is_prefetched_and_at_most_two_are_unsharded(world_size: int) -> None:
     most, first, second, evaluation = run_ranks(record_steps, world_size)[0]
     forward = [
         *("gather token_embeddings", "gather 0", "forward token_embeddings"),
@@ -433,7 +433,7 @@ def test_ranks_may_use_different_weights_that_stay_whole_for_backward(in_order: 
 
 
 class Partly(nn.Module):
-    """An embedding tied to the head, and a block of two dtypes, so of two units; a rank may use a part of either."""
+    """An embedding tied to the head, and a block of two dtypes, so two groups; a rank may use a part of either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,7 +471,7 @@ def use_parts(reshard_after_forward: bool) -> list[dict[str, Tensor | None]]:
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_ranks_may_use_different_parts_of_a_stage_and_different_users_of_a_weight(reshard_after_forward: bool) -> None:
+def test_ranks_may_use_different_parts_of_a_module_and_different_users_of_a_weight(reshard_after_forward: bool) -> None:
     for found in run_ranks(use_parts, 2, reshard_after_forward):
         for of_step, parts in zip(found, PARTS, strict=True):
             losses = [lambda model, rank=rank, its=its: model(rank, *its) for rank, its in enumerate(parts)]
@@ -510,7 +510,7 @@ def use_differently_before_one_backward(
     "build, uses",
     [
         (build_blocks, [[(0, 1, 2, 3), (0, 1)], [(0, 3), (2,)]]),
-        (build_with_frozen_inlet, [[(), ()], [(3,), (3,)]]),  # on rank 0 backward reaches the last unit alone
+        (build_with_frozen_inlet, [[(), ()], [(3,), (3,)]]),  # on rank 0 backward reaches the last group alone
     ],
     ids=["blocks", "the head alone"],
 )
@@ -523,7 +523,7 @@ def test_ranks_may_use_different_weights_in_several_forwards_of_one_backward(
 
 
 class HandingOn(nn.Module):
-    """Blocks that hand an input on: all of them the memory, and one that is off also what it would change."""
+    """Blocks that hand an input on: all of them the memory, and one that is off also its x."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -565,7 +565,7 @@ def hand_on(on: tuple[str, str], reshard_after_forward: bool) -> list[dict[str, 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("on", [("1111", "1111"), ("1101", "1101"), ("1000", "1000"), ("1111", "1011")], ids=str)
-def test_a_stage_may_hand_its_inputs_on(on: tuple[str, str], reshard_after_forward: bool) -> None:
+def test_a_module_may_hand_its_inputs_on(on: tuple[str, str], reshard_after_forward: bool) -> None:
     steps = run_ranks(hand_on, 2, on, reshard_after_forward)
     for step in range(2):
         losses = [partial(handing_on_loss, rank, step, on[rank]) for rank in range(2)]
@@ -590,7 +590,7 @@ def forget_an_aborted_pass() -> list[bool]:
     return [p.grad is None for name, p in strategy.module.named_parameters() if name.startswith("blocks.3.")]
 
 
-def test_what_an_aborted_backward_pass_used_has_no_gradient_in_the_next() -> None:
+def test_weights_of_an_aborted_backward_pass_have_no_gradient_in_the_next() -> None:
     for found in run_ranks(forget_an_aborted_pass, 2):
         assert found
         assert all(found)
@@ -636,10 +636,10 @@ def passes(kind: str, reshard_after_forward: bool) -> dict[str, Tensor | None]:
                 some_loss(rank, (1,), 5, strategy)
                 assert whole_bytes(strategy) == 0
     if kind == "after forward alone":
-        kept = [some_loss(rank, every, 5, strategy) for _ in range(3)]
-        kept_units = strategy._groups[-1:] if reshard_after_forward else strategy._groups
-        assert whole_bytes(strategy) == sum(unit.unsharded.nbytes for unit in kept_units)
-        del kept
+        losses = [some_loss(rank, every, 5, strategy) for _ in range(3)]
+        kept = strategy._groups[-1:] if reshard_after_forward else strategy._groups
+        assert whole_bytes(strategy) == sum(group.unsharded.nbytes for group in kept)
+        del losses
     if kind == "after an error in forward":
         hook = strategy.module.blocks[2].up.register_forward_hook(fail_once)
         with pytest.raises(PlannedError):
@@ -707,7 +707,7 @@ def with_checkpoints(strategy: FSDP, rank: int, step: int, x: Tensor | None) -> 
     ],
 )
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_passes_that_are_not_one_forward_and_one_backward(kind: str, reshard_after_forward: bool) -> None:
+def test_irregular_passes(kind: str, reshard_after_forward: bool) -> None:
     def both(rank: int, model: nn.Module) -> Tensor:
         return some_loss(rank, (0, 1, 2, 3), 0, model) + some_loss(rank, (0, 1, 2, 3), 1, model)
 
@@ -782,7 +782,7 @@ def fail_after_a_recomputation() -> str:
     return message_of(other.backward)
 
 
-def test_a_backward_pass_that_failed_among_checkpoints_is_not_mistaken_for_another_kind_of_them() -> None:
+def test_a_backward_pass_that_failed_under_a_checkpoint_is_not_taken_for_a_reentrant_one() -> None:
     assert run_ranks(fail_after_a_recomputation, 2) == ["nothing was raised"] * 2
 
 
@@ -794,7 +794,7 @@ def changed_after_wrapping(trains: bool) -> str:
     return message_of(strategy.finish_gradient_synchronization)
 
 
-def test_what_is_frozen_or_thawed_after_wrapping_is_refused() -> None:
+def test_freezing_or_thawing_after_wrapping_is_refused() -> None:
     for trains, was in ((True, "trainable when its module was wrapped and is frozen now"), (False, "frozen when its ")):
         for said in run_ranks(changed_after_wrapping, 2, trains):
             assert said.startswith(f"ValueError: 0.bias was {was}")
@@ -811,8 +811,8 @@ class Adapted(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         for block in self.blocks:
             block.requires_grad_(False)
-        self.blocks[2].up.weight.requires_grad = True  # its backward comes before that of nothing frozen
-        self.blocks[3].down.weight.requires_grad = True  # and this one before that of the frozen `up`
+        self.blocks[2].up.weight.requires_grad = True  # backward ends here: nothing before it trains
+        self.blocks[3].down.weight.requires_grad = True  # and its backward precedes that of the frozen `up`
         self.blocks[3].up.weight = self.blocks[2].up.weight
         self.tied = nn.Parameter(torch.zeros(1))
         self.out = nn.Linear(6, 6)
@@ -895,7 +895,7 @@ def test_clipping_is_by_the_norm_of_all_shards(name: str, max_norm: float) -> No
     assert_same_gradients(results[0][1], {name: p.grad for name, p in model.named_parameters()})
 
 
-def test_what_cannot_be_sharded_is_named() -> None:
+def test_embeddings_that_cannot_be_sharded_are_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.weight.*sparse=True"):
         FSDP(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
     with pytest.raises(ValueError, match=r"^weight.*max_norm=1"):
@@ -975,13 +975,13 @@ def test_ranks_may_use_different_weights_nccl() -> None:
 
 
 def memory_of_a_step(reshard_after_forward: bool) -> tuple[float, float]:
-    """Memory in the last of several steps, in units: between the passes, and at most besides shards' gradients."""
+    """Memory in the last step, in groups: between the passes, and at the peak without the shards' gradients."""
     device = torch.device("cuda", comm.rank())
     with device:
         strategy = FSDP(TransformerLM(64, 16, d_model=1024, num_layers=24, num_heads=16, d_ff=4096), torch.bfloat16,
                         reshard_after_forward=reshard_after_forward)  # fmt: skip
     tokens = torch.zeros(1, 17, dtype=torch.int64, device=device)
-    for _ in range(6):  # fast ones: what is not let go of adds up
+    for _ in range(6):  # fast steps, in which unreleased memory adds up
         strategy.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -992,25 +992,25 @@ def memory_of_a_step(reshard_after_forward: bool) -> tuple[float, float]:
         strategy.finish_gradient_synchronization()
         torch.cuda.synchronize()
     kept = sum(p.grad.nbytes for p in strategy.parameters() if p.grad is not None)
-    unit = max(u.unsharded.nbytes for u in strategy._groups)
-    return between / unit, (torch.cuda.max_memory_allocated() - before - kept) / unit
+    group = max(group.unsharded.nbytes for group in strategy._groups)
+    return between / group, (torch.cuda.max_memory_allocated() - before - kept) / group
 
 
 @pytest.mark.multigpu
-def test_memory_is_that_of_a_few_units_nccl() -> None:
+def test_memory_is_that_of_a_few_groups_nccl() -> None:
     for between, at_most in run_ranks(memory_of_a_step, 2, True, device="cuda"):
         assert between < 4
-        assert at_most < 8  # two whole, gradients of two, pieces on their way, cuBLAS; all would be 24
+        assert at_most < 8  # two groups, gradients of two, send buffers, cuBLAS; all would be 24
 
 
 @pytest.mark.multigpu
-def test_memory_is_that_of_all_units_between_the_passes_if_they_stay_whole_nccl() -> None:
+def test_memory_is_that_of_all_groups_between_the_passes_if_they_stay_unsharded_nccl() -> None:
     for between, at_most in run_ranks(memory_of_a_step, 2, False, device="cuda"):
         assert 24 <= between < 24 + 4
-        assert at_most < 8  # each is freed before its shards' gradients come, which of two ranks are as large
+        assert at_most < 8  # a group is freed before its shards' gradients come
 
 
-def test_a_cast_or_a_move_after_wrapping_is_refused_and_one_that_changes_nothing_is_none() -> None:
+def test_a_cast_or_a_move_after_wrapping_is_refused_unless_it_changes_nothing() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     strategy = FSDP(module)
     before = [p.data_ptr() for p in module.parameters()]

@@ -1,4 +1,4 @@
-"""The whole state of a model that is spread over ranks: what is in it, who has it, and how much of it others hold."""
+"""The full state dict of a model that is spread over ranks: its content, who has it, and the memory it takes."""
 
 import time
 import weakref
@@ -64,7 +64,7 @@ def change_what_was_gathered(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["bucketed", "fsdp", "fsdp_simple"])
-def test_what_one_rank_has_gathered_is_a_copy(name: str) -> None:
+def test_the_state_that_one_rank_gathers_is_a_copy(name: str) -> None:
     assert run_ranks(change_what_was_gathered, 2, name) == [True, True]
 
 
@@ -78,7 +78,7 @@ def test_a_tied_weight_is_gathered_once() -> None:
 
 
 def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
-    """Bytes of whole weights, beside what is returned, at most; of all weights, and of the largest unit."""
+    """Bytes of whole weights: at most at a time, of all weights, and of the largest parameter group."""
     strategy = STRATEGIES["fsdp"](build("transformer"), Options())
     start, rooms, sizes, most = comm.start_gather, [], [], 0
 
@@ -86,7 +86,7 @@ def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
         nonlocal most
         end = time.monotonic() + (10 if to_rank is not None else 0)
         while alive() and time.monotonic() < end:
-            time.sleep(0.001)  # gloo's thread lets go of what it has sent a moment after it is done
+            time.sleep(0.001)  # gloo's thread frees its input a moment after it is done
         sizes.append(sum(t.nbytes for t in outputs))
         rooms.extend((weakref.ref(t.untyped_storage()), t.nbytes) for t in outputs)
         most = max(most, alive())
@@ -101,7 +101,7 @@ def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
     return most, sum(sizes), max(sizes)
 
 
-def test_a_rank_that_gathers_for_another_has_one_unit_whole_at_a_time() -> None:
+def test_a_rank_that_gathers_for_another_has_one_group_whole_at_a_time() -> None:
     for most, _, largest in run_ranks(whole_at_a_time, 2, 0):
         assert most == largest
     for most, everything, _ in run_ranks(whole_at_a_time, 2, None):
@@ -116,5 +116,5 @@ def no_such_rank(rank: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
+def test_an_unknown_rank_is_refused(rank: int) -> None:
     assert run_ranks(no_such_rank, 2, rank) == [f"to_rank is {rank}: there are ranks 0 to 1"] * 2

@@ -26,7 +26,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Heartbeats]]:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """For what a rank would have ended its process."""
+    """The message with which a rank would have ended its process."""
     messages: list[str] = []
     monkeypatch.setattr(heartbeat, "fail", messages.append)
     return messages

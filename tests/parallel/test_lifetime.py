@@ -14,7 +14,7 @@ DISTINCT = {make: name for name, make in reversed(STRATEGIES.items())}.values() 
 
 
 def left_after_training(name: str) -> list[str]:
-    """What is still there of a strategy that was trained for two steps and let go."""
+    """The objects of a strategy that are still alive after two steps and its deletion."""
     module = build("transformer")
     strategy = STRATEGIES[name](module, Options())
     optimizer = adamw(strategy.parameters())
@@ -28,7 +28,7 @@ def left_after_training(name: str) -> list[str]:
     while True:
         gc.collect()
         left = [what for what, reference in weak.items() if reference() is not None]
-        # gloo's thread lets go of what it has sent a moment after it has said that it is sent.
+        # gloo's thread frees its input a moment after the transfer is done.
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ranks find those of their own start in a store that has seen others."""
+"""Ranks of one start find each other in a store that earlier starts have used."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def wait_for_key(store: dist.Store, key: str, other_than: bytes | None) -> bytes
 
 def test_every_start_has_a_part_of_its_own_whoever_comes_first(store: dist.TCPStore) -> None:
     asked: dict[int, bytes | None] = {1: None, 2: None}
-    for order in permutations(range(3)):  # each a start; the store remembers those before
+    for order in permutations(range(3)):  # each is a start; the store keeps the keys of earlier ones
         with ThreadPoolExecutor() as pool:
             started: dict[int, Future[dist.Store]] = {}
             for rank in order:
@@ -53,7 +53,7 @@ def test_every_start_has_a_part_of_its_own_whoever_comes_first(store: dist.TCPSt
         parts[1].set(f"of start {order}", "")
 
 
-def test_a_rank_that_does_not_come_is_named(store: dist.TCPStore) -> None:
+def test_a_missing_rank_is_named(store: dist.TCPStore) -> None:
     with pytest.raises(RuntimeError, match="rank 1, 2"):
         fresh_store(store, 0, 3, timeout_s=0.05)
 
@@ -94,7 +94,7 @@ def test_nccls_thread_blocks_are_limited_where_the_environment_has_no_other_limi
         ),
     ],
 )
-def test_an_environment_that_does_not_say_where_to_meet_is_refused(
+def test_an_environment_without_a_meeting_place_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
@@ -108,7 +108,7 @@ def test_an_environment_that_does_not_say_where_to_meet_is_refused(
         check_environment()
 
 
-def test_an_environment_that_says_where_to_meet_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_with_a_meeting_place_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "::1")
     monkeypatch.setenv("MASTER_PORT", "65535")
     monkeypatch.setenv("WORLD_SIZE", "2")

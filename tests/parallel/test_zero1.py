@@ -1,4 +1,4 @@
-"""The sharded optimizer on gloo: to the last bit what the optimizer does in one process, with a part of its state."""
+"""The sharded optimizers on gloo: equal to the plain optimizer in one process bit for bit, with a part of its state."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from tests.distributed import run_ranks
 from tests.parallel.models import batch_of, build, mean_loss
 
 STEPS = 10
-SMALL = 0.002  # four parameters at most, so that there are many rounds
+SMALL = 0.002  # four parameters at most, so that there are many buckets
 Kind = bool | str
 """False: the plain optimizer. True: ShardedOptimizer. "simple": SimpleShardedOptimizer."""
 KINDS = pytest.mark.parametrize("kind", [True, "simple"], ids=["fast", "simple"])
@@ -119,7 +119,7 @@ class Training:
             return
         self.draw_gradients(step)
         if self.setup.scaler:
-            # Its first use makes the scale, as that of a loss.
+            # The first call of scale creates the scale.
             self.scaler.scale(torch.ones((), device=self.device))
             if step == 3:
                 next(self.model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ def _all_alone(device: str) -> dict[str, dict[str, Any]]:
 
 
 def alone(name: str, device: str = "cpu") -> dict[str, Any]:
-    """What the plain optimizer does in one process."""
+    """The result of the plain optimizer in one process."""
     return _all_alone(device)[name]
 
 
@@ -208,8 +208,8 @@ def test_equals_the_plain_optimizer(kind: Kind, name: str, world_size: int) -> N
     check([results[name] for results in on_ranks(kind, world_size)], alone(name))
 
 
-def test_the_truth_has_what_it_is_to_show() -> None:
-    """That the setups are different, that there was an overflow, and that what was thawed is stepped."""
+def test_the_setups_cover_their_cases() -> None:
+    """The setups differ, one has an overflow, and a thawed parameter is stepped."""
     results = {name: alone(name)["parameters"] for name in SETUPS if name != "own AdamW"}
     names = list(results)
     for i, name in enumerate(names):
@@ -221,7 +221,7 @@ def test_the_truth_has_what_it_is_to_show() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who has what
+# Owners
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -309,14 +309,14 @@ def test_fewer_parameters_than_ranks(kind: Kind) -> None:
 
 
 def go_on(sharded: Kind, first: int, last: int, before: dict[str, Any], own_part: bool) -> dict[str, Any]:
-    """Train from step `first`, from what another training left, in each setup."""
+    """Train from step `first`, from the result of another training, in each setup."""
     results = {}
     for name in RESUMABLE:
         training = Training(SETUPS[name], sharded)
         if before:
             training.load(before[name])
         training.steps(first, last)
-        if own_part:  # through what this rank has itself, in an optimizer that has stepped otherwise
+        if own_part:  # through this rank's own state dict, in an optimizer that has taken other steps
             other = Training(SETUPS[name], sharded)
             other.steps(first, last - 1)
             parameters = {name: p.detach() for name, p in training.model.named_parameters()}
@@ -454,7 +454,7 @@ def test_a_step_needs_gradients_of_own_parameters_only() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where parameters lie
+# Memory of parameters
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -488,7 +488,7 @@ def places(transfer_mb: float) -> tuple[list[int], list[int], list[list[Any]], b
     return before, pieces_of(everything), [e[1:] for e in events if e[0] == "start"], stayed  # type: ignore[misc]
 
 
-def test_a_piece_is_one_tensor_and_stays_where_it_is() -> None:
+def test_a_share_of_a_bucket_is_one_tensor_and_is_not_moved() -> None:
     """300 floats take a place of 1536 bytes, few numbers one of 512."""
     both = run_ranks(places, 2, 1)
     assert both[0] == both[1]
@@ -497,7 +497,7 @@ def test_a_piece_is_one_tensor_and_stays_where_it_is() -> None:
     assert pieces == [0, 1, 0, 1, 0, 1, 2, 3]
     floats, doubles = 3 * 1536, 512
     assert transfers[0] == ([floats + doubles] * 2, 4)
-    # What was added, and what was thawed, travel in rounds of their own.
+    # Added and thawed parameters have buckets of their own.
     assert (more[:8], len(set(more[8:]) - set(pieces)), len(transfers)) == (pieces, 3, 3)
     assert [sum(sizes) for sizes, _ in transfers[1:]] == [3 * 512, 512]
     assert stayed
@@ -523,7 +523,7 @@ def test_one_rank_moves_nothing() -> None:
 
 
 def with_a_view(on: list[int]) -> tuple[list[float], list[float], list[Any]]:
-    """Of a larger storage, on some ranks. What else holds it sees the steps."""
+    """A parameter that is a view of a larger storage on some ranks; the storage gets the update."""
     larger, free = torch.zeros(10), [nn.Parameter(torch.zeros(n)) for n in (4, 0, 4)]
     view = nn.Parameter(larger[2:6] if comm.rank() in on else torch.zeros(4))
     optimizer = ShardedOptimizer([free[0], view, *free[1:]], torch.optim.SGD, lr=1.0)
@@ -540,11 +540,11 @@ def test_a_view_of_a_larger_storage_is_not_moved(on: list[int]) -> None:
     for rank, (larger, values, transfers) in enumerate(results):
         assert larger == ([0.0] * 2 + [3.0] * 4 + [0.0] * 4 if rank in on else [0.0] * 10)
         assert values == [3.0] * 12
-        # Rank 1 has the view alone, 16 bytes; rank 0 two places of 512. What is empty is given too, and is not sent.
+        # Rank 1 has the view alone, 16 bytes; rank 0 two slots of 512. Empty tensors are passed too, but not sent.
         assert transfers == [("start", [1024, 16], 3)]
 
 
-def with_strays() -> dict[str, Any]:
+def with_moved_parameters() -> dict[str, Any]:
     """Between the steps parameters are laid elsewhere, and on rank 1 others than on rank 0."""
     training = Training(SETUPS["AdamW"], True)
     for step in range(STEPS):
@@ -554,8 +554,8 @@ def with_strays() -> dict[str, Any]:
     return training.result()
 
 
-def test_parameters_that_are_laid_elsewhere_are_trained_there() -> None:
-    check(run_ranks(with_strays, 2), alone("AdamW"))
+def test_parameters_that_are_moved_elsewhere_are_trained_there() -> None:
+    check(run_ranks(with_moved_parameters, 2), alone("AdamW"))
 
 
 def of_another_dtype() -> str:
@@ -626,7 +626,7 @@ def refused_by_a_step(change: str) -> str:
         ("one takes the other's memory", "parameters of shapes (2, 3) and (2, 3) share memory by now"),
     ],
 )
-def test_refuses_what_cannot_be_sent_any_more(change: str, message: str) -> None:
+def test_refuses_parameters_that_can_no_longer_be_sent(change: str, message: str) -> None:
     for said in run_ranks(refused_by_a_step, 2, change):
         assert message in said
 
@@ -677,12 +677,12 @@ def test_a_model_that_was_compiled_before_trains_on() -> None:
 
 
 @pytest.mark.parametrize("cls", [nn.Linear, torch.optim.AdamW([torch.zeros(1)]), "AdamW", int])
-def test_refuses_what_is_no_optimizer(cls: Any) -> None:
+def test_refuses_a_class_that_is_no_optimizer(cls: Any) -> None:
     with pytest.raises(ValueError, match=r"optimizer_cls is (?s:.*): it must be a subclass"):
         ShardedOptimizer([nn.Parameter(torch.zeros(1))], cls)
 
 
-def test_refuses_what_makes_no_sense() -> None:
+def test_refuses_invalid_arguments() -> None:
     p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="transfer_mb is 0"):
         ShardedOptimizer([p], torch.optim.SGD, transfer_mb=0)
@@ -757,7 +757,7 @@ TYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, to
 
 
 def sent_of_each_type(device: str) -> list[bool]:
-    """Whether what each rank owns has arrived: of each type a tensor from each rank, full of its rank."""
+    """Whether the tensors of each rank have arrived, one of each type, filled with the rank."""
     owners = range(comm.world_size())
     mine = float(comm.rank())
     tensors = [(torch.full((3,), mine, device=device).to(dtype), owner) for owner in owners for dtype in TYPES]
@@ -798,7 +798,7 @@ def test_a_fused_optimizer_goes_on_from_a_state_dict_on_the_cpu() -> None:
 
 
 def memory_of_moving() -> tuple[int, int]:
-    """Most bytes during it, and bytes after it, above those before."""
+    """Additional bytes at the peak, and afterwards."""
     parameters = [nn.Parameter(torch.zeros(2**20, device="cuda")) for _ in range(64)]  # 4 MiB each
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
