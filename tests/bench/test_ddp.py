@@ -110,20 +110,17 @@ def test_a_failing_variant_is_a_row_and_the_others_are_measured(monkeypatch: pyt
 
 
 def test_each_round_yields_rows_of_the_rounds_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure_round(built: None, config: DDPBench, with_memory: bool) -> dict[str, Any]:
-        times = [float(len(measured) + 1)]
+    class Fake:
+        def memory_bytes(self) -> int:
+            return 1
+
+    def built(config: DDPBench, device: torch.device) -> Any:
         measured.append(config.variant)
-        return {
-            "steps_ms": times,
-            "peak_memory_bytes": 1,
-            "held_before_bytes": 0,
-            "first_loss": 1.0,
-            "startup_s": 1.0,
-        }
+        return nullcontext(turns.Built(Fake(), first_loss=1.0, startup_s=1.0, held_before_bytes=0))  # type: ignore[arg-type]
 
     measured: list[str] = []
-    monkeypatch.setattr(turns, "_measure", measure_round)
-    monkeypatch.setattr(turns, "_built", lambda *_: nullcontext(SimpleNamespace(trainer=None)))
+    monkeypatch.setattr(turns, "_built", built)
+    monkeypatch.setattr(turns, "time_steps", lambda trainer, steps: [float(len(measured))])
     monkeypatch.setattr(ddp, "_trace", lambda *_: {})
     monkeypatch.setattr(turns, "free_memory", lambda: None)
     configs = quick("naive", "flat", rounds=3)
