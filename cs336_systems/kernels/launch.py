@@ -1,7 +1,7 @@
 """Launches a Triton kernel many times with little overhead on the host.
 
-Triton's own launch inspects every argument, each time, to find the compiled kernel that fits. With thirty arguments
-that takes longer than a short kernel runs. A `Launch` does it once.
+Triton's own launch inspects every argument of every call to find the compiled kernel that fits. With thirty arguments
+this takes longer than a short kernel runs. A `Launch` does it once.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Launch:
     moves a tensor; a tensor without a block is passed as a pointer. Both may have names that the kernel does not take.
     A kernel's parameters begin with its tensors: all that are not in `constants`.
 
-    The tensors of every call must agree with those of the first call in shapes, strides, dtypes, device and 16-byte
+    The tensors of every call must agree with the first call in shapes, strides, dtypes, device and 16-byte
     alignment; the caller keeps one Launch for each combination. A Gluon kernel also has the `layouts` of its blocks in
     shared memory, by their number of axes, and the maximum number of registers per thread. A block of one axis is cut
     from the tensor flattened to one dimension.
@@ -71,7 +71,7 @@ class Launch:
 
     @contextlib.contextmanager
     def compiling(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compile and load the kernel for these tensors in a thread, while the `with` body compiles another kernel."""
+        """Compile and load the kernel for these tensors in a thread while the `with` body compiles another kernel."""
         if INTERPRET:
             yield
             return
@@ -99,11 +99,11 @@ _hashed: set[str] = set()
 
 
 def _hash_in_order(module: str) -> None:
-    """Have Triton hash all of a module's functions, each after those that it calls, which are defined before it.
+    """Make Triton hash a module's functions in the order of their definitions: called functions come first.
 
-    The hash is a kernel's name in Triton's cache. A bug (3.6 has it, 3.9 does not) makes it depend on which of the
-    called functions were already hashed for another kernel. With two threads that is up to chance, and a kernel that is
-    in the cache would now and then be compiled again.
+    The hash names a kernel in Triton's cache. In Triton 3.6 (not in 3.9) a bug makes it depend on which of the called
+    functions were hashed before for another kernel. With two threads that is up to chance, and a cached kernel would
+    sometimes be compiled again.
     """
     if module in _hashed:
         return
@@ -129,18 +129,17 @@ def _descriptor(
 
 def can_use_descriptors(*tensors: Tensor) -> bool:
     """Whether the copy engine can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
-    return all(map(_movable, tensors))
-
-
-def _movable(x: Tensor) -> bool:
-    if x.stride(-1) != 1 or x.data_ptr() % 16:
-        return False
-    steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-    return all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    for x in tensors:
+        steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+        if x.stride(-1) != 1 or x.data_ptr() % 16:
+            return False
+        if not all(step > 0 and step * x.element_size() % 16 == 0 for step in steps):
+            return False
+    return True
 
 
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether tiles can be moved by descriptor: Hopper and later."""
+    """Whether the card can move tiles by descriptor: Hopper and later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -1,10 +1,10 @@
-"""The head of a language model and its loss together, some tokens at a time: the logits of all are never in memory.
+"""The head of a language model and its loss, computed for some tokens at a time, so that memory never holds all logits.
 
-With a vocabulary of 150,000 the logits of 32,768 tokens are 10 GB in bfloat16, and their softmax in float32 twice that.
-The gradients need nothing but the logits themselves. So each chunk of tokens computes its gradients immediately, in the
-forward pass, and frees its logits; only gradients as large as x and W stay until backward. Checkpointing the head would
-instead recompute the logits, a quarter of the head's operations. Hsu et al. 2024, "Liger Kernel: Efficient Triton
-Kernels for LLM Training", do the same. This is plain PyTorch, because products are most of the work.
+With a vocabulary of 150,000 the logits of 32,768 tokens are 10 GB in bfloat16, and their softmax in float32 is 20 GB.
+The gradients depend only on the logits. So each chunk of tokens computes its gradients in the forward pass and frees
+its logits; gradients as large as x and W stay until backward. Checkpointing the head would instead recompute the
+logits, a quarter of the head's operations. Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training",
+do the same. This is plain PyTorch, because products are most of the work.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,25 @@ def chunked_linear_cross_entropy(
     """`cs336_basics.nn_utils.linear_cross_entropy` with the logits of at most `chunk_tokens` tokens in memory.
 
     Products are computed in the dtype of x and weight, or of autocast; softmax, sums over tokens and the gradient of
-    the weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, perhaps
-    compiled. Every target counts: none is ignored. Backward may be called only once and cannot be differentiated again.
+    the weight are float32 (float64 stays). reduction: "mean" or "sum". rows_loss: `loss_and_gradient`, or a compiled
+    version of it. Every target counts: none is ignored. Backward may be called only once and has no second derivatives.
     Raises ValueError for another reduction, chunks of less than one token, and tensors that do not match.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}: it must be 'mean' or 'sum'")
     if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}: it must be an integer of at least 1")
-    _check(x, weight, targets)
+    if x.ndim < 1:
+        raise ValueError("x has no dimensions: it must be (..., d)")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be (vocab, {x.shape[-1]}), as x has columns")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"targets have shape {tuple(targets.shape)}: it must be {tuple(x.shape[:-1])}, as x has rows")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise ValueError(f"targets are {targets.dtype}: they must be integers")
+    for name, tensor in (("weight", weight), ("targets", targets)):
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}: it must be on x's device, which is {x.device}")
     device = x.device.type
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -50,31 +60,17 @@ def chunked_linear_cross_entropy(
         return _Chunked.apply(flat, weight, wanted, *settings)
 
 
-def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
-    if x.ndim < 1:
-        raise ValueError("x has no dimensions: it must be (..., d)")
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be (vocab, {x.shape[-1]}), as x has columns")
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(f"targets have shape {tuple(targets.shape)}: it must be {tuple(x.shape[:-1])}, as x has rows")
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise ValueError(f"targets are {targets.dtype}: they must be integers")
-    for name, tensor in (("weight", weight), ("targets", targets)):
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}: it must be on x's device, which is {x.device}")
-
-
 def loss_and_gradient(logits: Float[Tensor, "T V"], targets: Int[Tensor, "T"]) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of some tokens, in at least float32, and its gradient (T, V) in the logits' dtype."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logsumexp = wide.logsumexp(dim=-1, keepdim=True)
     loss = (logsumexp - wide.gather(-1, targets[:, None])).sum()
-    # A comparison instead of a scatter to the targets, which when compiled would be a separate pass over all logits.
+    # A comparison, because a scatter to the targets would be a separate pass over all logits when compiled.
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return loss, (wide - logsumexp).exp_().add_(is_target, alpha=-1).to(logits.dtype)
 
 
-_NO_TARGET = torch.iinfo(torch.int64).min  # replaces -100, which the loss with gradients does not ignore either
+_NO_TARGET = torch.iinfo(torch.int64).min  # not PyTorch's -100: the loss with gradients ignores no target either
 
 
 class _Chunked(torch.autograd.Function):
@@ -114,7 +110,7 @@ class _Chunked(torch.autograd.Function):
                 dx[here] = _product(gradient, w, wide).mul_(scale)  # rounded to x's dtype only once
             if dw is not None:
                 _add_product(dw, gradient.T, rows)
-        if dw is not None:  # held while all activations are in memory, so in the weight's own dtype
+        if dw is not None:  # in the weight's dtype, because it stays while all activations are in memory
             dw = dw.mul_(scale).to(weight.dtype)
         ctx.gradients = dx, dw
         return loss * scale
@@ -128,12 +124,14 @@ class _Chunked(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("chunked_linear_cross_entropy: backward was called before, and gradients are kept once")
         found, ctx.gradients = ctx.gradients, None
-        scaled = (None if gradient is None else gradient.mul_(gradients[0]) for gradient in found)  # nobody else has it
+        scaled = (
+            None if gradient is None else gradient.mul_(gradients[0]) for gradient in found
+        )  # nothing else holds it
         return (*scaled, *[None] * 6)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b, in this wider dtype where a GPU can return it."""
+    """a b, in this wider dtype if a GPU computes it."""
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else a @ b
 
 

@@ -7,7 +7,7 @@ Legend
     TILE_ROWS  rows that one program works on
     TILE_D     columns that it holds at a time; it loops over D in steps of this size
     x, y, w    pointers to contiguous (ROWS, D), (ROWS,) and (D,) tensors; dx, dy, dw are their gradients
-    partial_dw (programs, D) float32: what each program's rows add to dw
+    partial_dw (programs, D) float32: the part of dw from each program's rows
 
 A kernel is a function that many programs run at once, each with its own `tl.program_id`. It works on tiles, which are
 blocks of numbers held in registers. It sees memory only as pointers: one statement loads or stores a whole tile of
@@ -97,8 +97,9 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
     """sum_j weight_j x_...j over the last dimension, accumulated in float32, returned in x's dtype.
 
     Differentiable once in both arguments. Runs on a CUDA device, or on a CPU in Triton's interpreter, in float32,
-    bfloat16 and float16. The same inputs give the same bits. Not for torch.compile: it is there to be read. Raises
-    ValueError naming the argument that it does not accept. Source: CS336 assignment 2, weighted sum.
+    bfloat16 and float16. The same inputs give the same bits. It is an example to read, and does not support
+    torch.compile. Raises ValueError naming the argument that it does not accept. Source: CS336 assignment 2, weighted
+    sum.
     """
     return WeightedSum.apply(x, weight)
 

@@ -10,8 +10,8 @@ from cs336_basics.model import Attention
 
 from ...config.checks import imported, is_place, require
 
-# name: "module:function". A module is imported only when its kernel is requested, because some need what not every
-# machine has.
+# name: "module:function". A module is imported only when its kernel is requested, because not every machine has the
+# packages that some of them import.
 _PLACES = {
     "naive": "reference:naive",
     "vectorized_torch": "reference:vectorized_torch",
@@ -33,9 +33,10 @@ _PLACES = {
 
 
 class _Kernels(Mapping[str, Attention]):
-    """Maps names to functions. Reading a name imports its module, and raises ImportError if that fails.
+    """Maps names to functions.
 
-    Raises KeyError listing the names for an unknown one.
+    Reading a name imports its module. Raises KeyError, with the known names, for an unknown name, and ImportError if
+    the module cannot be imported.
     """
 
     def __getitem__(self, name: str) -> Attention:
@@ -62,13 +63,13 @@ ATTENTION = _Kernels()
 
 
 def get_attention(name: str) -> Attention:
-    """The kernel registered as `name`, or one's own at "module:function"; auto is PyTorch's own choice.
+    """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
 
-    On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl; on a CPU
-    nothing here is faster.
+    On an H200 PyTorch chooses cuDNN, which is ahead of flash_triton in the rows of results/h200/kernels.jsonl. On a CPU
+    no kernel here is faster.
 
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
-    needs something else, such as a GPU or a package, says so when it is called; `check_attention` calls it.
+    needs a GPU or a package raises its error when it is called; `check_attention` calls it.
     """
     if name == "auto":
         name = "sdpa"
@@ -84,12 +85,12 @@ def get_attention(name: str) -> Attention:
 
 
 def check_attention(name: str, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Call the kernel once, on little. Raises ValueError naming `model.attention` if it cannot serve such heads."""
+    """Call the kernel once on small tensors. Raises ValueError naming `model.attention` if it cannot serve them."""
     attention = get_attention(name)
     q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
     try:
         o = attention(q, q, q, True)
-    except Exception as error:  # one from outside may raise anything
+    except Exception as error:  # a kernel from outside may raise anything
         raise ValueError(f"model.attention is {name!r}, which cannot be used here: {error}") from error
     is_like_q = isinstance(o, Tensor) and (o.shape, o.dtype) == (q.shape, q.dtype)
     require(is_like_q, "model.attention", name, "a function that returns a tensor of q's shape and dtype")

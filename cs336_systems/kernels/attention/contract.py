@@ -1,4 +1,4 @@
-"""What all attention kernels share: the checks of arguments, the (B, H, N, D) view, the count of operations.
+"""Shared by all attention kernels: the checks of arguments, the (B, H, N, D) view, the count of operations.
 
 Shapes: B batch, H heads, N_q queries, N_k keys, D head size. See `docs/design.md`, Contracts, Attention.
 """
@@ -21,9 +21,10 @@ def check_qkv(
     dtypes: Sequence[torch.dtype] | None = None,
     max_head_size: int | None = None,
 ) -> None:
-    """Raise a ValueError that names the argument which breaks the contract, its value and what is accepted.
+    """Raise a ValueError with the argument that breaks the contract, its value and the accepted values.
 
-    q is (..., N_q, D), k and v are (..., N_k, D), of one dtype, on one device, with the same leading dimensions.
+    q must be (..., N_q, D), k and v (..., N_k, D), all of one dtype, on one device, with the same leading dimensions.
+    `dtypes` and `max_head_size` are a kernel's own limits.
     """
     check_is_causal(is_causal)
     check_tensors(q, k, v)
@@ -54,7 +55,7 @@ def check_qkv(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a ValueError naming the argument that is not a tensor, or not a dense one."""
+    """Raise a ValueError naming the argument that is not a dense tensor."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
@@ -64,13 +65,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_is_causal(is_causal: bool) -> None:
-    """Raise a ValueError if it is not a bool, because a string or a mask would be taken for true."""
+    """Raise a ValueError if it is not a bool: a string or a mask would count as true."""
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal is {' '.join(repr(is_causal).split()):.60}: it must be True or False")
 
 
 def as_4d(x: Float[Tensor, "... N D"]) -> Float[Tensor, "B H N D"]:
-    """x with exactly two leading dimensions: a view for up to four dimensions, and for more where strides allow it."""
+    """x with two leading dimensions: a view if x has up to four dimensions, or if its strides allow flattening."""
     if x.ndim == 4:
         return x
     if x.ndim > 4:
@@ -89,8 +90,8 @@ def visible_pairs(n_q: int, n_k: int, is_causal: bool) -> int:
 def attention_flops(q_shape: Sequence[int], n_k: int, is_causal: bool, products: int = 2) -> int:
     """Operations of `products` matrix products over the visible pairs: 2 D per pair and product.
 
-    The forward pass has 2 products (scores, values), the backward pass 5 (scores, dV, dP, dQ, dK). What a kernel
-    recomputes beyond these is not useful work and is not counted.
+    The forward pass has 2 products (scores, values), the backward pass 5 (scores, dV, dP, dQ, dK). A kernel's further
+    recomputation is not useful work and is not counted.
     """
     *leading, n_q, d = q_shape
     return products * 2 * d * visible_pairs(n_q, n_k, is_causal) * torch.Size(leading).numel()

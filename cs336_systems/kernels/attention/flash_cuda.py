@@ -9,9 +9,9 @@ The kernels are in `csrc/`, to be read in this order:
   backward.cu       dQ, dK and dV, without atomic additions
   launch.cuh        the launch and its errors
 
-They are compiled on first use, once per element type, precision of float32, head size (rounded up) and architecture,
-into PyTorch's folder of extensions. This takes seconds. They are called through ctypes, so the sources need no PyTorch
-header, which would take longer to compile than the kernels.
+They are compiled on first use into PyTorch's folder of extensions, once for each element type, precision of float32,
+head size (rounded up) and architecture. This takes seconds. Python calls them through ctypes, so the sources include no
+PyTorch headers, which would take longer to compile than the kernels.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import functools
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -33,7 +34,12 @@ _ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.flo
 _Launcher = Callable[..., bytes | None]
 _MAX_LENGTH = 2**31 - 256  # positions are 32-bit numbers, and go up to two tiles beyond the last
 _HEAD_SIZES = (32, 64, 96, 128, 256)
-"""The sizes that are compiled; a head of another size is padded with zeros to the next larger one."""
+"""The sizes that are compiled; other heads are padded with zeros to the next larger size."""
+_PARAMETERS = {
+    "flash_forward": ("sizes", "q", "k", "v", "o", "logsumexp", "stream"),
+    "flash_backward": ("sizes", "q", "k", "v", "o", "d_o", "logsumexp", "statistics", "dq", "dk", "dv", "stream"),
+}
+"""The parameters of the functions in csrc, all pointers, in order."""
 
 
 def flash_cuda(
@@ -56,26 +62,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     if (outputs := empty_outputs(q, k)) is not None:
         return outputs
     o, logsumexp = new_outputs(q)
-    _call("flash_forward", q, k, is_causal, *(_View.of(x) for x in (q, k, v, o)), logsumexp.data_ptr())
+    _call("flash_forward", is_causal, q=q, k=k, v=v, o=o, logsumexp=logsumexp)
     return o, logsumexp
 
 
 def backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; those that are not needed are empty."""
+    """dq, dk, dv; those that are not needed have no elements."""
     q, k, v, o, logsumexp, is_causal = saved
-    gradients = new_gradients(q, k, v, need_dq, need_dkv)
+    dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     statistics = q.new_empty(*logsumexp.shape, 2, dtype=torch.float32)
-    _call(
-        "flash_backward",
-        q,
-        k,
-        is_causal,
-        *(_View.of(x) for x in (q, k, v, o, dO)),
-        logsumexp.data_ptr(),
-        statistics.data_ptr(),
-        *(_View.of(x) if x.numel() else None for x in gradients),
-    )
-    return gradients
+    tensors = dict(q=q, k=k, v=v, o=o, d_o=dO, logsumexp=logsumexp, statistics=statistics, dq=dq, dk=dk, dv=dv)
+    _call("flash_backward", is_causal, **tensors)
+    return dq, dk, dv
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
@@ -106,7 +104,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class _View(ctypes.Structure):
-    """`View` of csrc/tiles.cuh, which also determines whether it is vectorised."""
+    """`View` of csrc/tiles.cuh, which sets `vectorised` itself."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -119,7 +117,7 @@ class _View(ctypes.Structure):
     def of(cls, x: Tensor) -> "_View":
         x = as_4d(x)
         view = cls(x.data_ptr(), *x.stride())
-        view.tensor = x  # if as_4d had to copy, nobody else holds the copy
+        view.tensor = x  # if as_4d had to copy, only this holds the copy
         return view
 
 
@@ -129,16 +127,23 @@ class _Sizes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("batch", "heads", "n_q", "n_k", "head_size", "is_causal"))
 
 
-def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View | int | None") -> None:
-    """Launch on the current stream of q's device."""
+def _call(name: str, is_causal: bool, **tensors: Tensor) -> None:
+    """Call a function of csrc on the current stream of q's device. A tensor without elements becomes a null pointer."""
+    q, k = tensors["q"], tensors["k"]
     batch, heads, n_q, head_size = as_4d(q).shape
     sizes = _Sizes(batch, heads, n_q, k.shape[-2], head_size, is_causal)
     built_for = next(size for size in _HEAD_SIZES if size >= head_size)
     exact = q.dtype == torch.float32 and not allows_tf32()
     function = _library(_capability(q.device), q.dtype, built_for, exact)[name]
-    pointers = (ctypes.byref(x) if isinstance(x, _View) else x for x in arguments)
+    arguments: dict[str, Any] = {"sizes": ctypes.byref(sizes)}
+    for each, x in tensors.items():
+        if each in ("logsumexp", "statistics"):
+            arguments[each] = x.data_ptr()
+        else:
+            arguments[each] = ctypes.byref(_View.of(x)) if x.numel() else None
     with torch.cuda.device(q.device):
-        error = function(ctypes.byref(sizes), *pointers, torch.cuda.current_stream().cuda_stream)
+        arguments["stream"] = torch.cuda.current_stream().cuda_stream
+        error = function(*(arguments[parameter] for parameter in _PARAMETERS[name]))
     if error is not None:
         raise RuntimeError(f"{name} was not launched: {error.decode()}")
 
@@ -147,7 +152,7 @@ def _call(name: str, q: Tensor, k: Tensor, is_causal: bool, *arguments: "_View |
 def _library(
     capability: tuple[int, int], dtype: torch.dtype, head_size: int, exact: bool = False
 ) -> Mapping[str, _Launcher]:
-    """The functions of the library for one architecture and `definitions`, compiled if it does not exist yet."""
+    """The functions of the library for one architecture and `definitions`, compiled if necessary."""
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 
     _require_compiler(cpp_extension.CUDA_HOME)
@@ -168,16 +173,14 @@ def _library(
 def _functions(path: Path) -> Mapping[str, _Launcher]:
     """The functions of a compiled library."""
     library = ctypes.CDLL(str(path))
-    pointer = ctypes.c_void_p
-    functions = {}
-    for name, count in (("flash_forward", 7), ("flash_backward", 12)):
-        functions[name] = library[name]
-        functions[name].argtypes, functions[name].restype = [pointer] * count, ctypes.c_char_p
-    return functions
+    for name, parameters in _PARAMETERS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p] * len(parameters), ctypes.c_char_p
+    return {name: getattr(library, name) for name in _PARAMETERS}
 
 
 def definitions(dtype: torch.dtype, head_size: int, exact: bool = False) -> list[str]:
-    """Compiler definitions for one element type and head size; exact: float32 is not multiplied as TF32."""
+    """Compiler definitions for one element type and head size. exact: do not multiply float32 as TF32."""
     return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}", f"-DEXACT={str(exact).lower()}"]
 
 

@@ -1,12 +1,12 @@
 """The backward pass of `flash_triton` for Hopper in Gluon: along the keys for dQ, along the queries for dK and dV.
 
-The two walks are those of `flash_triton_kernels.py`, and the division of work is that of `flash_gluon_kernels.py`: one
-warp loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A
-warpgroup starts a tile's scores and then its dP, and computes the exponentials while the second product runs.
+The two walks are the same as in `flash_triton_kernels.py`. The work is divided as in `flash_gluon_kernels.py`: one warp
+loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A warpgroup
+starts a tile's scores and then its dP, and computes the exponentials while the second product runs.
 
 In `dq_kernel` the product that gives dQ is delayed: it starts after the next tile's scores and dP, and overlaps with
-that tile's exponentials. `dkv_kernel` keeps two sums and has no registers left for that: at the end of each tile it
-waits for what the tile adds to dK and dV.
+that tile's exponentials. `dkv_kernel` keeps two sums and has no registers left for that: each tile ends with a wait for
+its products.
 
 The legend of the names is in `flash_gluon_common.py`.
 """
@@ -53,7 +53,7 @@ _ROW, _COLUMN = (
 
 @gluon.jit
 def _start_products(a, c, x_buffers, y_buffers, x_ready, y_ready, step):
-    """Starts a x^T, then c y^T, for the x and y of a step, when they have come."""
+    """Start a x^T, then c y^T, for the x and y of a step, when they have come."""
     STAGES: gl.constexpr = x_buffers.shape[0]
     stage = step % STAGES
     phase = step // STAGES & 1
@@ -72,7 +72,7 @@ def _start_products(a, c, x_buffers, y_buffers, x_ready, y_ready, step):
 
 @gluon.jit
 def _dq_producer(work, CAUSAL: gl.constexpr):
-    """Loads what the warpgroups read, in the order in which they read it."""
+    """Load the tiles in the order in which the warpgroups read them."""
     descs, buffers, bars, _, _, _, H, N_q, N_k, GROUP = work
     q_, k_, v_, o_, do_, _ = descs
     q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
@@ -103,7 +103,7 @@ def _dq_walk(
     q, do, ds, dq, l2, delta, buffers, bars, group, lo, hi, first_row, sc, N_k,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys from lo to hi. ds is that of the tile before, not yet multiplied with its keys."""
+    """The tiles of keys from lo to hi. ds belongs to the tile before, and is not yet multiplied with its keys."""
     _, k_buffers, v_buffers, _, _ = buffers
     q_ready, k_ready, k_empty, v_ready, v_empty = bars
     for j in range(lo, hi):
@@ -112,7 +112,7 @@ def _dq_walk(
         s = warpgroup_mma_wait(2, [s])
         p = _dq_probabilities(s, l2, first_row, j * _TILE, sc, N_k, CAUSAL, MASKED)
         # q arrived long ago, so these two waits return at once. But the assembler moves nothing across a wait for a
-        # barrier, and without them would wait for a product before it computes what can overlap with it.
+        # barrier. Without them it would wait for a product and only then compute the numbers that overlap with it.
         mbarrier.wait(q_ready.index(group), 0)
         dp, p = warpgroup_mma_wait(1, [dp, p])
         ds_next = gl.convert_layout((p * (dp - delta[:, None])).to(ds.dtype), LEFT)
@@ -125,7 +125,7 @@ def _dq_walk(
 
 @gluon.jit
 def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
-    """The warpgroup of this number: the VECTORS and dq of its queries."""
+    """One warpgroup: the VECTORS and dq of its queries."""
     descs, buffers, bars, L, VECTORS, scale, H, N_q, N_k, GROUP = work
     dq_ = descs[5]
     q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
@@ -222,7 +222,7 @@ def _load_next_with_vector(desc, VECTORS, b, h, row, vector_start, buffers, vect
 
 @gluon.jit
 def _dkv_producer(work, CAUSAL: gl.constexpr):
-    """Loads what the warpgroups read, in the order in which they read it."""
+    """Load the tiles in the order in which the warpgroups read them."""
     descs, buffers, bars, _, H, N_q, N_k, GROUP = work
     q_, k_, v_, do_, _, _, VECTORS = descs
     q_buffers, k_buffers, v_buffers, do_buffers, l2_buffers, delta_buffers = buffers
@@ -260,7 +260,7 @@ def _dkv_probabilities(st, l2, first_key, m0, sc, MASKED: gl.constexpr):
 def _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, hi, first_key, sc, MASKED: gl.constexpr):
     """The tiles of queries from lo to hi. All scores are transposed.
 
-    No wait has to be held back here: each stands behind the start of a product with what was computed before.
+    No wait has to be held back here: each comes after the start of a product with the numbers computed before.
     """
     q_buffers, _, _, do_buffers, l2_buffers, delta_buffers = buffers
     _, q_ready, q_empty, do_ready, do_empty = bars
@@ -285,7 +285,7 @@ def _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, hi, first_key, sc, MASKED:
 
 @gluon.jit
 def _dkv_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
-    """The warpgroup of this number: dk and dv of its keys. Keys beyond N_k give rows that are not stored."""
+    """One warpgroup: dk and dv of its keys. Keys beyond N_k give rows that are not stored."""
     descs, buffers, bars, scale, H, N_q, N_k, GROUP = work
     _, _, _, _, dk_, dv_, _ = descs
     k, v = buffers[1].index(group), buffers[2].index(group)

@@ -1,12 +1,13 @@
-"""What the Gluon kernels of `flash_triton` share: one warp loads, two groups of four warps compute.
+"""Shared by the Gluon kernels of `flash_triton`: one warp loads, two groups of four warps compute.
 
 In each kernel a group of four warps (a warpgroup) owns ROWS rows and walks along tiles of other tensors. One more warp
-has the copy engine bring these tiles into shared memory. The loading warp and the warpgroups synchronise by barriers
-alone.
+makes the copy engine bring these tiles into shared memory. The loading warp and the warpgroups synchronise only by
+barriers.
 
-Legend, in addition to that of `flash_triton_kernels.py`
+Legend, in addition to the legend of `flash_triton_kernels.py`
+    q_, k_, ...    descriptors of the tensors: the copy engine loads and stores their tiles
     ROWS           rows of a warpgroup; a program has GROUPS * ROWS
-    STAGES         how many tiles of each tensor that is walked along are in shared memory at a time
+    STAGES         how many tiles of each walked tensor are in shared memory at a time
     step           the number of tiles so far; tile `step` is in stage step % STAGES
     round          step // STAGES: how often the stage was used before. A barrier alternates between two phases: a wait
                    with phase n & 1 waits for its n-th completion, counted from 0. A wait with the other phase returns
@@ -26,11 +27,11 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 D_PAD = 128
-"""The padded head size that these kernels are for."""
+"""The padded head size of these kernels."""
 ROWS = 64
 GROUPS = 2
 BLOCK = gl.constexpr(ROWS * GROUPS)
-"""Rows of a program. VECTORS are padded to a multiple of this."""
+"""Rows of a program. VECTORS is padded to a multiple of this."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
@@ -43,7 +44,7 @@ MAX_REGISTERS = 168
 LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 LOG2_E = gl.constexpr(math.log2(math.e))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
-"""Which thread holds which of the ROWS x D_PAD sums that a warpgroup keeps in registers."""
+"""How the threads of a warpgroup divide the ROWS x D_PAD sums that it keeps in registers."""
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 """The same for the left operand of the products that are added to them."""
 
@@ -61,7 +62,7 @@ def place(num_blocks, H, GROUP):
 
 @gluon.jit
 def place_of_queries(H, N_q, N_k, GROUP, TILE: gl.constexpr, CAUSAL: gl.constexpr):
-    """This program's b, h, bh and first query, and how many tiles of so many keys it sees."""
+    """This program's b, h, bh and first query, and the number of tiles of TILE keys that it sees."""
     num_blocks = gl.cdiv(N_q, BLOCK)
     block, b, h, bh = place(num_blocks, H, GROUP)
     m0 = (num_blocks - 1 - block) * BLOCK
@@ -73,7 +74,7 @@ def place_of_queries(H, N_q, N_k, GROUP, TILE: gl.constexpr, CAUSAL: gl.constexp
 
 @gluon.jit
 def visible(x, first_row, n0, N_k, CAUSAL: gl.constexpr, S: gl.constexpr):
-    """Which of the keys from n0 the queries from first_row see, for x of a tile, laid out as S."""
+    """The mask of x, a tile of scores laid out as S: whether the queries from first_row see the keys from n0."""
     rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, S))
     columns = n0 + gl.arange(0, x.shape[1], gl.SliceLayout(0, S))
     seen = (columns < N_k)[None, :]
@@ -84,7 +85,7 @@ def visible(x, first_row, n0, N_k, CAUSAL: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """So many barriers, each of which completes when so many have arrived and all bytes that are expected have come."""
+    """COUNT barriers. Each completes after so many arrivals, when all bytes that it expects have come."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=arrivals)
@@ -93,13 +94,13 @@ def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def load_tile(desc, b, h, row, buffers, stage, bar):
-    """Has the copy engine fill a stage with the rows from `row`: zero beyond the tensor. The barrier expects them."""
+    """Have the copy engine fill a stage with the rows from `row`, zeros beyond the tensor. The barrier expects them."""
     copy_in(desc, [b, h, row, 0], bar, buffers.index(stage).reshape(desc.block_type.shape))
 
 
 @gluon.jit
 def load_next(desc, b, h, row, buffers, ready, empty, step):
-    """Has the copy engine fill the stage of a step, when it has been read."""
+    """Have the copy engine fill the stage of a step, as soon as the stage has been read."""
     STAGES: gl.constexpr = buffers.shape[0]
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -110,7 +111,7 @@ def load_next(desc, b, h, row, buffers, ready, empty, step):
 
 @gluon.jit
 def store_tile(desc, b, h, row, x, buffer):
-    """Has the copy engine store x, by way of a buffer. It leaves out what is beyond the tensor."""
+    """Have the copy engine store x by way of a buffer. It skips elements beyond the tensor."""
     buffer.store(x.to(desc.dtype))
     fence_async_shared()
     copy_out(desc, [b, h, row, 0], buffer.reshape(desc.block_type.shape))

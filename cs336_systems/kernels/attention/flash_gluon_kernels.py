@@ -1,9 +1,9 @@
 """The forward pass of `flash_triton` for Hopper in Gluon, as in FlashAttention-3 (Shah et al. 2024, Algorithm 1).
 
-Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself decides what
-overlaps with what: one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup)
-walks along them with 64 queries of its own. A warpgroup starts the product with the next keys, then the product with
-the present values, and computes the exponentials of the next scores while the second product runs.
+Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself overlaps them:
+one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup) walks along them with 64
+queries of its own. A warpgroup starts the product with the next keys, then the product with the present values, and
+computes the exponentials of the next scores while the second product runs.
 
 The legend of the names is in `flash_gluon_common.py`.
 """
@@ -45,7 +45,7 @@ _LN_2 = gl.constexpr(math.log(2))
 
 @gluon.jit
 def _producer(work, CAUSAL: gl.constexpr):
-    """Loads what the warpgroups read, in the order in which they read it: the last keys come first."""
+    """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
     descs, buffers, bars, _, _, H, N_q, N_k, GROUP = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers = buffers
@@ -65,7 +65,7 @@ def _producer(work, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _start_scores(q, k_buffers, k_ready, step):
-    """Starts q k^T for the keys of a step, when they have come."""
+    """Start q k^T for the keys of a step, when they have come."""
     stage = step % _STAGES
     mbarrier.wait(k_ready.index(stage), step // _STAGES & 1)
     k = k_buffers.index(stage)
@@ -75,7 +75,7 @@ def _start_scores(q, k_buffers, k_ready, step):
 
 @gluon.jit
 def _start_output(p, acc, v_buffers, v_ready, step):
-    """Starts acc + p v for the values of a step, when they have come."""
+    """Start acc + p v for the values of a step, when they have come."""
     stage = step % _STAGES
     mbarrier.wait(v_ready.index(stage), step // _STAGES & 1)
     return warpgroup_mma(p, v_buffers.index(stage), acc, is_async=True)
@@ -83,7 +83,7 @@ def _start_output(p, acc, v_buffers, v_ready, step):
 
 @gluon.jit
 def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """One step of the online softmax: the probabilities, what the output so far is to be multiplied by, total, m."""
+    """One step of the online softmax: the probabilities, the factor of the output so far, total and m."""
     if MASKED:
         s = gl.where(visible(s, first_row, n0, N_k, CAUSAL, _SCORES), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1) * sc)
@@ -123,7 +123,7 @@ def _walk(
 
 @gluon.jit
 def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
-    """The warpgroup of this number: o and L of its queries."""
+    """One warpgroup: o and L of its queries."""
     descs, buffers, bars, L, scale, H, N_q, N_k, GROUP = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers = buffers
@@ -155,7 +155,7 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     rows = first_row + gl.arange(0, _ROWS, gl.SliceLayout(1, _SCORES))
     gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
     o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
-    store_tile(o_, b, h, first_row, o, q)  # q's buffer, which nobody reads any more
+    store_tile(o_, b, h, first_row, o, q)  # nothing reads q's buffer any more
     tma.store_wait(0)
 
 

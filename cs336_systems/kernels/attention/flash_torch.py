@@ -30,13 +30,13 @@ from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
-# Scores per tile, over all of B. On a CPU: what a core's cache keeps between the passes over them. On a GPU: so many
-# that a tile takes longer than its launches on the host, 64 MiB of them; a backward pass holds three such tiles.
+# Scores per tile, over all of B. On a CPU they stay in a core's cache between the passes over them. On a GPU they are
+# 64 MiB, which takes longer than the launches on the host; a backward pass holds three such tiles.
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**24}
-# Tiles are compiled from this many scores on: smaller ones are done before a compiled function has checked its guards.
-# Not on a CPU, where compiling takes up to a minute and few tiles get faster.
+# Tiles are compiled from this many scores on: smaller ones finish before a compiled function has checked its guards.
+# Nothing is compiled on a CPU, where compiling takes up to a minute and few tiles get faster.
 _WORTH_COMPILING = {"cuda": 2**16}
-# Kinds of tiles, each compiled once: on the diagonal, square, of one head, with sizes that happen to be equal, ...
+# Each kind of tile is compiled once: on the diagonal, square, with one head, with sizes that happen to be equal, ...
 _KINDS = 64
 
 
@@ -51,7 +51,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 on float32 copies; returns the results in the dtypes and layouts that the operator has promised."""
+    """Algorithm 1 on float32 copies; the results have the dtypes and layouts that the operator promises."""
     _check(q, k, v, is_causal)
     o, logsumexp = new_outputs(q)
     with without_autocast(q.device.type):
@@ -62,14 +62,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
 def _forward_tiles(
     q: Float[Tensor, "B N_q D"], k: Float[Tensor, "B N_k D"], v: Float[Tensor, "B N_k D"], is_causal: bool
 ) -> tuple[Float[Tensor, "B N_q D"], Float[Tensor, "B N_q"]]:
-    """Compute the softmax of a row without holding all of the row, by a running maximum and a running denominator.
+    """Compute the softmax of a row tile by tile, with a running maximum and a running denominator.
 
-    When the maximum grows, the denominator and the output so far are rescaled by exp(old maximum - new maximum).
+    When the maximum grows, the denominator and the output so far are multiplied by exp(old maximum - new maximum).
     """
     (batch, n_q, _), n_k = q.shape, k.shape[1]
     size = tile_size(batch, q.device.type)
     o, logsumexp = torch.zeros_like(q), q.new_full((batch, n_q), -math.inf)
-    if n_k == 0:  # no keys: the output is 0, the logsumexp that of an empty sum
+    if n_k == 0:  # no keys: the output is 0, the logsumexp log(0)
         return o, logsumexp
     q = q / math.sqrt(q.shape[-1])
     for i in range(0, n_q, size):
@@ -101,10 +101,9 @@ def _backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[
 def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
-    Arguments and results are those of `function.Backward`. Holds N_q x N_k scores.
-    On a GPU it is compiled on first use, which takes seconds, once per kind of sizes (`_KINDS`) and not for each size.
-    Small problems run eagerly, and so do machines without a compiler, after one warning.
-    Source: CS336 assignment 2, equations 13 to 19.
+    A `function.Backward`. Holds N_q x N_k scores. On a GPU it is compiled on first use, which takes seconds, once for
+    each kind of sizes (`_KINDS`) and not for each size. It runs eagerly on small problems and, after a warning, without
+    a compiler. Source: CS336 assignment 2, equations 13 to 19.
     """
     size = max(saved.q.shape[-2], saved.k.shape[-2], 1)
     return _gradients_by_tiles(size, dO, saved, need_dq, need_dkv)
@@ -113,7 +112,7 @@ def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -
 def _gradients_by_tiles(
     size: int, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Recompute every tile of S and P and add its part to dQ, dK and dV, which are computed whether needed or not."""
+    """Recompute every tile of S and P and add its part to dQ, dK and dV, whether they are needed or not."""
     q, k, v, o, logsumexp, is_causal = saved
     with torch.no_grad(), without_autocast(q.device.type):
         wide_q, wide_k, wide_v, wide_dO = (_as_wide_3d(x) for x in (q, k, v, dO))
@@ -126,8 +125,8 @@ def _gradients_by_tiles(
             k_j, v_j, dK_j, dV_j = (x[:, keys] for x in (wide_k, wide_v, dK, dV))
             for i in range(j if is_causal else 0, q.shape[-2], size):  # causal: from the diagonal on
                 rows = slice(i, i + size)
-                of_queries = (x[:, rows] for x in (wide_dO, wide_q, logsumexp, delta))
-                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *of_queries, is_causal and i == j)
+                per_query = (x[:, rows] for x in (wide_dO, wide_q, logsumexp, delta))
+                dQ_tile, dK_tile, dV_tile = _tile_gradients(k_j, v_j, *per_query, is_causal and i == j)
                 dQ[:, rows].add_(dQ_tile)
                 dK_j.add_(dK_tile)
                 dV_j.add_(dV_tile)
@@ -151,8 +150,7 @@ def _gradients(
 ) -> tuple[Float[Tensor, "B rows D"], Float[Tensor, "B keys D"], Float[Tensor, "B keys D"]]:
     """Equations 13 to 19 for one tile. On the causal diagonal, its first query and first key have the same index.
 
-    q is already divided by sqrt(D), so S needs no separate pass for that. dK then has this factor already; dQ still
-    needs it.
+    q is already divided by sqrt(D), which saves a pass over S. dK then includes this factor; dQ still needs it.
     """
     p = (q @ k.mT - logsumexp[..., None]).exp()
     if on_diagonal:
@@ -171,7 +169,7 @@ _no_compiler_for: set[str] = set()
 
 
 def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`_gradients`, compiled where that is possible and worth it."""
+    """`_gradients`, compiled if possible and worth it."""
     device_type = k.device.type
     scores = k.shape[0] * k.shape[1] * dO.shape[1]
     if scores < _WORTH_COMPILING.get(device_type, math.inf) or device_type in _no_compiler_for:
@@ -203,8 +201,8 @@ def flash_torch(
 ) -> Float[Tensor, "... queries d"]:
     """FlashAttention-2 in plain PyTorch, on any device, in O(N D) memory forward and backward; float32 inside.
 
-    On a GPU, torch.compile compiles the backward pass of a tile on first use, which takes seconds. It runs eagerly on a
-    CPU and without a compiler.
+    On a GPU, torch.compile compiles the backward pass of a tile on first use, which takes seconds. On a CPU, and
+    without a compiler, it runs eagerly.
     Raises ValueError naming the argument if q, k and v do not match or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """

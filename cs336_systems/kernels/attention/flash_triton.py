@@ -46,7 +46,7 @@ MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The choice of kernels depends on the number of scores, B H N_q N_k.
 TMA_FROM_SCORES = 2**27
-"""From this many scores on, tensors are moved by descriptors, which make a launch some 30 us longer on the host."""
+"""From this many scores on, descriptors move the tensors. They make a launch some 30 us longer on the host."""
 ONE_LAUNCH_BELOW_SCORES = 2**26
 """Below this many scores the backward pass is one launch, which does more work but waits less for the host."""
 
@@ -85,9 +85,9 @@ def flash_triton_compiled(
 ) -> Float[Tensor, "... N_q D"]:
     """The forward pass of `flash_triton` with a backward pass by torch.compile, as the handout first asks for it.
 
-    Accepts what `flash_triton` accepts and saves as little for the backward pass, which holds N_q x N_k scores in
-    float32. The backward pass rounds the scores differently from the forward pass: with scores of 1e5 its gradients are
-    off by 1e-3, with larger ones by more.
+    Accepts the same inputs as `flash_triton` and saves as little for the backward pass, but that pass holds N_q x N_k
+    scores in float32. It rounds the scores differently from the forward pass: with scores of 1e5 its gradients are off
+    by 1e-3, with larger scores by more.
     """
     return FlashAttentionTritonCompiled.of(q, k, v, is_causal)
 
@@ -158,14 +158,14 @@ def _key(is_causal: bool, *tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _remember(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
-    if len(_LAUNCHES) >= 4096:  # ever new lengths, as in sampling
+    if len(_LAUNCHES) >= 4096:  # sampling has ever new lengths
         _LAUNCHES.clear()
     _LAUNCHES[key] = launches
     return launches
 
 
 def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    # The guard itself costs more than this check that there is nothing to do.
+    # The guard takes longer than this check, which usually finds nothing to do.
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(x.device)

@@ -5,7 +5,7 @@ Legend
     N_q, N_k, D    queries, keys, head size; D_PAD is D rounded up to a power of two, at least 16
     BM, BN         queries and keys per tile
     walk           a program's loop over tiles, along the keys or along the queries
-    q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv are their gradients
+    q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv are their gradients. q_ is the tensor, q a tile
     L              (B, H, N_q) logsumexp of the scaled scores, natural logarithm
     VECTORS        (2 * B * H, N_PAD): L in base 2 for all heads, then delta = rowsum(do * o) for all heads, for the
                    walk along the queries. N_PAD is a multiple of every tile length, so this walk needs no masks: beyond
@@ -78,7 +78,7 @@ def _load(
 def _store(
     x, strides, tile, b, h, row, N, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr
 ):
-    if MOVE == "descriptors":  # the copy engine skips what is beyond the tensor
+    if MOVE == "descriptors":  # the copy engine skips elements beyond the tensor
         x.store([b, h, row, 0], tile.reshape(1, 1, ROWS, D_PAD))
     else:
         ok = (row + tl.arange(0, ROWS) < N)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
@@ -101,7 +101,7 @@ def _scores(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _visible(rows, columns, N_k, CAUSAL: tl.constexpr):
-    """Which of the queries `rows` see which of the keys `columns`."""
+    """The mask of a tile of scores: whether the queries `rows` see the keys `columns`."""
     visible = (columns < N_k)[None, :]
     if CAUSAL:
         visible = visible & (rows[:, None] >= columns[None, :])
@@ -113,7 +113,7 @@ def _program(num_blocks, GROUP):
     """This program's block and bh. One grid axis: the others end at 65,535.
 
     Heads come in groups whose tensors fit the L2 cache together. In a group the first block of all heads comes before
-    the second: with the longest blocks first, what is left for the end is short.
+    the second: with the longest blocks first, the last ones are short.
     """
     program = tl.program_id(0)
     num_heads = tl.num_programs(0) // num_blocks
@@ -370,7 +370,7 @@ def backward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both walks in one launch, for work that is shorter than a launch: the one for dk and dv finds delta itself."""
+    """Both walks in one launch, for work shorter than a launch: the walk for dk and dv computes delta itself."""
     num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
     num_heads = tl.num_programs(0) // (num_key_blocks + num_query_blocks)
     block, bh = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads

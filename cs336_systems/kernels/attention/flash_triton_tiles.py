@@ -1,4 +1,4 @@
-"""The tile sizes for the kernels of `flash_triton_kernels.py`: measured for large cards, small for other cards."""
+"""The tile sizes of the kernels of `flash_triton_kernels.py`: measured for large cards, small for other cards."""
 
 import functools
 import json
@@ -31,24 +31,24 @@ def tile_table() -> dict[str, Tile]:
 
 
 def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, small: bool = False) -> str:
-    """A tile's key: the phase (forward, dq, dkv, or backward for both), the padded head size, and a kind.
+    """A tile's key: the phase (forward, dq, dkv, or backward for the last two), the padded head size, and a kind.
 
-    The kinds are float, half, half-tma for 16-bit tensors moved by the copy engine, and float-small. The last is for
-    float32 too: `small` tiles, which are not tuned, with a backward pass in one launch at every head size.
+    The kinds are float, half, half-tma for 16-bit tensors moved by the copy engine, and float-small. The last has small
+    tiles for float32. They are not tuned, and have a backward pass in one launch at every head size.
     """
     kind = "float-small" if small else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
 
 
 def padded_head_size(d: int) -> int:
-    """The number of columns of a tile in the kernels: a power of two, and at least what a matrix instruction takes."""
+    """The number of columns of a tile: d rounded up to a power of two, and at least 16 for the matrix instructions."""
     return max(16, triton.next_power_of_2(d))
 
 
 def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
     """The tile of a phase for tensors like q (B, H, N, D) on their device; `tma` and `small` as in `tile_key`."""
     if INTERPRET:  # small, so that a short test has several tiles, whole and partial
-        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # one value for each way, for the tests
+        return Tile(BM=64, BN=32, num_warps=4, num_stages=1, TOGETHER=tma)  # so that tests reach both values
     properties: Any = torch.cuda.get_device_properties(q.device)
     if properties.shared_memory_per_block_optin < 160 * 1024 and not small:
         # The table is for the larger cards; these tiles fit all cards.
@@ -60,19 +60,20 @@ def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
 
 
 def is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether they are float32 and any has columns that are not adjacent in memory, which calls for the small tiles.
+    """Whether they are float32 and any has columns that are not adjacent in memory, which needs the small tiles.
 
     With the tuned tiles, Triton 3.6 generates kernels for Hopper that read beyond the tensors at head sizes 32 and 64.
-    Outputs and gradients have the memory layouts of q, k and v; dO is made contiguous.
+    There is no need to look at the other tensors: outputs and gradients have the memory layouts of q, k and v, and dO
+    is made contiguous.
     """
     return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
 
 
 def is_float_of_few_programs(q: Tensor, k: Tensor) -> bool:
-    """Whether, in float32, there are so few tuned tiles that small ones, in one launch, take less time.
+    """Whether, in float32, the tuned tiles are so few that small tiles, in one launch, take less time.
 
-    The two cross at about a third of the multiprocessors, by the measured rows of one head (docs/log.md). False where
-    the tuned tiles have a backward pass in one launch too, and at a head size of 256, where that takes long to compile
+    The two take equal time at about a third of the multiprocessors, measured with one head (docs/log.md). False if the
+    tuned tiles also have a backward pass in one launch, and at head size 256, where one launch takes long to compile
     and all tiles are small.
     """
     d = q.shape[-1]

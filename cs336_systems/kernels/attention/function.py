@@ -1,7 +1,10 @@
-"""Turns a pair of functions, a forward and a backward pass, into what PyTorch needs of a flash kernel.
+"""Makes an attention kernel from two functions, its forward and its backward pass.
 
-`flash_function` makes the `autograd.Function` of a kernel and registers both passes as custom operators. Operators are
-what torch.compile (then without a graph break), fake tensors and the FLOP counter work with.
+`flash_function` returns the kernel's `autograd.Function` and registers both passes as custom operators. Operators make
+torch.compile work without a graph break, and fake tensors and the FLOP counter work at all.
+
+The calls from a kernel's name to the GPU: `flash_triton` -> `FlashAttention.of` -> `FlashAttention.forward` ->
+`_run_forward` -> `flash_forward`, the kernel's own function -> `Launch`.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 class Saved(NamedTuple):
-    """What the forward pass saves for the backward pass."""
+    """The tensors that the forward pass saves for the backward pass."""
 
     q: Tensor
     k: Tensor
@@ -30,19 +33,19 @@ class Saved(NamedTuple):
 
 
 Backward = Callable[[Tensor, Saved, bool, bool], tuple[Tensor, Tensor, Tensor]]
-"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv, as from `new_gradients`: those not needed have no elements.
-It is called with at least one query and one key, a dO without repeated elements and a contiguous logsumexp."""
+"""backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv, made by `new_gradients`: those not needed have no elements.
+There is at least one query and one key, dO has no repeated elements, and logsumexp is contiguous."""
 Check = Callable[[Tensor, Tensor, Tensor, bool], None]
 
-_places: dict[str, str] = {}
-"""Each name with the functions that it stands for."""
+_functions: dict[str, str] = {}
+"""The two functions of each name, in words."""
 
 
 class FlashFunction(torch.autograd.Function):
     """Base of the classes that `flash_function` makes."""
 
     of: ClassVar[Any]
-    """Like `apply`, but compiled as one operator: torch.compile does not accept a tensor twice in `apply`."""
+    """`apply`, except that torch.compile sees one operator: it does not accept the same tensor twice in `apply`."""
 
 
 def flash_function(
@@ -50,18 +53,20 @@ def flash_function(
 ) -> type[FlashFunction]:
     """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` returns O, and so does `.of`.
 
-    It saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64), for backward.
+    For backward it saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64).
     Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Eager calls run the kernel directly,
-    because the dispatch of a custom operator costs more than the launch of a small kernel. forward_pass checks its
-    arguments; `check` does so for tensors without values, and may look only at their shape, dtype and device.
+    because the dispatch of a custom operator takes longer than the launch of a small kernel. forward_pass checks its
+    arguments; `check` checks fake tensors, and may look only at their shape, dtype and device.
 
-    Raises ValueError for a name that is not an identifier or that another function has.
+    Raises ValueError if the name is not an identifier, or belongs to other functions.
     """
-    place = f"{_place(forward_pass)} and {_place(backward_pass)}"
+    functions = " and ".join(
+        f"{each.__module__}.{getattr(each, '__qualname__', repr(each))}" for each in (forward_pass, backward_pass)
+    )
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"name is {name!r}: it must be an identifier")
-    if _places.setdefault(name, place) != place:  # redefined functions, as in a notebook, are the same
-        raise ValueError(f"name is {name!r}, which is the name of {_places[name]}")
+    if _functions.setdefault(name, functions) != functions:  # functions redefined in a notebook keep their names
+        raise ValueError(f"name is {name!r}, which is the name of {_functions[name]}")
     forward_op, backward_op = _register_operators(name, forward_pass, backward_pass, check)
 
     class FlashAttention(FlashFunction):
@@ -94,16 +99,12 @@ def flash_function(
                 dQ, dK, dV = _run_backward(backward_pass, dO, saved, *needs)
             return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
 
-    # The class gets this name because a tensor's grad_fn shows it.
+    # A tensor's grad_fn shows the name of the class.
     return type(name, (FlashAttention,), {"__doc__": f"FlashAttention-2 as an autograd.Function: `{name}`."})
 
 
-def _place(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-
-
 def _traced() -> bool:
-    """Whether something observes the operators that run: torch.compile, fake tensors, the FLOP counter."""
+    """Whether torch.compile, fake tensors or the FLOP counter observe the operators that run."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
@@ -136,7 +137,7 @@ def _register_operators(
 
     @forward_op.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():  # it would change the error; the kernel raises it when it runs
+        if not torch.compiler.is_compiling():  # compiling would change the error; the kernel raises it when it runs
             check(q, k, v, is_causal)
         return new_outputs(q)
 
@@ -168,20 +169,23 @@ def _register_operators(
     @register_flop_formula(getattr(operators, f"{name}_backward"))
     def _(*shapes_and_flags: Any, **kwargs: Any) -> int:
         _, q_shape, k_shape, _, _, _, is_causal, need_dq, need_dkv = shapes_and_flags
-        products = 2 + need_dq + 2 * need_dkv  # the scores and dP for any of them, then dQ, then dK and dV
+        products = 2 + need_dq + 2 * need_dkv  # the scores and dP in any case, dQ, dK and dV
         return attention_flops(q_shape, k_shape[-2], is_causal, products)
 
     return forward_op, backward_op
 
 
 def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """A kernel's forward pass, with what a kernel misses that remembers its checks or reads memory directly."""
+    """Run a kernel's forward pass on tensors whose memory holds their values.
+
+    Checks the arguments that a kernel which remembers its checks does not look at again.
+    """
     check_is_causal(is_causal)
     try:
         if q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         return forward(q, k, v, is_causal)
-    except (AttributeError, RuntimeError):  # checked beforehand, every launch would take a microsecond longer
+    except (AttributeError, RuntimeError):  # a check before every launch would take a microsecond
         check_tensors(q, k, v)
         raise
 
@@ -189,23 +193,23 @@ def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: b
 def _run_backward(
     backward: Backward, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A kernel's backward pass, after handling the cases that are the same for all kernels."""
+    """Run a kernel's backward pass, after handling the cases that are the same for all kernels."""
     q, k, v = saved[:3]
-    if dO.is_neg() or q.is_neg() or k.is_neg() or v.is_neg():  # lazily negated: memory has the other sign
+    if dO.is_neg() or q.is_neg() or k.is_neg() or v.is_neg():  # negated lazily: memory has the other sign
         dO, q, k, v = (x.resolve_neg() for x in (dO, q, k, v))
         saved = saved._replace(q=q, k=k, v=v)
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dO.stride(-1) != 1 or 0 in dO.stride():
-        dO = dO.contiguous()  # sum().backward() gives one number, expanded: slow to read, unusable for descriptors
+        dO = dO.contiguous()  # sum().backward() passes one number, expanded: slow to read, and no descriptor takes it
     if not saved.logsumexp.is_contiguous():  # saved-tensor hooks may have changed it
         saved = saved._replace(logsumexp=saved.logsumexp.contiguous())
     return backward(dO, saved, need_dq, need_dkv)
 
 
 def empty_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-    """o and logsumexp if there are no queries or no keys (0 and -inf); None if there is work to do."""
+    """o = 0 and logsumexp = -inf if there are no queries or no keys; otherwise None."""
     if q.numel() and k.numel():
         return None
     o, logsumexp = new_outputs(q)
@@ -227,5 +231,5 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool
 
 
 def _unfilled_like(x: Tensor) -> Tensor:
-    # A kernel writes through as_4d, which is a view of five dimensions only if the leading ones are in order in memory.
+    # A kernel writes through as_4d, which is a view of five dimensions only if memory has the leading ones in order.
     return torch.empty_like(x) if x.ndim <= 4 else torch.empty_like(x, memory_format=torch.contiguous_format)

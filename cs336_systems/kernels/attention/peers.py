@@ -1,6 +1,6 @@
-"""Attention kernels of other projects, held to this project's contract: what ours are compared with.
+"""Attention kernels of other projects, under this project's contract, to compare ours with.
 
-A peer refuses what it masks differently or cannot compute; it never falls back to another kernel.
+A peer refuses inputs that it masks differently or cannot compute. It never falls back to another kernel.
 """
 
 import functools
@@ -17,7 +17,7 @@ from cs336_basics.model import without_autocast
 from .contract import FLOATING_DTYPES, as_4d, check_qkv
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-# Shapes that FlexAttention may be compiled for. PyTorch's own limit, meant for code that should not vary, is 8.
+# FlexAttention is compiled for up to so many shapes. PyTorch's default limit is 8.
 _FLEX_SHAPES = 256
 
 
@@ -42,13 +42,11 @@ def sdpa_math(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tenso
 def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's FlashAttention-2 (on a CPU, its kernel of the same name) and no other kernel.
 
-    Raises ValueError for what that kernel does not serve: on CUDA, dtypes other than float16 and bfloat16, head sizes
+    Raises ValueError for inputs that it does not serve: on CUDA, dtypes other than float16 and bfloat16, head sizes
     above 256, no queries or no keys, and causal attention with N_q != N_k.
     """
     if q.device.type == "cuda":
-        check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
-        _check_not_empty(q, k, "sdpa_flash")
-        _check_square(q, k, is_causal, "sdpa_flash")
+        _check_served("sdpa_flash", q, k, v, is_causal)
     else:
         check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     return _forced(SDPBackend.FLASH_ATTENTION, "sdpa_flash", q, k, v, is_causal)
@@ -57,48 +55,41 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """cuDNN's attention through PyTorch and no other kernel.
 
-    Raises ValueError for what it does not serve: devices other than CUDA, dtypes other than float16 and bfloat16, head
-    sizes above 128 before Hopper and 256 from there on, no queries or no keys, and causal attention with N_q != N_k.
+    Raises ValueError for inputs that it does not serve: devices other than CUDA, dtypes other than float16 and
+    bfloat16, head sizes above 128 before Hopper and 256 from there on, no queries or no keys, and causal attention with
+    N_q != N_k.
     """
-    _check_cuda(q, "sdpa_cudnn")
-    check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
-    _check_not_empty(q, k, "sdpa_cudnn")
-    _check_square(q, k, is_causal, "sdpa_cudnn")
+    _check_served("sdpa_cudnn", q, k, v, is_causal)
     return _forced(SDPBackend.CUDNN_ATTENTION, "sdpa_cudnn", q, k, v, is_causal)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's FlexAttention, compiled for every shape; the causal mask is one of its block masks, cached.
 
-    Raises ValueError for what it does not serve: devices other than CUDA, float64, head sizes below 16 and above 256,
-    and no queries or no keys. Beyond 256 shapes it raises PyTorch's error instead of running eagerly, which would hold
-    all scores.
+    Raises ValueError for inputs that it does not serve: devices other than CUDA, float64, head sizes below 16 and above
+    256, and no queries or no keys. Beyond 256 shapes it raises PyTorch's error, because running eagerly would hold all
+    scores.
     """
-    _check_cuda(q, "flex")
-    check_qkv(q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), max_head_size=256)
+    _check_served("flex", q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), only_square=False)
     if q.shape[-1] < 16:
         raise ValueError(f"q has head size {q.shape[-1]}: flex serves 16 to 256")
-    _check_not_empty(q, k, "flex")
     return _flex(q, k, v, is_causal)
 
 
 def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """FlashAttention-4 (the package flash-attn-4), written in CuTe-DSL.
 
-    Raises ImportError if the package is not installed, and ValueError for what it does not serve: devices other than
-    CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or no
-    keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
+    Raises ImportError if the package is not installed, and ValueError for inputs that it does not serve: devices other
+    than CUDA, dtypes other than float16 and bfloat16, head sizes that are not a multiple of 8 up to 256, no queries or
+    no keys, and causal attention with N_q != N_k, which it aligns at the bottom right.
     """
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError as error:
         raise ImportError(f"fa4 needs the package flash-attn-4: {error}") from error
-    _check_cuda(q, "fa4")
-    check_qkv(q, k, v, is_causal, dtypes=_LOW_PRECISION, max_head_size=256)
+    _check_served("fa4", q, k, v, is_causal)
     if q.shape[-1] % 8:
         raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
-    _check_not_empty(q, k, "fa4")
-    _check_square(q, k, is_causal, "fa4")
     result = flash_attn_func(*(as_4d(x).transpose(1, 2) for x in (q, k, v)), causal=is_causal)  # (B, N, H, D)
     o = result[0] if isinstance(result, tuple) else result  # some versions also return the logsumexp
     return o.transpose(1, 2).reshape(q.shape)
@@ -118,9 +109,9 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Ten
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it if its rows do not start at multiples of 16 bytes.
+    """x, or a copy if its rows do not start at multiples of 16 bytes.
 
-    PyTorch's kernels read 16 bytes at a time. Where they cannot, they leave CUDA unusable for the rest of the process.
+    PyTorch's kernels read 16 bytes at a time. An unaligned row makes CUDA unusable for the rest of the process.
     """
     row_steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
     steps = row_steps if x.shape[-1] * x.element_size() % 16 == 0 else ()  # PyTorch pads other head sizes itself
@@ -136,8 +127,8 @@ def _forced(backend: SDPBackend, name: str, q: Tensor, k: Tensor, v: Tensor, is_
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
-        what = f"q of shape {tuple(q.shape)}, {q.dtype}, on {q.device}, with {k.shape[-2]} keys, is_causal={is_causal}"
-        raise ValueError(f"{what}: PyTorch has no kernel for {name} that serves this") from error
+        given = f"q of shape {tuple(q.shape)}, {q.dtype}, on {q.device}, with {k.shape[-2]} keys, is_causal={is_causal}"
+        raise ValueError(f"{given}: PyTorch has no kernel for {name} that serves this") from error
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -163,13 +154,13 @@ def _run_compiled_flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tens
 
 @functools.cache
 def _compiled_flex() -> Any:
-    # fullgraph: where PyTorch would run it eagerly, it raises instead.
+    # With fullgraph PyTorch raises instead of running it eagerly.
     return torch.compile(_flex_attention, dynamic=False, fullgraph=True)
 
 
 def _causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():  # a fake mask must not be cached
-        return _new_causal_block_mask(n_q, n_k, device)
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return _new_causal_block_mask(n_q, n_k, device)  # a fake mask must not be cached
     return _cached_causal_block_mask(n_q, n_k, device)
 
 
@@ -182,26 +173,29 @@ def _cached_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
 def _new_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(_sees, None, None, n_q, n_k, device=str(device))
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(sees, None, None, n_q, n_k, device=str(device))
 
 
-def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
-
-
-def _check_cuda(q: Tensor, name: str) -> None:
+def _check_served(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    dtypes: tuple[torch.dtype, ...] = _LOW_PRECISION,
+    only_square: bool = True,
+) -> None:
+    """Raise a ValueError for inputs that most CUDA kernels refuse. only_square: causal attention needs N_q = N_k."""
     if q.device.type != "cuda":
         raise ValueError(f"q is on {q.device}: {name} needs a CUDA device")
-
-
-def _check_not_empty(q: Tensor, k: Tensor, name: str) -> None:
+    check_qkv(q, k, v, is_causal, dtypes=dtypes, max_head_size=256)
     for argument, tensor in (("q", q), ("k", k)):
         if tensor.numel() == 0:
             raise ValueError(f"{argument} has shape {tuple(tensor.shape)}: {name} needs at least one element")
-
-
-def _check_square(q: Tensor, k: Tensor, is_causal: bool, name: str) -> None:
-    if is_causal and q.shape[-2] != k.shape[-2]:
+    if only_square and is_causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"is_causal is True with {q.shape[-2]} queries and {k.shape[-2]} keys: {name} needs as many of both"
         )

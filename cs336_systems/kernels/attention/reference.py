@@ -1,4 +1,4 @@
-"""Attention that holds all scores: the truth that kernels are tested against, and what a PyTorch user writes first.
+"""Attention that holds all scores: the reference for tests, and the first version of a PyTorch user.
 
 Shapes: N_q queries, N_k keys, D head size; `...` any number of leading dimensions.
 """
@@ -22,7 +22,7 @@ def naive(
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
 ) -> Float[Tensor, "... queries d"]:
-    """`cs336_basics.model.scaled_dot_product_attention`, the model's own default, restricted to what kernels accept.
+    """`cs336_basics.model.scaled_dot_product_attention`, the model's default, with the checks of a kernel.
 
     Raises ValueError if q, k and v do not match or are not floating point.
     """
@@ -36,10 +36,10 @@ def attention_with_logsumexp(
     v: Float[Tensor, "... keys d"],
     is_causal: bool = False,
 ) -> tuple[Float[Tensor, "... queries d"], Float[Tensor, "... queries"]]:
-    """`naive`'s output and the natural logarithm of its softmax's denominator, L_i = log(sum_j exp(S_ij)).
+    """`naive`'s output o and the logsumexp of each query's scores, L_i = log(sum_j exp(S_ij)).
 
-    Computes in float32, or in float64 for float64 inputs; o has q's dtype, L the dtype of the computation. If there are
-    no keys, o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
+    Computes in float32, or in float64 for float64 inputs. o has q's dtype, L the dtype of the computation. Without
+    keys, o = 0 and L = -inf. Source: CS336 assignment 2, equations 4 to 6 and 12.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -60,9 +60,8 @@ def vectorized_torch(
 ) -> Float[Tensor, "... queries d"]:
     """Attention as a good PyTorch user writes it: batched products in the inputs' dtype, a softmax in float32.
 
-    In low precision the products run on tensor cores, accumulate in float32 and round the scores once when they are
-    stored, which is where it differs from `naive`; in float16, scores beyond 65,504 overflow. The causal mask is cached
-    between calls.
+    In low precision the products run on tensor cores and accumulate in float32. Unlike `naive`, it rounds the scores
+    when it stores them; in float16, scores beyond 65,504 overflow. The causal mask is cached between calls.
     Raises ValueError if q, k and v do not match or are not floating point.
     """
     check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
@@ -80,7 +79,7 @@ def hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Bool[Tensor, "quer
 
 
 def _kept_hidden_pairs(n_q: int, n_k: int, device: torch.device) -> Tensor:
-    # The compiler fuses the comparison, and would only warn about a cache. And a fake mask must not be cached.
+    # The compiler fuses the comparison and warns about caches. A fake mask must not be cached.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return hidden_pairs(n_q, n_k, device)
     return _cached_hidden_pairs(n_q, n_k, device)

@@ -2,17 +2,18 @@
 
 `python -m cs336_systems.kernels.attention.tune`, minutes on one GPU; `--head_sizes 64 --kinds float` for a part of it.
 
-Every phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine, in
-bfloat16 through pointers, and in float32, over a short list of tiles that fit a streaming multiprocessor. Candidates
-include the tiles of the present table, and are first compiled in parallel processes. The new table holds the fastest
-tile of each entry, but none that takes long to compile: a float32 product is six products, all unrolled. If no backward
-pass in one launch compiles fast enough, or it takes much longer than the two walks, the table has no entry for it; any
-other phase then keeps the tile it has.
+Each phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine, in bfloat16
+through pointers, and in float32, over a short list of tiles that fit a streaming multiprocessor. The candidates include
+the tiles of the present table. They are first compiled in parallel processes. The new table holds the fastest tile of
+each entry, except tiles that take long to compile: a float32 product is six products, all unrolled. A backward pass in
+one launch has no entry if no tile compiles fast enough, or if it takes much longer than the two walks. Any other phase
+keeps the tile it has.
 """
 
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -31,19 +32,19 @@ from .flash_triton_tiles import Tile, tile_key, tile_table
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _PHASES = ("forward", "dq", "backward", "dkv")
 COMPILE_S = 6.0
-"""The longest that a tile of the table may take to compile in float32, while others compile at the same time.
+"""The longest time for compiling a tile of the table in float32, while others compile too.
 
-The first call of both passes waits for two compilations, one after the other: twelve seconds at most.
+The first call of both passes waits for two compilations in a row: twelve seconds at most.
 """
 MOST_IN_ONE_LAUNCH = 1.5
-"""How much longer than both walks a single launch for both may take on the GPU, for what it saves the host."""
+"""A single launch for both walks may take this many times as long on the GPU, because it saves time on the host."""
 
 
 class Kind(NamedTuple):
     """A kind of `tile_key`, and the batch on which it is timed.
 
-    Descriptors are for long sequences, pointers mostly for short ones. These are timed with 100 heads, 4 x 25 as in xl,
-    because tiles matter less where a GPU is not full.
+    Descriptors are for long sequences, pointers mostly for short ones. Pointers are timed with 100 heads, 4 x 25 as in
+    xl, because tiles matter less on a GPU that is not full.
     """
 
     dtype: torch.dtype
@@ -69,7 +70,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(d: int, kind: str) -> list[Candidate]:
-    """The tiles worth trying, and those that the table has."""
+    """The tiles to try, including the tiles of the table."""
     tried = dict.fromkeys(_candidates(d, kind))
     table = tile_table()
     for phase in _PHASES:
@@ -79,7 +80,7 @@ def candidates(d: int, kind: str) -> list[Candidate]:
 
 
 def _candidates(d: int, kind: str) -> Iterator[Candidate]:
-    """Tiles by the rows that a program keeps, the rows it walks along, warps, stages, and how it waits."""
+    """Combinations of the rows that a program keeps, the rows it walks along, warps, stages, and TOGETHER."""
     tma, is_float = KINDS[kind].tma, kind == "float"
     for phase in _PHASES:
         if phase == "backward":  # both walks with one tile, by pointers
@@ -105,7 +106,7 @@ def _candidates(d: int, kind: str) -> Iterator[Candidate]:
 
 
 def _inputs(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """The tensors of all phases by the names of the kernels' parameters: those of tiles, and L and VECTORS."""
+    """The tensors of all phases by the names of the kernels' parameters: the tiled ones, and L and VECTORS."""
     tiled = ("q_", "k_", "v_", "o_", "do_", "dq_", "dk_", "dv_")
     x = {name: torch.randn(1, heads, n, d, device="cuda", dtype=dtype) for name in tiled}
     return x, {"L": flash.new_outputs(x["q_"])[1], "VECTORS": flash.new_vectors(x["q_"])}
@@ -118,7 +119,7 @@ def _launch(candidate: Candidate, x: Tensors, vectors: Tensors) -> Callable[[], 
 
 
 def _compile(candidate: Candidate) -> str | None:
-    """Launch once to fill Triton's cache on disk; return what went wrong, if anything (say, too much shared memory)."""
+    """Launch once to fill Triton's cache on disk. Returns the error, if any (for example, too much shared memory)."""
     try:
         x = _inputs(100, 256, candidate.d, KINDS[candidate.kind].dtype)
         begun = time.perf_counter()
@@ -131,7 +132,7 @@ def _compile(candidate: Candidate) -> str | None:
 
 
 def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[tuple[float, Tile]]]]:
-    """For each head size and kind: by key of the table, the tiles that run with their times in ms, fastest first."""
+    """For each head size and kind: by the table's key, (ms, tile) of the tiles that run, fastest first."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for (d, kind), group in itertools.groupby(entries, key=lambda candidate: (candidate.d, candidate.kind)):
             tried = list(group)
@@ -140,9 +141,9 @@ def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[t
                 if error is None:
                     ran.append(candidate)
                 else:
-                    print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {d}, is not for us: {error}")
+                    print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {d}, is left out: {error}")
             x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
-            for phase in ("forward", "dq"):  # real o, logsumexp and vectors for the phases that read them
+            for phase in ("forward", "dq"):  # real o_, L and VECTORS for the phases that read them
                 tile = tile_table()[tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma)]
                 _launch(Candidate(phase, d, kind, tile), *x)()
             found: dict[str, list[tuple[float, Tile]]] = {_key(candidate): [] for candidate in tried}
@@ -188,25 +189,19 @@ def main() -> None:
 
 
 def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: Path) -> None:
-    """Print what `measure` finds and write it into the table, again after each head size."""
+    """Print the results of `measure` and write them into the table, after each head size."""
     tiles = dict(tile_table())
     for found in measured:
         fastest = {key: times[0][0] for key, times in found.items() if times}
         for key, times in found.items():
             print(key, *(f"\n    {ms:.3f} ms {tuple(tile)}" for ms, tile in times[:3]), flush=True)
-            if key.startswith("backward") and not _is_fast_enough(key, fastest):
+            walks = [fastest.get(key.replace("backward", walk), math.inf) for walk in ("dq", "dkv")]
+            is_slow = fastest.get(key, math.inf) > MOST_IN_ONE_LAUNCH * sum(walks)
+            if key.startswith("backward") and (is_slow or not times):
                 tiles.pop(key, None)
             elif times:
                 tiles[key] = times[0][1]
         write_table(tiles, file)
-
-
-def _is_fast_enough(backward: str, fastest: dict[str, float]) -> bool:
-    """Whether there is a backward pass in one launch that does not take much longer than the two walks."""
-    walks = [backward.replace("backward", walk) for walk in ("dq", "dkv")]
-    if backward not in fastest or any(walk not in fastest for walk in walks):
-        return backward in fastest
-    return fastest[backward] <= MOST_IN_ONE_LAUNCH * sum(fastest[walk] for walk in walks)
 
 
 if __name__ == "__main__":

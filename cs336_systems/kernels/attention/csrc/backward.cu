@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Backward<HEAD>::THREADS)
 }
 
 // statistics: room for (B, H, N_q) pairs of float32. dq, or dk and dv, may be null: then they are not computed.
-// Returns null, or what is wrong.
+// Returns null or an error message.
 extern "C" const char* flash_backward(const Sizes* sizes, const View* q, const View* k, const View* v, const View* o,
                                       const View* d_o, const float* logsumexp, Statistics* statistics, const View* dq,
                                       const View* dk, const View* dv, void* stream) {

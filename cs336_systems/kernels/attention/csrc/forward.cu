@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
             });
         }
 
-        // The online softmax: with a new maximum, what has been summed so far shrinks by 2^(old - new).
+        // The online softmax: with a new maximum, the sums so far shrink by 2^(old - new).
         float top[M][2], shrink[M][2];
 #pragma unroll
         for (int i = 0; i < 2 * M; i++) top[i / 2][i % 2] = -INFINITY;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(Forward<HEAD>::THREADS)
     store_rows(Matrix<T>(o_view, sizes, head, n_q), warp_query, column0, o, inverse);
 }
 
-// logsumexp is (B, H, N_q), contiguous. Returns null, or what is wrong.
+// logsumexp is (B, H, N_q), contiguous. Returns null or an error message.
 extern "C" const char* flash_forward(const Sizes* sizes, const View* q, const View* k, const View* v, const View* o,
                                      float* logsumexp, void* stream) {
     using Shape = Forward<HEAD_SIZE>;

@@ -42,9 +42,9 @@ __device__ inline void copy_async_8(uint32_t to, const void* from, bool inside) 
 // Wait for all the copies of this thread. Other threads see them after the next __syncthreads().
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8, by its address; in return it gets of
-// every matrix i, in out[i], the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1). Of float32, whose rows of 16
-// bytes have four elements, it gets the element (l / 4, l % 4).
+// Four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8. In out[i] it gets the
+// elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i. A row of float32 has four elements in 16 bytes:
+// then it gets the element (l / 4, l % 4).
 __device__ inline void load_matrices(uint32_t (&out)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -77,7 +77,7 @@ __device__ inline void multiply_add_16(float (&c)[4], const uint32_t (&a)[4], co
     }
 }
 
-// x rounded to TF32, a float32 of 10 bits behind the point, which is what tensor cores multiply of float32.
+// x rounded to TF32, the float32 with 10 bits behind the point that tensor cores multiply.
 __device__ inline uint32_t to_tf32(float x) {
     uint32_t y;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));

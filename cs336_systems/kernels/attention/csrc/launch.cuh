@@ -1,4 +1,4 @@
-// How a kernel is launched and how its error comes back to Python: as a sentence, or null where there is none.
+// Launches a kernel. Python gets its error as a sentence, or null if there is none.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
     // Beyond 48 KB a kernel has to ask for shared memory, on each device.
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
     const cudaError_t refused = cudaFuncSetAttribute(kernel, attribute, shared_bytes);
-    if (refused != cudaSuccess) cudaGetLastError();  // forgotten, since it is told here
+    if (refused != cudaSuccess) cudaGetLastError();  // clears it, because it is reported here
     if (refused == cudaErrorInvalidValue) return "it needs more shared memory a block than this GPU has";
     if (refused != cudaSuccess) return cudaGetErrorString(refused);
     kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);

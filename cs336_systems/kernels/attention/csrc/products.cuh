@@ -1,4 +1,4 @@
-// Products and sums of a warp, made of the instructions: those of float32 of several.
+// Products and sums of a warp, made of the instructions. A float32 product takes several.
 #pragma once
 
 #include "instructions.cuh"
@@ -25,8 +25,8 @@ __device__ inline void multiply_add_float(float (&c)[4], const uint32_t (&a)[4],
     for (int e = 0; e < 4; e++) c[e] += sum[e];
 }
 
-// C += A B, of 16-bit elements A (16 x 16) and B (16 x 8), of float32 A (16 x 8) and B (8 x 8), as float32 if EXACT,
-// else as TF32. Who holds what is at `multiply_add_16` and `multiply_add_tf32`.
+// C += A B: 16-bit A (16 x 16) and B (16 x 8), or float32 A (16 x 8) and B (8 x 8), multiplied as float32 if EXACT and
+// otherwise as TF32. `multiply_add_16` and `multiply_add_tf32` say which lane holds which element.
 template <typename T>
 __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (!std::is_same_v<T, float>) {

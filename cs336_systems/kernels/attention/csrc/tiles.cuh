@@ -1,4 +1,4 @@
-// What the kernels share: tensors in global memory, tiles of them in shared memory, products of tiles in registers.
+// Shared by the kernels: tensors in global memory, tiles of them in shared memory, products of tiles in registers.
 //
 // The forward kernel and the two of the backward pass have one form. A block keeps tiles of TILE rows (forward:
 // queries) and streams tiles of STEP rows (keys and values) past them. A warp owns 16 M of the TILE rows: it computes
@@ -60,7 +60,7 @@ struct Matrix {
     __device__ T* at(int row, int column) const { return data + row * row_stride + column * column_stride; }
 };
 
-// Rows of HEAD elements in shared memory, in chunks of 16 bytes, which is what one lane names to ldmatrix.
+// Rows of HEAD elements in shared memory, in chunks of 16 bytes: one lane passes ldmatrix the address of one chunk.
 //
 // Shared memory gives out 128 bytes at a time, from 32 banks of 4 bytes. ldmatrix reads a column of chunks, one chunk
 // of each of 8 rows; were rows stored plainly, these would lie 128 bytes apart, in the same four banks, and take 8
@@ -92,8 +92,8 @@ struct Tile {
     __host__ __device__ static constexpr int bytes(int rows) { return rows * ROW_BYTES; }
 };
 
-// Start to fill ROWS rows of a tile with the rows of x from row0 on; what lies outside of x becomes 0, which adds
-// nothing to any product. By asynchronous copies where the addresses allow it, else element by element.
+// Start to fill ROWS rows of a tile with the rows of x from row0 on; elements outside of x become 0, which adds
+// nothing to any product. Uses asynchronous copies if the addresses allow it, or goes element by element.
 template <int ROWS, int THREADS, typename T, int HEAD>
 __device__ inline void load_rows(Tile<T, HEAD> tile, const Matrix<T>& x, int row0) {
     constexpr int CHUNKS = Tile<T, HEAD>::CHUNKS;
@@ -233,7 +233,7 @@ __device__ inline void multiply(Accumulators<M, N>& c, const Accumulators<M, K>&
     }
 }
 
-// Write a warp's rows, times factor[m][h], to rows row0 ... and columns column0 ... of x; what lies outside is dropped.
+// Write a warp's rows, times factor[m][h], to rows row0 ... and columns column0 ... of x, except those outside of x.
 template <int M, typename T, int N>
 __device__ inline void store_rows(const Matrix<T>& x, int row0, int column0, const Accumulators<M, N>& c,
                                   const float (&factor)[M][2]) {
