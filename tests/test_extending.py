@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: its kernel and its strategy are tested, measured and trained with by name."""
+"""The kernel and the strategy of docs/extending.md can be tested, measured and trained with by name."""
 
 import json
 import os
@@ -48,9 +48,9 @@ class WithoutModule(Strategy):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory, with the files of the document; it is not on Python's path.
+    """A current directory with the document's files, which is not on Python's path.
 
-    bin/cs336 in it is like the installed command, a script in another folder than the current one.
+    Its bin/cs336 stands for the installed command: a script in a folder other than the current one.
     """
     for name in FILES:
         (tmp_path / name).write_text(code(name))
@@ -66,14 +66,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(command: list[str], cwd: Path, path: Path = ROOT) -> str:
-    """What a Python script, or module, prints in a directory, with another one on Python's path."""
+    """Run a Python script or module in `cwd`, with `path` on Python's path; return its output."""
     environ = {**os.environ, "PYTHONPATH": str(path)}
     ran = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, env=environ)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
-def test_the_kernel_keeps_the_criterion_of_all_kernels(folder: Path, one_thread: None) -> None:
+def test_the_kernel_passes_the_tests_of_all_kernels(folder: Path, one_thread: None) -> None:
     written: dict[str, Any] = {}
     exec(code("test"), written)
     tests = written["TestByRows"]()
@@ -87,8 +87,8 @@ def test_the_kernel_keeps_the_criterion_of_all_kernels(folder: Path, one_thread:
     tests.test_is_not_changed_by_autocast()
 
 
-def test_a_kernel_with_a_backward_pass_of_its_own_passes_the_tests_of_all(folder: Path, one_thread: None) -> None:
-    """In a process of its own, for the operators that it registers stay."""
+def test_a_kernel_with_its_own_backward_pass_passes_the_tests_of_all_kernels(folder: Path, one_thread: None) -> None:
+    """In a process of its own, because registered operators stay."""
     test = folder / "test_recomputed.py"
     test.write_text(code("test of recomputed"))
     run(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], ROOT, path=folder)
@@ -116,8 +116,8 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run_dir / METRICS_FILE) if "loss" in row]
 
 
-def test_two_processes_train_with_both_and_go_on(folder: Path) -> None:
-    """By the command, whose path does not have the current directory, and by a script from elsewhere."""
+def test_two_processes_train_with_both_and_resume(folder: Path) -> None:
+    """By the command, which lacks the current directory on its path, and by a script from elsewhere."""
     run_dir = folder / "run"
     both = ["--model.attention", BY_ROWS, "--parallel.strategy", TOGETHER, "--parallel.devices", "2"]
     checkpoints = ["--checkpoint.checkpointing_interval", "2"]
@@ -171,7 +171,7 @@ def test_the_benchmark_of_strategies_takes_it(folder: Path) -> None:
         ("parallel.strategy", "together.py", "it must be one of auto, none, .*, or module:Class"),
     ],
 )
-def test_a_name_that_is_of_neither_is_refused_in_a_line(
+def test_a_wrong_name_is_refused_in_one_line(
     option: str, name: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "wrong.py").write_text(WRONG)
