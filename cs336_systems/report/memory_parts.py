@@ -17,7 +17,7 @@ from .fields import row_fields
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import put_title
-from .selection import OUTCOMES, common_facts, grouped, label, latest, machine
+from .selection import OUTCOMES, common_facts, grouped, job_on_ranks, label, latest
 from .spec import Column, View
 
 _SETTING = ("devices", "size", "context_length", "batch_size", "precision", "compile")
@@ -56,11 +56,9 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
 def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Gathers], str]) -> str:
     done = [row for row in rows if row.status == "ok"]
     unit, size = _unit(max((row.metrics["peak_memory_bytes"] for row in done), default=0))
-    facts = row_fields(rows[0])
+    compiled = "compiled" if row_fields(rows[0]).get("config.compile") else "eager"
     parts = [
-        f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
-        f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} a process, "
-        f"{facts.get('config.precision')}, {'compiled' if facts.get('config.compile') else 'eager'}; "
+        f"{job_on_ranks(rows[0])}, {compiled}; "
         f"{unit} of the process with most memory; peak: since the previous moment; predicted: the largest size of "
         "each part, and the peak of all together:",
         _moments_table(done, size),

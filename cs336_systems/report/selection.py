@@ -5,6 +5,7 @@ from typing import Any
 
 from ..bench.row import Row
 from ..planner.rows import is_of_cpu
+from .fields import row_fields
 from .markdown import plain
 
 MACHINE = "machine"
@@ -20,6 +21,13 @@ _SWITCHES = {  # in a legend: on, off
 def machine(row: Row) -> str:
     """The machine that measured a row, in words."""
     return f"CPU, {row.env.get('cpu_threads')} threads" if is_of_cpu(row) else str(row.env["gpu"])
+
+
+def job_on_ranks(row: Row) -> str:
+    """The setting of a step on several ranks: "2 x NVIDIA H200, xl, 4 x 512 per process, bf16"."""
+    get = row_fields(row).get
+    batch = f"{get('config.batch_size')} x {get('config.context_length')} per process"
+    return f"{get('config.devices')} x {machine(row)}, {get('config.size')}, {batch}, {get('config.precision')}"
 
 
 def value_of(row: Row, name: str) -> Any:

@@ -7,7 +7,7 @@ from ..bench.row import Row
 from ..planner.rows import is_of_cpu
 from .fields import row_fields
 from .markdown import markdown_table
-from .selection import OUTCOMES, group_key, grouped, machine
+from .selection import OUTCOMES, group_key, grouped, job_on_ranks
 from .spec import Column, Plot, View
 
 _COMPILED = " compiled"
@@ -44,13 +44,10 @@ def _setting_tables(rows: Sequence[Row]) -> str:
         peak = Column("peak", "peak_memory_bytes", ".1f", 2**30).text(row)  # missing where variants shared the memory
         return (fields.number("metrics.step_ms.p50", ".1f"), spread, added, peak)
 
-    facts = row_fields(rows[0])
     whose = "process, loaded libraries included," if is_of_cpu(rows[0]) else "GPU"
     head = (
-        f"{facts.get('config.devices')} x {machine(rows[0])}, {facts.get('config.size')}, "
-        f"{facts.get('config.batch_size')} x {facts.get('config.context_length')} per process, "
-        f"{facts.get('config.precision')}; median step in ms, 20th to 80th percentile, time added to the median of "
-        f"`alone`, peak memory per {whose} in GiB:"
+        f"{job_on_ranks(rows[0])}; median step in ms, 20th to 80th percentile, time added to the median of `alone`, "
+        f"peak memory per {whose} in GiB:"
     )
     parts = [head, _side_by_side(last.values(), ("step", "p20 to p80", "added", "peak"), step)]
     profiled = [row for row in last.values() if row_fields(row).has("metrics.communication_ms")]
