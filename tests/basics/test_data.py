@@ -78,7 +78,7 @@ def test_the_file_is_a_plain_npy_array_as_numpy_writes_it(tmp_path, count):
     assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpys.npy").read_bytes()
 
 
-def test_the_sidecar_says_what_is_in_the_file(tmp_path):
+def test_the_sidecar_describes_the_file(tmp_path):
     path = tmp_path / "train.npy"
     info = write_tokens(path, [[1, 2, 3], [4]], 300, tokenizer_sha256="ab12", source="text.txt")
     expected = {
@@ -132,7 +132,7 @@ def test_a_stream_that_breaks_makes_no_file(tmp_path):
         ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
     ],
 )
-def test_what_is_no_token_id_is_refused_and_nothing_is_left(tmp_path, chunk, message):
+def test_a_wrong_token_id_is_refused_and_leaves_no_file(tmp_path, chunk, message):
     with pytest.raises(ValueError, match=message):
         write_tokens(tmp_path / "t.npy", [[1, 2], chunk], 300, source="")
     assert not list(tmp_path.iterdir())
@@ -258,7 +258,7 @@ def test_a_missing_sidecar_is_named(tmp_path):
 
 
 def refused_sidecar(path):
-    """What is said of a file under the name of a token file's sidecar; `load_tokens` says it if it is a sidecar."""
+    """The error of reading a wrong sidecar. `load_tokens` raises it too if the file counts as a sidecar."""
     with pytest.raises(ValueError, match=f"^token sidecar {re.escape(str(sidecar_path(path)))}") as caught:
         read_info(path)
     told = str(caught.value)
@@ -297,7 +297,7 @@ def test_a_sidecar_that_is_not_json_is_named(tmp_path, content):
         (lambda info: {**info, "source": 3}, ": source is 3: it must be text"),
     ],
 )
-def test_a_sidecar_of_something_else_names_the_field_and_what_is_accepted(tmp_path, change, said):
+def test_a_wrong_sidecar_names_the_field_and_the_accepted_values(tmp_path, change, said):
     info = write_tokens(tmp_path / "t.npy", [[1, 2, 3]], 10, source="")
     (tmp_path / "t.json").write_text(json.dumps(change(dataclasses.asdict(info))))
     names = "count, vocab_size, sha256, tokenizer_sha256, source"
@@ -401,7 +401,7 @@ def test_any_division_of_a_range_gives_the_same_starts(seed, first, cuts):
     assert np.array_equal(np.concatenate(parts), sequence_starts(seed, first, 50, 999))
 
 
-def test_starts_do_not_depend_on_what_was_asked_before():
+def test_starts_do_not_depend_on_earlier_calls():
     before = sequence_starts(1, 10, 20, 100)
     np.random.default_rng(0).random(5)
     sequence_starts(2, 0, 1000, 7)

@@ -270,7 +270,7 @@ def brute_force_values(logits: list[float], temperature: float, top_k: int | Non
     top_k=st.none() | st.integers(1, 12),
     top_p=st.none() | st.floats(0.001, 0.999) | st.just(1.0),
 )
-def test_the_filter_keeps_what_brute_force_keeps(logits, temperature, top_k, top_p):
+def test_the_filter_equals_brute_force(logits, temperature, top_k, top_p):
     result = filter_logits(torch.tensor(logits), temperature, top_k, top_p)
     kept = result > -math.inf
     assert sorted(result[kept].tolist(), reverse=True) == brute_force_values(logits, temperature, top_k, top_p)

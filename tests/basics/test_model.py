@@ -387,7 +387,7 @@ def test_the_attention_passed_in_is_called_once_a_layer_with_the_contract():
     assert calls == [((2, 3, 10, 8),) * 3 + (True,)] * 2
 
 
-def test_the_result_of_the_attention_passed_in_is_what_is_used():
+def test_the_model_uses_the_attention_passed_in():
     model = small_lm(attention=lambda q, k, v, is_causal: torch.zeros_like(q))
     weights = model.state_dict()
     silent = {name: t.zero_() if "v_proj" in name else t for name, t in ((n, t.clone()) for n, t in weights.items())}

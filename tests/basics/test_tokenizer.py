@@ -113,7 +113,7 @@ def test_the_special_token_has_one_id_of_its_own_inside_the_vocabulary():
 
 
 @pytest.mark.parametrize("text", ["<|endoftext|", "|endoftext|>", "<|ENDOFTEXT|>", "<| endoftext |>"])
-def test_what_only_resembles_the_special_token_is_text(text):
+def test_text_that_resembles_the_special_token_stays_text(text):
     assert trained().end_of_text_id not in trained().encode(text)
 
 
@@ -443,7 +443,7 @@ def reference_encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-# Assigned long ago: what a letter or a number is does not depend on the version of Unicode.
+# Assigned long ago, so that letters and numbers are the same in every version of Unicode.
 old_text = st.one_of(spaced_text, st.text(st.characters(max_codepoint=0x24F), max_size=40), st.just(CORPUS))
 
 
@@ -700,7 +700,7 @@ fixture_is_safe = settings(max_examples=150, deadline=None, suppress_health_chec
 @fixture_is_safe
 @given(text=utf8_text, size=st.integers(1, 7), start=st.integers(0, 60), length=st.integers(0, 60))
 @example(text="a猫😀é" * 3, size=1, start=0, length=60)
-def test_spans_of_a_file_are_read_whatever_the_blocks(tmp_path, text, size, start, length):
+def test_spans_of_a_file_are_read_at_any_block_size(tmp_path, text, size, start, length):
     assume(text)
     path = tmp_path / "text.txt"
     path.write_bytes(text.encode())

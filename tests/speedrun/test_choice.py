@@ -1,4 +1,4 @@
-"""The laws at values of their papers, and a search that finds what trying everything would find."""
+"""The laws give the values in their papers, and the search finds the best of all sizes."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ from cs336_systems.planner.accounting import num_parameters
 SHAPES = {name: ModelConfig(vocab_size=1000, context_length=256, **shape).shape for name, shape in SIZES.items()}
 
 
-def test_of_chinchillas_compute_the_best_model_has_seventy_billion_parameters() -> None:
+def test_chinchillas_compute_suits_seventy_billion_parameters() -> None:
     flops = 5.76e23
     best = min((10 ** (9 + i / 100) for i in range(300)), key=lambda n: expected_loss(n, flops / (6 * n)))
     assert best == pytest.approx(70e9, rel=0.1)
@@ -59,13 +59,13 @@ def test_sizes_grow() -> None:
 
 
 def timed(trial: Trial, rate: float = 1e13, slower: float = 1.0) -> Timing:
-    """Of a machine that does so many operations a second, at any size."""
+    """A machine with the same rate of operations per second at any size."""
     flops = run_flops(SHAPES[trial.size], trial.sequences * 256)
     return Timing(step_s=slower * flops / rate, startup_s=1.0, peak_memory_bytes=1)
 
 
 def find(measure: Callable[[Trial], Timing | None] = timed, **changes: Any) -> tuple[list[Candidate], list[Trial]]:
-    """What was found, and what was tried."""
+    """Search; return the candidates found and the trials made."""
     tried: list[Trial] = []
 
     def noted(trial: Trial) -> Timing | None:
@@ -91,7 +91,7 @@ def test_the_size_is_the_one_that_trying_all_would_find(seconds: float) -> None:
     assert found[-1].loss <= min(map(loss, SHAPES.values())) + 0.01
 
 
-def test_more_time_is_for_a_larger_model_and_larger_batches() -> None:
+def test_more_time_chooses_a_larger_model_and_larger_batches() -> None:
     ends = [find(seconds=seconds)[0][-1] for seconds in (1.0, 600.0, 86400.0)]
     assert len({end.trial.size for end in ends}) == 3
     parameters, sequences = [num_parameters(end.shape) for end in ends], [end.trial.sequences for end in ends]
@@ -101,7 +101,7 @@ def test_more_time_is_for_a_larger_model_and_larger_batches() -> None:
         assert math.log2(batch_tokens(end.flops) / 256 / end.trial.sequences) == pytest.approx(0, abs=0.8)
 
 
-def test_little_text_is_for_a_smaller_model() -> None:
+def test_little_text_chooses_a_smaller_model() -> None:
     much, little = (find(seconds=86400.0, unique_tokens=unique)[0][-1] for unique in (10**12, 10**6))
     assert num_parameters(little.shape) < num_parameters(much.shape)
     assert little.tokens == 16 * 10**6
@@ -151,12 +151,12 @@ def test_a_size_whose_steps_would_take_too_long_is_not_tried() -> None:
     assert all(timed(trial).step_s < took[2] for trial in tried)
 
 
-def test_where_nothing_works_it_says_so() -> None:
+def test_the_search_fails_if_no_size_works() -> None:
     with pytest.raises(RuntimeError, match="no model of any size"):
         find(lambda trial: None)
 
 
-def test_so_many_tokens_are_for_a_twentieth_of_parameters() -> None:
+def test_a_number_of_tokens_suits_a_twentieth_of_parameters() -> None:
     parameters = num_parameters(SHAPES["base"])
     enough, (first, *_) = find(seconds=None, tokens=20.0 * parameters)
     assert enough[-1].trial.size == first.size == "base"
@@ -195,7 +195,7 @@ def test_the_choice_says_why(reason: str) -> None:
     assert re.match(why, chosen.why)
 
 
-def test_a_batch_that_cannot_be_trained_is_not_said_to_be_the_laws() -> None:
+def test_without_a_second_trial_the_batch_is_not_called_the_laws() -> None:
     tried: list[Trial] = []
 
     def measure(trial: Trial) -> Timing | None:

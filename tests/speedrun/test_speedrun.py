@@ -93,7 +93,7 @@ def test_a_trial_that_would_take_longer_than_the_search_may_is_not_begun(machine
     assert {trial.size for trial in machine.trials} == {"nano"}
 
 
-def test_it_shows_no_loss_that_nobody_can_believe_and_says_why_it_chooses(
+def test_it_prints_the_reason_for_its_choice_but_no_expected_loss(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The law that compares sizes gives models this small 19 nats and more, where knowing nothing is 6.6."""
@@ -109,7 +109,7 @@ def test_it_shows_no_loss_that_nobody_can_believe_and_says_why_it_chooses(
     assert chosen.startswith(f"to train: {best.size}, auto, {best.sequences} x 32 tokens a step, because ")
 
 
-def test_what_is_given_stands_above_what_is_chosen(machine: Machine, tmp_path: Path) -> None:
+def test_given_fields_override_chosen_ones(machine: Machine, tmp_path: Path) -> None:
     given = ["--train.seed", "7", "--optimizer.lr=0.5", "--model.vocab_size", "300", "--model.attention", "naive"]
     config, trained = prepare(tmp_path, "--size", "micro", "--dry_run", *given)
     assert trained == []
@@ -184,7 +184,7 @@ def test_a_gpu_is_not_chosen_by_its_number(machine: Machine, tmp_path: Path, mon
 
 
 class Card:
-    """What a GPU says of itself, where there is none."""
+    """Pretends that there is a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
         def check_precision(device: torch.device, precision: str) -> None:
@@ -223,7 +223,7 @@ def test_several_gpus_are_given_no_more_than_fits(
     assert "is found by trying" not in caplog.text
 
 
-def test_what_the_planner_does_not_know_is_said(
+def test_a_configuration_unknown_to_the_planner_is_reported_once(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Card(monkeypatch, has_bf16=True)
@@ -274,7 +274,7 @@ def test_a_machine_without_a_compiler_goes_on_without(
     ],
     ids=str,
 )
-def test_what_is_refused(machine: Machine, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_arguments_are_refused(machine: Machine, tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         prepare(tmp_path, *arguments)
     assert not list(tmp_path.glob("*/speedrun.json"))
@@ -295,13 +295,13 @@ def test_a_search_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
     assert not (folder / "run").exists()
 
 
-def test_an_interrupt_ends_the_search_and_what_it_has_started(tmp_path: Path) -> None:
-    """In the midst of a trial, which by itself would take this CPU the better part of a minute."""
+def test_an_interrupt_ends_the_search_and_its_processes(tmp_path: Path) -> None:
+    """During a trial that would take the better part of a minute."""
     words = ["--size", "small", "--minutes", "100", "--train.device", "cpu", "--dry_run", "--out", str(tmp_path)]
     stories = ["--data.source", "stories", "--data.story_chars", "40000"]
     command = [sys.executable, "-m", "cs336_systems", "speedrun", *words, *stories]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    environ = os.environ | {"TMPDIR": str(tmp_path)}  # which is in the command line of the process that computes
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # so that it is in the command line of the worker
     with subprocess.Popen(command, env=environ, start_new_session=True, **pipes) as process:
         while not any("cs336_systems.bench.ranks" in words for words in processes_of(str(tmp_path))):
             assert process.poll() is None

@@ -80,7 +80,7 @@ def counted_flops(shape: ModelShape, batch: int, length: int, attention: Any, ba
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *(ModelConfig(size=size).shape for size in MODEL_SIZES)])
-def test_num_parameters_is_what_the_model_has(shape: ModelShape) -> None:
+def test_num_parameters_equals_the_model(shape: ModelShape) -> None:
     assert num_parameters(shape) == sum(p.numel() for p in model_of(shape).parameters())
 
 
@@ -107,7 +107,7 @@ def test_the_sizes_of_the_handout_have_the_parameters_their_names_tell() -> None
 
 @pytest.mark.parametrize("batch, length", [(1, 1), (1, 8), (3, 5)])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.context_length >= 8])
-def test_the_weights_cost_what_pytorch_counts(shape: ModelShape, batch: int, length: int) -> None:
+def test_the_flops_of_weights_equal_pytorchs_count(shape: ModelShape, batch: int, length: int) -> None:
     attention = shape.num_layers * batch * 2 * length * length * shape.d_model
     counted = counted_flops(shape, batch, length, no_attention)
     assert forward_flops(shape, batch, length) - attention == counted
@@ -115,7 +115,7 @@ def test_the_weights_cost_what_pytorch_counts(shape: ModelShape, batch: int, len
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.context_length >= 8])
-def test_causal_attention_costs_half_of_what_pytorch_counts_for_the_whole_square(shape: ModelShape) -> None:
+def test_causal_attention_costs_half_of_pytorchs_count_for_the_whole_square(shape: ModelShape) -> None:
     weights = counted_flops(shape, 3, 8, no_attention)
     square = counted_flops(shape, 3, 8, whole_square) - weights
     assert forward_flops(shape, 3, 8) - weights == square / 2 > 0
@@ -185,7 +185,7 @@ def test_the_least_memory_with_bfloat16_weights_and_the_loss_in_chunks(shape: Mo
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_products_of_dense_attention_are_what_attention_adds(shape: ModelShape) -> None:
+def test_the_products_of_dense_attention_equal_its_share_of_flops(shape: ModelShape) -> None:
     length = shape.context_length
     added = counted_flops(shape, 3, length, whole_square) - counted_flops(shape, 3, length, no_attention)
     assert 2 * attention_product_flops(shape, 3, length) == added
@@ -198,7 +198,7 @@ def test_softmax_operations_worked_out_by_hand() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("batch, n_q, n_k, d", [(3, 64, 64, 8), (2, 128, 64, 16), (2, 64, 128, 16), (1, 256, 256, 4)])
-def test_plain_attention_holds_what_is_counted(batch: int, n_q: int, n_k: int, d: int, is_causal: bool) -> None:
+def test_plain_attention_holds_the_counted_bytes(batch: int, n_q: int, n_k: int, d: int, is_causal: bool) -> None:
     counted = naive_attention_bytes(batch, n_q, n_k, d, is_causal)
     q = torch.randn(batch, n_q, d, requires_grad=True)
     k, v = (torch.randn(batch, n_k, d, requires_grad=True) for _ in range(2))
@@ -233,7 +233,7 @@ TOKENS, STREAM = 2 * 3, 2 * 3 * 4  # a batch of 2 sequences of 3 tokens, and num
 
 
 def test_activations_of_a_block_worked_out_by_hand() -> None:
-    norm = 4 * TOKENS + 4 * STREAM  # one over the root for each token, and what it makes of x
+    norm = 4 * TOKENS + 4 * STREAM  # 1 / rms of each token, and the normalised x
     factors = 4 * (TOKENS * 6)  # w1 x, its silu, w3 x, their product
     assert activation_bytes(BLOCK, 2, 3) == {
         "ln1": norm,
@@ -273,7 +273,7 @@ def test_an_unknown_kernel_is_named() -> None:
 @pytest.mark.parametrize(
     "checkpointed, inputs, blocks",
     [
-        (None, 0, 5),  # of what is kept when forward is over: inputs of checkpointed blocks, and whole blocks
+        (None, 0, 5),  # kept after forward: inputs of checkpointed blocks, and whole blocks
         (("every", 1), 5, 0),
         (("every", 2), 3, 2),
         (("every", 9), 1, 4),
@@ -282,7 +282,7 @@ def test_an_unknown_kernel_is_named() -> None:
         (("groups", 9), 1, 0),
     ],
 )
-def test_what_is_kept_after_forward(checkpointed: tuple[str, int] | None, inputs: int, blocks: int) -> None:
+def test_activations_kept_after_forward(checkpointed: tuple[str, int] | None, inputs: int, blocks: int) -> None:
     how = (BLOCK, 2, 3, "bf16", "naive")
     held, peak = checkpointed_activation_bytes(*how, checkpointed)
     assert held == inputs * 4 * STREAM + blocks * block_bytes(*how) + head_bytes(*how[:4])

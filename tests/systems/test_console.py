@@ -1,4 +1,4 @@
-"""Text of the user or of the model is printed wherever stdout goes: a character that it cannot show becomes "?"."""
+"""Any text can be printed to any stdout: a character that its encoding lacks becomes "?"."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 PROMPT = "日本 — é"
 ENCODINGS = {"latin-1": "?? ? é", "ascii": "?? ? ?", "utf-8": PROMPT}
-# A locale whose encoding is ASCII, for files too, which Python would otherwise replace by UTF-8.
+# An ASCII locale, also for files, which Python would otherwise replace by UTF-8.
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -21,7 +21,7 @@ def run_python(folder: Path, *arguments: str, **environment: str) -> subprocess.
 
 
 def cs336(folder: Path, *arguments: str, **environment: str) -> str:
-    """What the command prints, which must end well, decoded by the encoding that it was given."""
+    """Run the command, which must succeed; return its decoded output."""
     done = run_python(folder, "-m", "cs336_systems", *arguments, **environment)
     assert (done.returncode, done.stderr) == (0, b"")
     return done.stdout.decode(environment.get("PYTHONIOENCODING", "ascii"))
@@ -29,7 +29,7 @@ def cs336(folder: Path, *arguments: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with `run`, whose sample no ASCII can hold, made where all is ASCII; and what was printed."""
+    """A run with a non-ASCII sample, trained in an ASCII locale: its parent folder, and the printed output."""
     folder = tmp_path_factory.mktemp("ascii")
     model = dict(vocab_size=300, context_length=32, d_model=32, d_ff=64, num_layers=1, num_heads=2)
     short = dict(max_steps=2, batch_size=4, validation_sequences=4, device="cpu")
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, cs336(folder, "train", "--config", "c.json", **ASCII_LOCALE)
 
 
-def test_a_run_where_all_is_ascii_ends_well_and_keeps_its_sample_as_it_is(trained: tuple[Path, str]) -> None:
+def test_a_run_in_an_ascii_locale_succeeds_and_keeps_its_sample(trained: tuple[Path, str]) -> None:
     folder, printed = trained
     assert ENCODINGS["ascii"] in printed
     assert (folder / "run" / "sample.txt").read_bytes().startswith(PROMPT.encode())

@@ -1,4 +1,4 @@
-"""Files that are whole: what cannot be written leaves the one before as it was."""
+"""Atomic writes: a failed write leaves the old file unchanged."""
 
 import errno
 import os
@@ -13,9 +13,7 @@ def full(_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_leaves_the_file_as_it_was_and_is_told_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_whole(tmp_path / "new" / "a.md", "before")
     monkeypatch.setattr(os, "fsync", full)
     for name in ("a.md", "b.md"):
@@ -48,7 +46,7 @@ def test_mode_and_links_are_kept_and_text_is_utf_8(tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o640
 
 
-def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_directly(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -58,7 +56,7 @@ def test_what_is_no_regular_file_is_written_into(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_links_that_lead_to_each_other_and_a_file_as_a_folder_are_named(tmp_path: Path) -> None:
+def test_a_cycle_of_links_and_a_file_as_a_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "file").touch()

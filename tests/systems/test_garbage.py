@@ -7,13 +7,13 @@ from cs336_systems.machine.garbage import objects_set_aside
 
 
 class Knot:
-    """Refers to itself: only a collection takes it away."""
+    """Refers to itself, so only garbage collection frees it."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-def test_what_was_there_is_not_looked_at_and_what_comes_is_collected() -> None:
+def test_old_objects_are_exempt_and_new_ones_are_collected() -> None:
     before = Knot()
     with objects_set_aside():
         assert not any(x is before for x in gc.get_objects())
@@ -26,7 +26,7 @@ def test_what_was_there_is_not_looked_at_and_what_comes_is_collected() -> None:
     assert any(x is before for x in gc.get_objects())
 
 
-def test_all_is_looked_at_again_after_an_error() -> None:
+def test_the_exemption_ends_after_an_error() -> None:
     with pytest.raises(KeyError), objects_set_aside():
         raise KeyError
     assert gc.get_freeze_count() == 0

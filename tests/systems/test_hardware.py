@@ -1,4 +1,4 @@
-"""What a machine is called, what it can do at best, and what a user is told of a device that is not there."""
+"""Peaks, devices, memory, precisions and the environment stamp; errors for missing devices."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ from cs336_systems.machine.hardware import (
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes PyTorch see some GPUs of a name."""
+    """Makes PyTorch see GPUs with a name."""
 
     def pretend(count: int, name: str = "NVIDIA H200", bf16: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -46,8 +46,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def asked_anew() -> Iterator[None]:
-    """What other programs have said before is not known, nor is it afterwards what they say here."""
+def empty_cache() -> Iterator[None]:
+    """Clears the cache of program outputs before and after a test."""
     hardware._output.cache_clear()
     yield
     hardware._output.cache_clear()
@@ -78,7 +78,7 @@ def asked_anew() -> Iterator[None]:
         ("Tesla V100-SXM2-16GB", "fp16", 125),
     ],
 )
-def test_the_peak_of_a_device_is_that_of_its_datasheet(name: str, precision: str, tflops: float) -> None:
+def test_the_peak_of_a_device_comes_from_its_datasheet(name: str, precision: str, tflops: float) -> None:
     assert peak_flops(name, precision) == pytest.approx(tflops * 1e12)
 
 
@@ -176,7 +176,7 @@ def test_a_device_that_is_there_is_taken(gpus: Any, name: str) -> None:
         (8, "cuda:99", "cuda:0 to cuda:7"),
     ],
 )
-def test_a_device_that_is_not_there_is_an_error_that_says_what_is(gpus: Any, count: int, name: str, there: str) -> None:
+def test_a_missing_device_is_an_error_that_lists_those_that_exist(gpus: Any, count: int, name: str, there: str) -> None:
     gpus(count)
     with pytest.raises(ValueError, match=rf"^train\.device is '{name}': PyTorch \S+ sees {there} here \(cpu always"):
         select_device(name)
@@ -185,7 +185,7 @@ def test_a_device_that_is_not_there_is_an_error_that_says_what_is(gpus: Any, cou
 @pytest.mark.parametrize(
     "name", ["", "tpu", "gpu", "CPU", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:0 ", "mps", "meta"]
 )
-def test_a_name_of_no_device_is_an_error_that_says_what_is_accepted(gpus: Any, name: str) -> None:
+def test_a_wrong_device_name_is_an_error_that_lists_the_accepted_ones(gpus: Any, name: str) -> None:
     gpus(1)
     with pytest.raises(ValueError, match=rf"^train\.device is '{name}': it must be auto, cpu, cuda or cuda:N$"):
         select_device(name)
@@ -195,7 +195,7 @@ def test_a_name_of_no_device_is_an_error_that_says_what_is_accepted(gpus: Any, n
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc/meminfo")
-def test_the_cpus_memory_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpus_memory_is_the_kernels_total(monkeypatch: pytest.MonkeyPatch) -> None:
     total = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
     assert total
     monkeypatch.setattr(hardware, "_cgroup_limits", list)
@@ -236,7 +236,7 @@ def test_the_gpus_memory_is_all_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert memory_bytes(torch.device("cuda:7")) == 7
 
 
-def test_memory_that_the_system_does_not_tell_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> int:
         raise ValueError("unrecognized configuration name")
 
@@ -305,7 +305,7 @@ def test_a_gpu_is_called_by_its_own_name(gpus: Any, monkeypatch: pytest.MonkeyPa
     assert gpu_name(torch.device("cuda:1")) == "of cuda:1"
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("empty_cache")
 def test_other_programs_are_asked_once(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     asked: list[str] = []
@@ -322,7 +322,7 @@ def test_other_programs_are_asked_once(gpus: Any, monkeypatch: pytest.MonkeyPatc
     assert environment()["commit"] == "of a copy"
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("changed, expected", [("", "abc123"), (" M file", "abc123+changes")])
 def test_the_commit_says_whether_the_tree_was_changed(
     monkeypatch: pytest.MonkeyPatch, changed: str, expected: str
@@ -334,7 +334,7 @@ def test_the_commit_says_whether_the_tree_was_changed(
     assert environment()["commit"] == expected
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 20)])
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -381,7 +381,7 @@ def test_the_state_of_a_gpu_is_that_of_the_one_with_its_uuid(monkeypatch: pytest
     assert hardware.gpu_state(torch.device("cuda", 1)) == {k: v for k, v in state.items() if k != "other_processes"}
 
 
-def test_a_gpu_that_does_not_tell_its_state_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_unknown_state_gives_an_empty_state(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("NVML Shared Library Not Found")
 
@@ -407,10 +407,10 @@ def test_with_index_numbers_only_a_gpu_that_has_no_number(monkeypatch: pytest.Mo
     assert [str(with_index(torch.device(name))) for name in given] == ["cpu", "cuda:3", "cuda:0", "cuda:1"]
 
 
-# Values of a GPU, for which a step waits
+# Reading values of a GPU
 
 
-def test_on_a_cpu_values_are_where_they_are() -> None:
+def test_on_a_cpu_values_are_not_copied() -> None:
     x = torch.ones(3)
     assert to_host(x) is x
 
