@@ -1,9 +1,9 @@
-"""What every attention kernel is held to: the cases, the truth, the criterion, and the tests as a class to inherit.
+"""The tests of every attention kernel: the cases, the truth, the criterion, and the tests as a class to inherit.
 
-The truth is float64. The criterion is relative, in the 2-norm: a kernel may be off by twice what PyTorch's plain
-computation in the same dtype is off, and by what rounding in float32 does to scores of this size.
+The truth is float64. The criterion is relative, in the 2-norm: a kernel's error may be twice the error of PyTorch's
+plain computation in the same dtype, plus the rounding of scores of this size in float32.
 
-A kernel's test file says `class TestX(KernelTests): name = "x"`, with what the kernel accepts.
+A kernel's test file says `class TestX(KernelTests): name = "x"`, and which dtypes and head sizes the kernel accepts.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Case:
     is_causal: bool = False
     layout: str = "contiguous"
     expanded_dO: bool = False
-    largest_score: float | None = None  # about; None leaves what normal inputs give
+    largest_score: float | None = None  # approximate; None: normal inputs, unscaled
     needs: str = "qkv"
     seed: int = 0
 
@@ -62,7 +62,7 @@ class Case:
         q, k, v, dO = (draw(n, self.layout) for n in (self.n_q, self.n_k, self.n_k, self.n_q))
         if self.largest_score is not None:  # the largest of normal scores is about 4
             q = q * (self.largest_score / 4)
-        if self.expanded_dO:  # what .sum().backward() passes
+        if self.expanded_dO:  # as .sum().backward() passes it
             dO = torch.ones(()).expand(q.shape)
         q, k, v, dO = (_to(x, dtype, device) for x in (q, k, v, dO))
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -71,7 +71,7 @@ class Case:
 
 
 def _lay_out(draw: Callable[..., Tensor], leading: tuple[int, ...], n: int, d: int, layout: str) -> Tensor:
-    """(*leading, n, d) numbers, laid out in memory in one of the ways that callers' tensors are."""
+    """(*leading, n, d) numbers in one of the memory layouts that callers use."""
     if layout == "heads_inside" and leading:  # (B, N, H, D) seen as (B, H, N, D)
         return draw(*leading[:-1], n, leading[-1], d).transpose(-2, -3)
     if layout == "leading_swapped" and len(leading) > 1:
@@ -88,7 +88,7 @@ def _lay_out(draw: Callable[..., Tensor], leading: tuple[int, ...], n: int, d: i
 
 
 def _to(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    """x in another dtype on another device with the strides and the offset that it has."""
+    """x in another dtype on another device, with the same strides and offset."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     storage = x.as_strided((x.storage_offset() + span,), (1,), 0).to(dtype).to(device)
     return storage.as_strided(x.shape, x.stride(), x.storage_offset()).detach()
@@ -118,7 +118,7 @@ QUICK_CASES = tuple(
     if max(case.n_q, case.n_k) <= 129 and case.d <= 128 and math.prod(case.leading) <= 8
     if case.n_q not in (15, 63, 127, 128)
 )
-"""Those of them that an interpreter gets through in seconds."""
+"""The cases that an interpreter finishes in seconds."""
 
 LARGE_CASES = _both(
     Case(4096, 4096, 64, leading=(1, 2)),
@@ -127,7 +127,7 @@ LARGE_CASES = _both(
     Case(4100, 2049, 80, leading=(3,)),
     Case(1000, 1000, 256, leading=(2, 2)),
 )
-"""What a GPU's grid of programs and its pipelines only show at size."""
+"""Sizes that fill a GPU's grid and its pipelines."""
 
 RANDOM_CASES = st.builds(
     Case,
@@ -147,12 +147,12 @@ RANDOM_CASES = st.builds(
 @dataclasses.dataclass(frozen=True)
 class Truth:
     results: dict[str, Tensor]
-    """o and the gradients, of which those that are not needed are absent, in float64."""
+    """o and the needed gradients, in float64."""
     logsumexp: Tensor
     rounding: dict[str, float]
-    """The 2-norm of the sums' terms, which says what rounding does where terms cancel: one key makes dq and dk 0."""
+    """The 2-norm of the terms of each sum. It bounds rounding where terms cancel: with one key, dq and dk are 0."""
     o_rounding: dict[str, float]
-    """How dq and dk would differ if each o_id were off by as much as itself: backward reads o as it was rounded."""
+    """The change of dq and dk if each o_id were off by its own size: backward reads a rounded o."""
     largest_score: float
 
 
@@ -183,9 +183,9 @@ def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) 
 
 
 def gradients(o: Tensor, q_k_v: list[Tensor], dO: Tensor) -> dict[str, Tensor]:
-    """o and what its inputs that need one get as gradients, by name: zeros where o does not depend on the input.
+    """o and the gradients of the inputs that need one, by name: zeros if o does not depend on the input.
 
-    Without keys it depends on none, and need not have a graph.
+    Without keys o depends on no input, and need not have a graph.
     """
     needed = {name: x for name, x in zip(NAMES[1:], q_k_v, strict=True) if x.requires_grad}
     found = [torch.zeros_like(x) for x in needed.values()]
@@ -205,7 +205,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 def check_case(
     attention: Callable[..., Tensor], case: Case, dtype: torch.dtype, device: str, times_plain: float = 2
 ) -> None:
-    """Hold o, the gradients and, where the kernel saves it, the logsumexp to the truth."""
+    """Compare o, the gradients and, if the kernel saves it, the logsumexp with the truth."""
     q, k, v, dO = case.inputs(dtype, device)
     before = [x.detach().clone() for x in (q, k, v, dO)]
     o = attention(q, k, v, case.is_causal)
@@ -226,13 +226,13 @@ def check_case(
 def check_close(
     name: str, result: Tensor, expected: Tensor, plain: Tensor, truth: Truth, times_plain: float = 2
 ) -> None:
-    """Where the plain computation overflows, it allows nothing."""
+    """Compare one result with the truth. A plain computation that overflows allows no error of its own."""
     unit = torch.finfo(torch.promote_types(result.dtype, torch.float32)).eps
     error, plain_error = (float((x.double() - expected).norm()) for x in (result, plain))
     by_rounding = 2 * unit * (truth.largest_score * float(expected.norm()) + truth.rounding[name])
-    if result.dtype == torch.float64:  # the truth is rounded as well, half a unit each, however well both are computed
+    if result.dtype == torch.float64:  # the truth is rounded too: half a unit each
         by_rounding += unit * float(expected.norm())
-    # o is rounded, and the p that it is a sum of before it: a quarter of a unit is a little more than their deviation.
+    # o is rounded, and so is p before it: a quarter of a unit is a little more than their deviation.
     by_rounding += torch.finfo(result.dtype).eps / 4 * truth.o_rounding.get(name, 0.0)
     allowed = by_rounding + (times_plain * plain_error if math.isfinite(plain_error) else 0.0)
     assert error <= allowed, f"{name} is off by {error:.3g}, allowed {allowed:.3g} (plain: {plain_error:.3g})"
@@ -245,12 +245,12 @@ def check_logsumexp(saved: Tensor, truth: Truth, dtype: torch.dtype) -> None:
     error = (saved.double() - truth.logsumexp)[~empty]
     if error.numel():
         size = max(1.0, truth.largest_score, float(truth.logsumexp[~empty].abs().max()))
-        # A float64 kernel is compared with a truth that is not more exact than itself.
+        # The truth is no more exact than a float64 kernel.
         assert float(error.abs().max()) <= 8 * torch.finfo(saved.dtype).eps * size
 
 
 def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
-    """What a kernel made by `flash_function` keeps for its backward pass; None for one that is not made by it."""
+    """The logsumexp that a kernel made by `flash_function` saves for its backward pass; None for any other kernel."""
     if not issubclass(getattr(o.grad_fn, "_forward_cls", object), FlashFunction):
         return None
     found = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
@@ -265,7 +265,7 @@ def small_lm(attention: Callable[..., Tensor], device: str, dtype: torch.dtype =
 
 
 class WrongInputs:
-    """Calls that a kernel must refuse, by what they do wrong: how q, k and v change, and what the error names."""
+    """Calls that a kernel must refuse, by their fault: a change of q, k and v, and a pattern of the error."""
 
     CHANGES: ClassVar[dict[str, tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], str]]] = {
         "one dimension": (lambda q, k, v: (q[0, 0, 0], k, v), "^q .*length"),
@@ -292,7 +292,7 @@ NOT_DENSE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class KernelTests:
-    """What a kernel must pass; see the module's docstring. Cases are given to the tests by `pytest_generate_tests`."""
+    """The tests of every kernel; see the module's docstring. `pytest_generate_tests` gives them their cases."""
 
     name: str
     device: str = "cpu"
@@ -374,7 +374,7 @@ class KernelTests:
 
     def test_compiles_with_a_model_without_graph_break(self) -> None:
         dtype = self.dtypes[0]
-        torch._dynamo.reset()  # the limit of recompilations counts other tests' too
+        torch._dynamo.reset()  # other tests count towards the limit of recompilations
         tokens = torch.arange(64, device=self.device).view(2, 32) % 31
         model, expected = small_lm(self.attention, self.device, dtype), small_lm(self.attention, self.device, dtype)
         loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).square().mean()
@@ -388,7 +388,7 @@ class KernelTests:
 
 
 class FlashKernelTests(KernelTests):
-    """And what one made by `flash_function` must: its Function, its operators, its count of operations."""
+    """More tests for a kernel made by `flash_function`: its Function, its operators, its count of operations."""
 
     function: type[torch.autograd.Function]
 
@@ -448,15 +448,15 @@ class FlashKernelTests(KernelTests):
         assert counter.get_total_flops() == attention_flops(q.shape, 40, is_causal, products=5)
 
     @pytest.mark.parametrize("needs, products", [("q", 3), ("k", 4), ("kv", 4)])
-    def test_products_that_no_gradient_needs_are_not_counted(self, needs: str, products: int) -> None:
+    def test_unneeded_products_are_not_counted(self, needs: str, products: int) -> None:
         q, k, v, dO = Case(17, 40, 16, needs=needs).inputs(self.dtypes[0], self.device)
         o = self.attention(q, k, v, True)
         with FlopCounterMode(display=False) as counter:
             o.backward(dO)
         assert counter.get_total_flops() == attention_flops(q.shape, 40, True, products)
 
-    def test_a_tensor_that_is_negated_when_it_is_read(self) -> None:
-        """As the imaginary part of a conjugate is: memory has the other sign."""
+    def test_lazily_negated_tensors(self) -> None:
+        """In the imaginary part of a conjugate, memory has the other sign."""
         plain = [x.detach() for x in Case(17, 40, 16).inputs(self.dtypes[0], self.device)]
         given = [torch._neg_view(x) for x in plain]
         for x in (*plain[:3], *given[:3]):
@@ -478,28 +478,28 @@ class FlashKernelTests(KernelTests):
         assert all(map(torch.equal, found, expected))
 
     @pytest.mark.parametrize("is_causal", [1, [True], "no", None], ids=str)
-    def test_is_causal_is_checked_also_for_a_shape_that_was_there_before(self, is_causal: Any) -> None:
+    def test_is_causal_is_checked_for_repeated_shapes_too(self, is_causal: Any) -> None:
         q, k, v = self.normal(2, 17, 16)
         self.attention(q, k, v, True)
         with pytest.raises(ValueError, match=r"^is_causal is .*: it must be True or False"):
             self.attention(q, k, v, is_causal)
 
-    def test_compiled_it_refuses_with_the_same_error(self) -> None:
+    def test_refuses_with_the_same_error_when_compiled(self) -> None:
         torch._dynamo.reset()
         q, k, v = self.normal(2, 17, 16)
         compiled = torch.compile(self.attention, backend="aot_eager")
-        # PyTorch 2.11 wraps what an operator raises while it is traced; 2.13 lets it through.
+        # PyTorch 2.11 wraps the error that an operator raises while it is traced; 2.13 passes it on.
         wrapped = torch._dynamo.exc.TorchRuntimeError
         with pytest.raises((ValueError, wrapped), match="v has 8 positions: it must have as many as k"):
             compiled(q, k, v[:, :8], True)
 
-    def test_what_is_no_tensor_is_named(self) -> None:
+    def test_refuses_objects_that_are_not_tensors(self) -> None:
         q, k, v = self.normal(2, 17, 16)
         for wrong in (None, [1.0], v.detach().cpu().numpy() if v.dtype == torch.float32 else 1.0):
             with pytest.raises(ValueError, match=r"^v is a \w+: it must be a tensor"):
                 self.attention(q, k, wrong, True)
 
-    def test_tensors_without_values_are_checked_too(self) -> None:
+    def test_fake_tensors_are_checked_too(self) -> None:
         with FakeTensorMode():
             q = torch.empty(2, 3, 16, dtype=self.dtypes[0], device=self.device)
             with pytest.raises(ValueError, match=r"^k has shape"):
@@ -509,7 +509,7 @@ class FlashKernelTests(KernelTests):
         if self.device != "cuda":
             pytest.skip("PyTorch keeps no record of the CPU's memory")
         q, k, v = self.normal(1, 2, 16384, 64)
-        # The first call may compile, and torch.compile tries its kernels in memory of its own.
+        # The first call may compile, and torch.compile allocates memory to try its kernels.
         gradients(self.attention(q, k, v, True), [q, k, v], torch.ones_like(q))
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -519,7 +519,7 @@ class FlashKernelTests(KernelTests):
         assert peak < 2 * 16384**2 * 4 / 10  # a tenth of the scores in float32
 
     def test_scores_of_minus_infinity_weigh_nothing(self) -> None:
-        """Also where they are all that the first tiles have."""
+        """Even if the first tiles have no other scores."""
         q, k, v = (x.detach() for x in self.normal(1, 128, 16))
         q, k = q.abs(), k.abs()
         k[:, :100] = -math.inf

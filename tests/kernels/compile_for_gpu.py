@@ -1,4 +1,4 @@
-"""Compiles the kernels of `flash_triton`, and those in Gluon, for GPUs that need not be there.
+"""Compiles the Triton and Gluon kernels of `flash_triton` without a GPU.
 
 Run by `test_triton_compiles.py`.
 """
@@ -59,7 +59,7 @@ def source(kernel: Any, phase: str, d: int, dtype: torch.dtype, move: str, tile:
 
 
 class Hopper:
-    """As much of a driver as a launch needs that is only compiled."""
+    """A driver for launches that are only compiled."""
 
     def get_current_device(self) -> int:
         return 0
@@ -73,11 +73,11 @@ class Hopper:
 
 EXPONENTIAL, WAIT_FOR_PRODUCTS = "MUFU.EX2", "DEPBAR.LE gsb0, "
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-"""The most of a program, by compute capability. Tiles were measured on Hopper, and the A100 takes them too."""
+"""A program's limit, by compute capability. The tiles were measured on Hopper, and must fit an A100 too."""
 
 
 def spilled(cubin: bytes) -> int:
-    """Bytes of a thread's that did not fit into its registers."""
+    """The bytes of a thread that did not fit into its registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -89,7 +89,7 @@ def spilled(cubin: bytes) -> int:
 
 
 def exponentials(sass: str, products_left: int) -> list[int]:
-    """How many are taken between a wait that leaves so many products running and the next wait for a product.
+    """The number of exponentials between each wait that leaves so many products running and the next wait.
 
     Triton 3.6 shows the first 64 KB, where the last part may be cut off.
     """
@@ -111,13 +111,13 @@ def compile_gluon() -> None:
             case = phase, d, dtype
             assert "setmaxnreg.dec" in compiled.asm["ptx"], case
             assert compiled.metadata.shared <= SHARED_MEMORY[90], case
-            assert spilled(compiled.asm["cubin"]) <= 8, case  # of the head of the kernel, not of its loops
+            assert spilled(compiled.asm["cubin"]) <= 8, case  # at the start of the kernel, not in its loops
             sass = compiled.asm["sass"]
-            # In every walk the exponentials are taken while another product runs: a thread has a 128th of the tile's.
-            if phase == "forward":  # all of the 64, and one for each of two rows
+            # Every walk computes the exponentials while another product runs. A thread has a 128th of the tile.
+            if phase == "forward":  # all 64, and one for each of two rows
                 beside = [count for count in exponentials(sass, products_left=1) if count]
                 assert set(beside) == {66}, (case, beside)
-            elif phase == "dq":  # of 32 some may stand behind the wait for dP, beside the product that gives dQ
+            elif phase == "dq":  # some of the 32 may come after the wait for dP, beside the product that gives dQ
                 beside = exponentials(sass, products_left=2)
                 assert min(beside) >= 24, (case, beside)
             else:
@@ -133,10 +133,10 @@ def main(everything: bool) -> None:
         for capability, d, dtype, move in WAYS:
             tma = move == "descriptors"
             if (phase == "backward" and tma) or (phase != "forward" and dtype == torch.float32):
-                continue  # there is none; in float32 the forward pass will do: all have the same product
+                continue  # there is no such kernel; in float32 all phases have the same product
             usual = "descriptors" if phase in ("forward", "dkv") else "pointers"
             if not everything and (move != usual or dtype == torch.float32):
-                continue  # these have what the others do, with descriptors and without
+                continue  # two ways are enough, with descriptors and without
             tile = tile_table()[tile_key(phase, d, dtype, tma)]
             compiled = triton.compile(
                 source(kernel, phase, d, dtype, move, tile),
@@ -146,7 +146,7 @@ def main(everything: bool) -> None:
             assert compiled.metadata.shared <= SHARED_MEMORY[capability], (phase, capability, d, dtype)
             product = {80: "mma.sync", 90: "wgmma.mma_async"}[capability]
             assert product in compiled.asm["ptx"], (phase, capability, dtype)
-            assert ".bf16.bf16" in compiled.asm["ptx"], (phase, capability, dtype)  # float32 is put together from it
+            assert ".bf16.bf16" in compiled.asm["ptx"], (phase, capability, dtype)  # float32 products consist of them
             assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == tma, (phase, capability, dtype)
             print(phase, capability, d, dtype, move, "compiled")
     if everything:

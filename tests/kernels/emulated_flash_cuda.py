@@ -1,7 +1,7 @@
 """`flash_cuda` on a CPU: its sources, compiled for `cuda_emulator`, which stands for the GPU and its instructions.
 
-A block's threads take turns, its copies are late, and every access of shared memory is watched: a kernel that reads
-what is not there yet, or without a barrier, or beyond the end, fails here too.
+A block's threads take turns, its copies are late, and the emulator watches every access of shared memory: a kernel that
+reads too early, without a barrier, or beyond the end, fails here too.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from cs336_systems.kernels.attention import flash_cuda as module
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 Change = tuple[str, str, str]
-"""In a source, what there is and what is put in its place."""
+"""A source, a text in it, and its replacement."""
 
 
 @contextlib.contextmanager
 def emulated(*changes: Change) -> Iterator[None]:
-    """Where `flash_cuda` takes tensors of a CPU to the emulator, with sources changed as given.
+    """A context in which `flash_cuda` runs CPU tensors in the emulator, with its sources changed as given.
 
-    What the emulator finds wrong is the error of a launch, a RuntimeError.
+    A fault that the emulator finds is the error of a launch, a RuntimeError.
     """
 
     def emulated_library(capability: object, *of: Any) -> Mapping[str, Any]:
@@ -47,7 +47,10 @@ def library(changes: tuple[Change, ...], dtype: torch.dtype, head_size: int, exa
     """The sources compiled with the emulator's instructions in the place of the GPU's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for source in (*module._SOURCES.iterdir(), *EMULATOR.iterdir()):  # of one name the emulator's
+        for source in (
+            *module._SOURCES.iterdir(),
+            *EMULATOR.iterdir(),
+        ):  # the emulator's files replace ours
             shutil.copy(source, folder)
         for file, old, new in changes:
             text = (folder / file).read_text()

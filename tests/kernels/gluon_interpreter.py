@@ -1,8 +1,8 @@
 """Runs the project's Gluon kernels on the CPU: warps as threads, tensors as tensors. Triton has no interpreter for it.
 
-What it shows is what is computed, and whether barriers let anybody read what is not there or overwrite what is still
-read: shared memory is NaN until it is filled, and from the moment a copy into it starts; copies take a random time; a
-product reads its operands when it is waited for, not when it is started. Layouts it knows nothing of.
+It checks the results, and whether the barriers prevent reads of data that has not arrived and writes over data still in
+use: shared memory is NaN until it is filled, and again from the start of a copy into it; copies take a random time; a
+product reads its operands when a warp waits for it, not when it starts. It ignores layouts.
 """
 
 import importlib.util
@@ -23,8 +23,8 @@ from torch import Tensor
 
 _PACKAGE = "triton.experimental.gluon"
 _changed = threading.Condition()
-_warps = threading.local()  # .products: those of this thread that have been started
-_program = [0, 0]  # its number, and that of all
+_warps = threading.local()  # .products: the products that this thread has started
+_program = [0, 0]  # the number of the running program, and the number of programs
 
 
 class Descriptor:
@@ -35,7 +35,7 @@ class Descriptor:
         self.block_type = types.SimpleNamespace(shape=list(block), nbytes=math.prod(block) * x.element_size())
 
     def inside(self, start: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Where a block lies in the tensor, and which part of the block that is."""
+        """The part of the tensor that a block covers, and the part of the block that lies in the tensor."""
         sizes = [
             max(0, min(int(i) + size, n) - int(i))
             for i, size, n in zip(start, self.block_type.shape, self.x.shape, strict=True)
@@ -254,7 +254,7 @@ def _hopper() -> types.ModuleType:
 
 
 def interpreted(*kernels: types.ModuleType) -> list[types.ModuleType]:
-    """Modules again, for this interpreter; each may import from those before it."""
+    """The modules, executed again for this interpreter; each may import from the modules before it."""
     gl, gluon = _language(), types.ModuleType(_PACKAGE)
     gluon.__dict__.update(jit=_jit, language=gl)
     experimental = types.ModuleType("triton.experimental")
@@ -274,7 +274,7 @@ def interpreted(*kernels: types.ModuleType) -> list[types.ModuleType]:
 
 
 class Launch:
-    """A `Launch` of the project's, of a kernel that has been made for this interpreter."""
+    """The project's `Launch`, for a kernel of this interpreter."""
 
     def __init__(
         self,

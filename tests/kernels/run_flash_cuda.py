@@ -1,6 +1,6 @@
-"""Runs every kernel of `flash_cuda` at its corners, on little, for a checker that watches; see `test_flash_cuda.py`.
+"""Runs every kernel of `flash_cuda` on small corner cases, under a checker; see `test_flash_cuda.py`.
 
-What PyTorch does beside them it does on the CPU: the checkers are slow, and look at every kernel there is.
+The expected results are computed on the CPU, because the checkers are slow and check PyTorch's kernels too.
 """
 
 import itertools
@@ -26,7 +26,7 @@ LARGEST = Case(129, 129, 128)
 
 
 def run(cases: tuple[Case, ...] = CASES) -> int:
-    """Forward and backward pass of each case, compared closely enough to see that they ran; how many there were."""
+    """Run both passes of each case and compare them roughly. Returns the number of cases."""
     count = 0
     for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16, torch.float32)):
         q, k, v, dO = case.inputs(dtype, "cuda")
@@ -41,7 +41,7 @@ def run(cases: tuple[Case, ...] = CASES) -> int:
 
 
 def run_beyond_the_end() -> None:
-    """A key more than there are, which a checker of memory has to find."""
+    """Read one key too many, which a memory checker has to find."""
     sizes = module._Sizes
 
     def one_more(batch: int, heads: int, n_q: int, n_k: int, *others: Any) -> Any:

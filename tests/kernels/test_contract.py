@@ -13,7 +13,7 @@ def q_k_v(*shape: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("wrong", [name for name in WrongInputs.CHANGES if name != "whole numbers"])
-def test_what_breaks_the_contract_is_named(wrong: str) -> None:
+def test_violations_of_the_contract_are_named(wrong: str) -> None:
     change, message = WrongInputs.CHANGES[wrong]
     with pytest.raises(ValueError, match=message):
         check_qkv(*change(*q_k_v(2, 3, 8, 16)), False)
@@ -35,12 +35,12 @@ def test_tensors_of_another_device_are_named() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["False", None, 1, torch.ones(2, 2)], ids=repr)
-def test_an_is_causal_that_is_neither_true_nor_false_is_named(wrong: object) -> None:
+def test_is_causal_must_be_a_bool(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"^is_causal is .*: it must be True or False$"):
         check_qkv(*q_k_v(4, 8), wrong)  # type: ignore[arg-type]
 
 
-def test_what_a_kernel_adds_is_named_with_what_is_accepted() -> None:
+def test_limits_of_a_kernel_are_named() -> None:
     with pytest.raises(ValueError, match=r"^q is torch.float32: it must be one of torch.float16, torch.bfloat16"):
         check_qkv(*q_k_v(4, 8), True, dtypes=(torch.float16, torch.bfloat16))
     with pytest.raises(ValueError, match=r"^q has head size 8: it must be 1 to 4"):
@@ -48,7 +48,7 @@ def test_what_a_kernel_adds_is_named_with_what_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (0, 8), (2, 4, 8), (2, 3, 4, 8), (0, 3, 4, 8), (2, 3, 2, 4, 8)])
-def test_what_keeps_the_contract_is_taken(shape: tuple[int, ...]) -> None:
+def test_accepts_inputs_that_keep_the_contract(shape: tuple[int, ...]) -> None:
     check_qkv(*q_k_v(*shape), True, dtypes=(torch.float32,), max_head_size=8)
     q, _, _ = q_k_v(*shape)
     k = v = torch.ones(*shape[:-2], 9, 8)
@@ -75,12 +75,12 @@ def test_four_dimensions_are_a_view_of_the_same_numbers(shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("n_q, n_k", LENGTHS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_visible_pairs_are_those_of_the_mask(n_q: int, n_k: int, is_causal: bool) -> None:
+def test_visible_pairs_equal_the_mask(n_q: int, n_k: int, is_causal: bool) -> None:
     seen = [(i, j) for i in range(n_q) for j in range(n_k) if j <= i or not is_causal]
     assert visible_pairs(n_q, n_k, is_causal) == len(seen)
 
 
-def test_operations_are_those_pytorch_counts_in_the_products() -> None:
+def test_operations_equal_pytorchs_count() -> None:
     q, k, v = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8)
     with FlopCounterMode(display=False) as counter:
         (q @ k.mT) @ v

@@ -1,4 +1,4 @@
-"""flash_cuda by what every kernel is held to, and by its own: paths for strides, 64-bit offsets, the compiler."""
+"""The tests of every kernel for flash_cuda, and tests of its paths for strides, 64-bit offsets and the compiler."""
 
 import itertools
 import os
@@ -175,7 +175,7 @@ def under_sanitizer(tool: str, *arguments: str) -> subprocess.CompletedProcess[s
     """`run_flash_cuda.py` with one of compute-sanitizer's tools watching all kernels."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit, on PATH")
-    # Each tensor is to be an allocation of its own, with some bytes after it that belong to none.
+    # Each tensor becomes a separate allocation, with unused bytes after it.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--error-exitcode", "1", *(["--padding", "4096"] if tool == "memcheck" else [])]
     command = [sys.executable, "-m", run_flash_cuda.__name__, *arguments]
@@ -193,7 +193,7 @@ def under_sanitizer(tool: str, *arguments: str) -> subprocess.CompletedProcess[s
     "tool, summary", [("memcheck", "ERROR SUMMARY: 0 errors"), ("racecheck", "RACECHECK SUMMARY: 0 hazards displayed")]
 )
 def test_a_sanitizer_finds_nothing(tool: str, summary: str) -> None:
-    count = run_flash_cuda.run()  # also compiles what is to be watched
+    count = run_flash_cuda.run()  # also compiles the kernels before the checker watches
     done = under_sanitizer(tool)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert f"{count} cases ran" in done.stdout
@@ -212,7 +212,7 @@ def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [torch.zeros(1, 1, 4, d, dtype=dtype) for _ in range(3)]
 
 
-def test_what_it_does_not_serve_is_named() -> None:
+def test_unsupported_inputs_are_named() -> None:
     with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
         flash_cuda(*on_cpu())
     served = r"torch\.bfloat16, torch\.float16, torch\.float32"
@@ -266,7 +266,7 @@ def test_compiles_for_sm_80_and_sm_90_without_spills(
 ) -> None:
     """A spilled register is kept in memory; one in an inner loop costs more than anything a kernel could gain by it."""
     architectures = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90)]
-    # These four are what PyTorch adds to every build.
+    # PyTorch adds these four to every build.
     without = [f"-D__CUDA_NO_{x}__" for x in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")]
     without.append("-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
     options = ["-O3", "-std=c++17", "-Werror=all-warnings", "-Xptxas=-v", *module.definitions(dtype, head_size, exact)]

@@ -1,4 +1,4 @@
-"""flash_cuda without a GPU: its sources under an emulator that watches what they do to shared memory."""
+"""flash_cuda without a GPU: its sources under an emulator that watches shared memory."""
 
 import shutil
 
@@ -75,7 +75,7 @@ def test_tf32_is_less_exact() -> None:
     ],
     ids=["barrier", "wait", "memory", "swizzle"],
 )
-def test_the_emulator_finds_what_is_wrong(change: Change, found: str) -> None:
+def test_the_emulator_finds_faults(change: Change, found: str) -> None:
     q, k, v, _ = Case(200, 200, 64).inputs(torch.bfloat16, "cpu")
     with emulated(change), pytest.raises(RuntimeError, match=f"^flash_forward was not launched: {found}"):
         flash_cuda(q, k, v)

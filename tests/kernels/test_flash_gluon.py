@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels a
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has all that descriptors can move go to the kernels in Gluon; the names of the kernels that were launched."""
+    """Use the Gluon kernels wherever descriptors can move the tensors. Collects the names of the launched kernels."""
     names: list[str] = []
     launch = flash_triton.Launch
 
@@ -82,14 +82,14 @@ def test_other_layouts_and_numbers_equal_the_truth(case: Case, launched: list[st
         ("v", ["dq_kernel in Triton", "dkv_kernel in Gluon"]),
     ],
 )
-def test_gradients_that_nobody_needs_are_not_computed(needs: str, expected: list[str], launched: list[str]) -> None:
+def test_unneeded_gradients_are_not_computed(needs: str, expected: list[str], launched: list[str]) -> None:
     case = Case(130, 200, 128, leading=(1, 3), is_causal=True, needs=needs)
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cpu")
     assert launched == ["forward_kernel in Gluon", *expected]
 
 
-def test_the_vectors_are_those_of_triton(launched: list[str]) -> None:
-    """Either may have left them to `dkv_kernel`: all of them, also beyond the queries."""
+def test_the_vectors_equal_tritons(launched: list[str]) -> None:
+    """`dkv_kernel` reads them from either kernel, including the part beyond the queries."""
     q, k, v, do = (
         x.detach()[None] for x in Case(200, 70, 128, leading=(3,), is_causal=True).inputs(torch.float16, "cpu")
     )
@@ -105,7 +105,7 @@ def test_the_vectors_are_those_of_triton(launched: list[str]) -> None:
 
 @pytest.mark.usefixtures("launched")
 def test_keys_whose_scores_are_minus_infinity_weigh_nothing() -> None:
-    """Also where they are all that the last tiles have, which come first."""
+    """Even if the last tiles, which come first, have no other keys."""
     q, k, v, _ = (x.detach() for x in Case(130, 300, 128, leading=(1, 3)).inputs(torch.bfloat16, "cpu"))
     q[:], k[..., 120:, :] = q.abs(), -math.inf
     o, logsumexp = flash_triton.flash_forward(q, k, v, False)

@@ -51,7 +51,7 @@ class TestFlashTorchOnGpu(FlashKernelTests):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("n_q, n_k", [(20, 20), (17, 40), (40, 17)])
-def test_gradients_are_those_of_finite_differences(
+def test_gradients_equal_finite_differences(
     n_q: int, n_k: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash_torch, "_TILE_SCORES", {"cpu": 1})

@@ -1,5 +1,4 @@
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.kernels.attention import flash_torch, get_attention
 from cs336_systems.kernels.attention.function import Saved, new_gradients
 from tests.kernels.attention_cases import (
     CASES,
@@ -47,7 +45,7 @@ class TestFlashTritonInterpreted(FlashKernelTests):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [Case(65, 40, 59), Case(40, 65, 16, is_causal=True, expanded_dO=True)], ids=str)
 def test_low_precision_interpreted(case: Case, dtype: torch.dtype) -> None:
-    # The interpreter cuts float32 off to bfloat16 where hardware rounds: that leans all of a sum to one side.
+    # The interpreter truncates float32 to bfloat16 where hardware rounds, so the errors of a sum do not cancel.
     check_case(flash_triton.flash_triton, case, dtype, "cpu", times_plain=8 if dtype == torch.bfloat16 else 2)
 
 
@@ -61,7 +59,7 @@ class TestFlashTriton(FlashKernelTests):
     random_examples = 100
 
 
-# What is launched depends on the size: (TMA_FROM_SCORES, ONE_LAUNCH_BELOW_SCORES) for each way at every size.
+# The size decides which kernels are launched: (TMA_FROM_SCORES, ONE_LAUNCH_BELOW_SCORES) for each way at every size.
 NEVER, ALWAYS = 2**62, 0
 WAYS = {"one launch": (NEVER, NEVER), "pointers": (NEVER, ALWAYS), "descriptors": (ALWAYS, ALWAYS)}
 
@@ -105,13 +103,13 @@ def test_every_way_equals_the_truth(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_the_truth_at_every_head_size(layout: str, d: int, dtype: torch.dtype) -> None:
-    """Tiles are chosen on contiguous tensors, and the compiler makes other code of them for each layout."""
+    """Tiles are tuned on contiguous tensors, and the compiler generates different code for each layout."""
     for n_q, n_k, is_causal in ((100, 130, True), (129, 33, False)):
         check_case(flash_triton.flash_triton, Case(n_q, n_k, d, (2, 3), is_causal, layout), dtype, "cuda")
 
 
 def reaching_far(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """x in a tensor of 2^31 elements and more, of which a tile along the axis has the first and the last."""
+    """x in a tensor of 2^31 elements and more: a tile along the axis has the first and the last of them."""
     strides = [0, 0]
     strides[axis] = -(-(2**31) // (x.shape[axis] - 1))
     strides[1 - axis] = 1
@@ -125,7 +123,7 @@ def reaching_far(x: torch.Tensor, axis: int) -> torch.Tensor:
     "device", [pytest.param("cpu", marks=on_cpu_only), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
-def test_elements_of_a_tile_may_be_further_apart_than_32_bits_count(axis: int, device: str) -> None:
+def test_elements_of_a_tile_may_be_further_apart_than_32_bit_offsets(axis: int, device: str) -> None:
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 6e9:
         pytest.skip("needs 6 GB of free GPU memory")
     given = [x.detach() for x in Case(33, 33, 16, leading=()).inputs(torch.float16, device)]
@@ -151,7 +149,7 @@ def matmul_precision() -> Iterator[Callable[[str], None]]:
     torch.set_float32_matmul_precision("highest")
 
 
-def test_the_precision_of_products_is_asked_of_float32_alone(matmul_precision: Callable[[str], None]) -> None:
+def test_only_float32_products_follow_pytorchs_precision(matmul_precision: Callable[[str], None]) -> None:
     matmul_precision("high")
     precisions = {dtype: flash_triton._precision(torch.empty(1, dtype=dtype)) for dtype in flash_triton.DTYPES}
     assert precisions == {torch.float32: "tf32", torch.bfloat16: "ieee", torch.float16: "ieee"}
@@ -187,7 +185,7 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 
 
 def name_of(kernel: Any) -> str:
-    """The language and the phase of a kernel of `flash_triton`."""
+    """The language and the phase of a kernel."""
     modules = {
         "gluon": (flash_triton.gluon_forward, flash_triton.gluon_backward),
         "triton": (flash_triton,),
@@ -203,7 +201,7 @@ def name_of(kernel: Any) -> str:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that launches are made of, by name, from here on."""
+    """The names of the kernels for which launches are made from now on."""
     names: list[str] = []
     launch = flash_triton.Launch
 
@@ -219,7 +217,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_sizes_of_training_equal_the_truth(d: int, made: list[str]) -> None:
-    """Long enough for descriptors by itself."""
+    """Long enough for descriptors without a changed threshold."""
     case = Case(4096, 4096, d, leading=(2, 8), is_causal=True, layout="heads_inside")
     assert flash_triton.TMA_FROM_SCORES <= 16 * 4096 * 4096
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
@@ -227,7 +225,7 @@ def test_the_sizes_of_training_equal_the_truth(d: int, made: list[str]) -> None:
     assert made == [f"{language} {phase}" for phase in ("forward", "dq", "dkv")]
 
 
-# The kernels in Gluon are for head sizes that are padded to 128. All cases that descriptors can move come to them.
+# The Gluon kernels serve head sizes that are padded to 128. They get all cases that descriptors can move.
 MOVABLE = ("contiguous", "heads_inside", "leading_swapped", "rows_apart")
 GLUON_CASES = [
     case if 64 < case.d <= 128 else dataclasses.replace(case, d=128)
@@ -248,7 +246,7 @@ class TestInGluon:
     @pytest.mark.parametrize("case", GLUON_CASES, ids=str)
     def test_equals_the_truth(self, case: Case, dtype: torch.dtype, made: list[str]) -> None:
         check_case(flash_triton.flash_triton, case, dtype, "cuda")
-        dq = "gluon dq" if "q" in case.needs else "triton dq"  # which leaves its vectors to dkv all the same
+        dq = "gluon dq" if "q" in case.needs else "triton dq"  # dkv needs its vectors
         dkv = ["gluon dkv"] if case.needs != "q" else []
         assert made == ["gluon forward", dq, *dkv]
 
@@ -259,16 +257,16 @@ class TestInGluon:
         check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
         assert made == ["gluon forward", "gluon dq", "gluon dkv"]
 
-    def test_gradients_alone_are_those_of_both(self) -> None:
+    def test_one_gradient_alone_equals_it_beside_the_others(self) -> None:
         q, k, v, do = (x.detach() for x in Case(300, 333, 128, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
         saved = Saved(q, k, v, *flash_triton.flash_forward(q, k, v, True), True)
         dq, dk, dv = flash_triton.flash_backward(do, saved, True, True)
         assert torch.equal(flash_triton.flash_backward(do, saved, True, False)[0], dq)
-        _, *alone = flash_triton.flash_backward(do, saved, False, True)  # with the vectors by Triton's kernel
+        _, *alone = flash_triton.flash_backward(do, saved, False, True)  # with the vectors of Triton's kernel
         torch.testing.assert_close(alone, [dk, dv], rtol=1e-2, atol=1e-3)
 
-    def test_the_vectors_are_those_of_triton(self) -> None:
-        """Either may have left them to dkv: all of them, also beyond the queries."""
+    def test_the_vectors_equal_tritons(self) -> None:
+        """dkv reads them from either kernel, including the part beyond the queries."""
         q, k, v, do = (x.detach() for x in Case(200, 333, 128, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
         o, logsumexp = flash_triton.flash_forward(q, k, v, True)
         found, expected = (flash_triton.new_vectors(q).fill_(math.nan) for _ in range(2))
@@ -280,7 +278,7 @@ class TestInGluon:
         assert torch.equal(found[:6, 200:], torch.full_like(found[:6, 200:], math.inf))
 
     def test_scores_of_minus_infinity_weigh_nothing(self) -> None:
-        """Also where they are all that the last tile has, which comes first."""
+        """Even if the last tile, which comes first, has no other keys."""
         q, k, v = (torch.randn(2, 3, 300, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         q, k = q.abs(), k.abs()
         k[..., 200:, :] = -math.inf
@@ -299,7 +297,7 @@ class TestInGluon:
 
 @pytest.fixture
 def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Has `flash_triton` choose for a card of a capability, which need not be there. A launch is its kernel's name."""
+    """Make `flash_triton` choose kernels for a card of a capability. A launch is its kernel's name."""
 
     def choose_on(capability: tuple[int, int]) -> None:
         device = SimpleNamespace(
@@ -341,7 +339,7 @@ def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
     ids=str,
 )
-def test_where_the_kernels_are_those_in_gluon(
+def test_the_choice_of_kernels(
     capability: tuple[int, int], case: Case, dtype: torch.dtype, expected: str, chosen_on: Any
 ) -> None:
     q, k, v, do = (x.detach()[None] for x in case.inputs(dtype, "cpu"))
@@ -356,7 +354,7 @@ def test_where_the_kernels_are_those_in_gluon(
 
 @pytest.mark.parametrize("of", range(3), ids=["q", "k", "v"])
 def test_float32_tiles_are_small_where_columns_are_apart(of: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 makes of others kernels for Hopper that read beyond the tensors."""
+    """With larger tiles Triton 3.6 generates kernels for Hopper that read beyond the tensors."""
     device = SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
     monkeypatch.setattr(tiles, "INTERPRET", False)
@@ -382,63 +380,6 @@ def test_descriptors_are_for_gradients_that_the_copy_engine_can_move(chosen_on: 
     assert flash_triton._backward_launches(x, False, True, True) == ("triton backward",)
 
 
-# Triton's forward pass with the handout's backward pass in PyTorch.
-COMPILED_CASES = (
-    Case(65, 65),
-    Case(65, 40, 59, leading=(2, 2), is_causal=True),
-    Case(40, 65, 16, leading=(1, 2), is_causal=True, layout="heads_inside", expanded_dO=True),
-    Case(33, 33, is_causal=True, needs="q"),
-    Case(33, 33, is_causal=True, needs="kv"),
-    Case(0, 16),
-    Case(16, 0),
-)
-
-
-@on_cpu_only
-class TestFlashTritonCompiledInterpreted(FlashKernelTests):
-    name = "flash_triton_compiled"
-    function = flash_triton.FlashAttentionTritonCompiled
-    cases = COMPILED_CASES
-    random_examples = 2
-
-
-@pytest.mark.gpu
-class TestFlashTritonCompiled(FlashKernelTests):
-    name = "flash_triton_compiled"
-    function = flash_triton.FlashAttentionTritonCompiled
-    device = "cuda"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    cases = (*COMPILED_CASES, Case(1000, 1000, 64, is_causal=True))
-    random_examples = 10
-
-    def test_memory_does_not_grow_with_the_square_of_the_length(self) -> None:
-        pytest.skip("the backward pass holds all scores")
-
-
-@on_cpu_only
-def test_the_compiled_backward_pass_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not Triton's, and with a compiler at hand in compiled code."""
-    ran: list[tuple[int, ...]] = []
-
-    def gradients(*arguments: Any) -> Any:
-        ran.append(tuple(arguments[0].shape))
-        return flash_torch._gradients(*arguments)
-
-    monkeypatch.setattr(flash_torch, "_WORTH_COMPILING", {"cpu": 1})
-    monkeypatch.setattr(flash_torch, "_compiled_gradients", lambda: gradients)
-    case = Case(300, 260, 16, leading=(), is_causal=True)
-    check_case(get_attention("flash_triton_compiled"), case, torch.float32, "cpu")
-    assert ran == [(1, 260, 16)]  # one call over all scores
-    check_case(functools.partial(flash_triton.flash_triton, backward="compiled"), case, torch.float32, "cpu")
-    assert ran == 2 * [(1, 260, 16)]
-
-
-def test_a_backward_pass_that_there_is_not_is_refused() -> None:
-    q = torch.randn(4, 16)
-    with pytest.raises(ValueError, match=r"^backward is 'cuda': it must be triton or compiled"):
-        flash_triton.flash_triton(q, q, q, True, backward="cuda")
-
-
 HASHES = """
 import sys
 from cs336_systems.kernels.attention import flash_triton_kernels as kernels
@@ -453,7 +394,7 @@ print(*sorted(keys.items()))
 
 
 def test_the_name_of_a_kernel_in_the_cache_does_not_depend_on_which_was_first() -> None:
-    """It does in Triton 3.6, and two are compiled at once: one already in the cache was compiled anew, by chance."""
+    """In Triton 3.6 it does. Two kernels compile at once, so a cached kernel was sometimes compiled again."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     names = ["forward_kernel", "dq_kernel", "dkv_kernel", "backward_kernel"]
     found = [
@@ -469,7 +410,7 @@ import torch
 from cs336_systems.kernels.attention.flash_triton import flash_triton
 d, dtype, heads, n = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 q, k, v = (torch.randn(1, heads, n, d, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-(q * q).sum().backward()  # what PyTorch loads for a sum, once in a process, is not the kernel's
+(q * q).sum().backward()  # PyTorch loads its own kernels for a sum once per process
 torch.cuda.synchronize()
 begun = time.perf_counter()
 flash_triton(q, k, v, True).sum().backward()

@@ -45,7 +45,7 @@ def inputs(needs: str = "qkv", shape: tuple[int, ...] = (2, 4, 8)) -> list[Tenso
 
 @pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
 @pytest.mark.parametrize("way", ["eager", "operator", "compiled"])
-def test_gradients_are_asked_for_where_they_are_needed(needs: str, way: str) -> None:
+def test_only_needed_gradients_are_requested(needs: str, way: str) -> None:
     q, k, v = inputs(needs)
     if way == "operator":
         o, logsumexp = torch.ops.cs336.toy_forward(q, k, v, True)
@@ -86,7 +86,7 @@ def test_fake_tensors_do_not_reach_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "1x", "a::b", "é"])
-def test_a_name_that_is_no_identifier_is_refused(name: str) -> None:
+def test_a_name_must_be_an_identifier(name: str) -> None:
     with pytest.raises(ValueError, match=r"^name is .*: it must be an identifier"):
         flash_function(name, forward, backward)
 
@@ -117,7 +117,7 @@ def test_second_derivatives_are_refused(way: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_outputs_lie_in_memory_as_their_inputs(dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_outputs_have_the_memory_layout_of_their_inputs(dtype: torch.dtype, wide: torch.dtype) -> None:
     q = torch.ones(2, 7, 3, 8, dtype=dtype).transpose(1, 2)
     o, logsumexp = new_outputs(q)
     assert (o.shape, o.stride(), o.dtype) == (q.shape, q.stride(), dtype)

@@ -32,7 +32,7 @@ def value_and_gradients(function: Any, x: Tensor, weight: Tensor, targets: Tenso
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 100])
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_value_and_gradients_equal_those_of_all_logits(
+def test_value_and_gradients_equal_the_loss_of_all_logits(
     dtype: torch.dtype, rtol: float, scale: float, chunk_tokens: int, reduction: str
 ) -> None:
     truth = value_and_gradients(linear_cross_entropy, *inputs(scale=scale), reduction=reduction)
@@ -43,7 +43,7 @@ def test_value_and_gradients_equal_those_of_all_logits(
         torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
 
 
-def test_the_plain_loss_is_that_of_pytorch() -> None:
+def test_the_plain_loss_equals_pytorchs() -> None:
     x, weight, targets = inputs()
     expected = nn.functional.cross_entropy((x @ weight.T).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(linear_cross_entropy(x, weight, targets), expected, rtol=1e-12, atol=0)
@@ -85,7 +85,7 @@ def test_the_gradient_of_the_weight_is_summed_in_float32() -> None:
     assert weight.grad.tolist() == [[-256.0], [256.0]]
 
 
-def test_under_autocast_it_gives_what_the_plain_loss_gives() -> None:
+def test_equals_the_plain_loss_under_autocast() -> None:
     results = []
     for function in (linear_cross_entropy, functools.partial(chunked_linear_cross_entropy, chunk_tokens=5)):
         x, weight, targets = inputs(torch.float32)
@@ -101,7 +101,7 @@ def test_under_autocast_it_gives_what_the_plain_loss_gives() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 6])
-def test_no_more_logits_are_made_at_a_time_than_asked_for(chunk_tokens: int) -> None:
+def test_memory_holds_the_logits_of_one_chunk(chunk_tokens: int) -> None:
     seen = []
 
     def counted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def test_without_gradients_none_are_computed() -> None:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("chunk_tokens", [4, 5])
-def test_only_what_asks_for_a_gradient_gets_one(frozen: int, chunk_tokens: int) -> None:
+def test_only_required_gradients_are_computed(frozen: int, chunk_tokens: int) -> None:
     x, weight, targets = inputs()
     (x, weight)[frozen].requires_grad_(False)
     chunked_linear_cross_entropy(x, weight, targets, chunk_tokens=chunk_tokens).backward()
@@ -155,7 +155,7 @@ def test_a_target_that_is_no_token_is_refused_with_gradients_and_without(is_trai
         (dict(chunk_tokens=None), r"chunk_tokens is None"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+def test_mismatched_tensors_are_named(change: dict[str, Any], message: str) -> None:
     given = dict(zip(("x", "weight", "targets"), inputs(), strict=True)) | {"chunk_tokens": 4}
     with pytest.raises(ValueError, match=f"^{message}"):
         chunked_linear_cross_entropy(**(given | change))

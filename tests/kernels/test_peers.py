@@ -1,4 +1,4 @@
-"""The kernels of others are held to the same cases as ours, except for what they refuse."""
+"""The kernels of other projects pass the same cases as ours, unless they refuse them."""
 
 import importlib.util
 from typing import ClassVar
@@ -14,7 +14,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class PeerTests(KernelTests):
-    """A case that a peer refuses with a ValueError is skipped with what it says."""
+    """Skips the cases that a peer refuses with a ValueError."""
 
     # On a CPU, PyTorch's flash kernel adds up dv in bfloat16.
     times_plain = 4
@@ -28,7 +28,7 @@ class PeerTests(KernelTests):
             pytest.skip(str(error))
 
     def test_equals_the_truth_in_random_cases(self) -> None:
-        pytest.skip("the fixed cases do for what is not ours")
+        pytest.skip("the fixed cases are enough for kernels of others")
 
 
 class TestSdpa(PeerTests):
@@ -95,7 +95,7 @@ class TestFa4OnGpu(OnGpu):
 
 
 @pytest.mark.parametrize("name", ["sdpa_cudnn", "flex"])
-def test_what_needs_cuda_says_so(name: str) -> None:
+def test_kernels_for_cuda_refuse_the_cpu(name: str) -> None:
     q = torch.ones(1, 1, 16, 16)
     with pytest.raises(ValueError, match=f"^q is on cpu: {name} needs a CUDA device$"):
         ATTENTION[name](q, q, q)
@@ -103,7 +103,7 @@ def test_what_needs_cuda_says_so(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn"])
-def test_what_others_mask_in_another_way_is_refused(name: str) -> None:
+def test_masks_that_peers_align_differently_are_refused(name: str) -> None:
     q, k = (torch.ones(1, 1, n, 64, device="cuda", dtype=torch.bfloat16) for n in (32, 64))
     with pytest.raises(ValueError, match=r"^is_causal is True with 32 queries and 64 keys: "):
         ATTENTION[name](q, k, k, True)

@@ -97,7 +97,7 @@ def in_bfloat16(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def with_products_of_11_bits(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """What TF32 does to a float32 kernel: factors keep 10 bits behind the point."""
+    """A float32 kernel with TF32: factors keep 10 bits behind the point."""
 
     def cut(x: Tensor) -> Tensor:
         return x + ((x.detach().view(torch.int32) & ~0x1FFF).view(torch.float32) - x.detach())

@@ -17,7 +17,7 @@ def installed(name: str) -> bool:
     return True
 
 
-def test_every_name_is_that_of_a_function_or_of_what_is_not_installed() -> None:
+def test_every_name_gives_a_function_unless_it_is_not_installed() -> None:
     ours = {
         "naive",
         "vectorized_torch",
@@ -72,11 +72,11 @@ def test_fa4_names_its_package() -> None:
         ATTENTION["fa4"](*(torch.zeros(1, 16, 64),) * 3)
 
 
-def test_auto_is_what_pytorch_picks() -> None:
+def test_auto_is_pytorchs_choice() -> None:
     assert get_attention("auto") is peers.sdpa
 
 
-def test_a_name_that_there_is_not_is_told_the_others() -> None:
+def test_an_unknown_name_is_a_key_error_with_the_known_ones() -> None:
     with pytest.raises(KeyError, match="there is no attention kernel 'flash': it must be one of naive, "):
         ATTENTION["flash"]
     assert ATTENTION.get("flash") is None

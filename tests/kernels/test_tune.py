@@ -1,4 +1,4 @@
-"""What becomes of the table of tiles, without measuring any."""
+"""The table of tiles that `tune.py` writes, from given times."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err.endswith("tiles are measured on a CUDA GPU, and there is none\n")
 
 
-def test_the_table_has_the_fastest_and_keeps_what_nothing_will_do_for(tmp_path: Path) -> None:
+def test_the_table_takes_the_fastest_tiles_and_keeps_other_entries(tmp_path: Path) -> None:
     fast, slow = tune.Tile(128, 64, 8, 2, True), tune.Tile(64, 64, 4, 2)
     found = {"forward-64-float": [(1.5, fast), (2.5, slow)], "dkv-256-float": [], "backward-256-float": []}
     tune.update_table(iter([found]), tmp_path / "tiles.json")
@@ -33,9 +33,7 @@ def test_the_table_has_the_fastest_and_keeps_what_nothing_will_do_for(tmp_path: 
 
 
 @pytest.mark.parametrize("ms, is_kept", [(4.4, True), (4.6, False)])
-def test_one_launch_for_both_walks_is_left_out_where_it_takes_much_longer(
-    ms: float, is_kept: bool, tmp_path: Path
-) -> None:
+def test_a_slow_single_launch_is_left_out(ms: float, is_kept: bool, tmp_path: Path) -> None:
     tile = tune.Tile(32, 32, 8, 1)
     found = {"dq-64-float": [(1.0, tile)], "backward-64-float": [(ms, tile)], "dkv-64-float": [(2.0, tile)]}
     tune.update_table(iter([found]), tmp_path / "tiles.json")
@@ -44,7 +42,7 @@ def test_one_launch_for_both_walks_is_left_out_where_it_takes_much_longer(
 
 @pytest.mark.parametrize("kind", ["half-tma", "half", "float"])
 @pytest.mark.parametrize("d", tune.HEAD_SIZES)
-def test_there_is_something_to_try_for_every_entry(d: int, kind: str) -> None:
+def test_every_entry_has_candidates(d: int, kind: str) -> None:
     tried = tune.candidates(d, kind)
     assert len(tried) == len(set(tried))
     table = tune.tile_table()

@@ -53,7 +53,7 @@ def test_takes_any_strides(device) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("which", range(3), ids=["x", "weight", "dy"])
-def test_takes_tensors_that_are_negated_when_they_are_read(which, device) -> None:
+def test_lazily_negated_tensors(which, device) -> None:
     given = [t.detach() for t in inputs((6, 40), torch.float32, device)]
     negated = [torch._neg_view(-t) if i == which else t.clone() for i, t in enumerate(given)]
     found, expected = (
@@ -69,7 +69,7 @@ def test_gives_the_same_bits_twice(device) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_beyond_what_32_bits_count() -> None:
+def test_rows_beyond_32_bit_offsets() -> None:
     x = torch.ones(2**31 // 512 + 5, 512, dtype=torch.bfloat16, device="cuda").requires_grad_()
     weight = torch.ones(512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     y = weighted_sum(x, weight)

@@ -1,8 +1,8 @@
 // Threads of a block are contexts that this one switches between: each runs until it waits for its warp or its block.
 //
-// The order in which warps run is one that a GPU may take, and copies are made as late as they may be, so that what is
-// read too early is not there yet. Of every 4 bytes of shared memory it is known who wrote and who read them since the
-// last barrier: two threads of which one writes need a barrier between them, as compute-sanitizer's racecheck has it.
+// Warps run in an order that a GPU may take, and copies finish as late as they may, so that reads come too early if a
+// wait is missing. The emulator records which threads wrote and read every 4 bytes of shared memory since the last
+// barrier. If one of two threads writes, they need a barrier between them, as in compute-sanitizer's racecheck.
 #include "emulator.h"
 
 #include <ucontext.h>

@@ -1,4 +1,4 @@
-// A GPU's block on a CPU: what kernels of csrc/ use of CUDA, and what the emulation tells their instructions.
+// A GPU's block on a CPU: the parts of CUDA that the kernels of csrc/ use, and the emulated instructions.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,7 @@ void copies(uint32_t to, const void* from, int bytes, bool inside);  // until th
 void wait_for_copies();
 void wait_for_block();
 
-// What the 32 lanes of a warp do together: each gives `in` and gets `out`, once all are there.
+// An operation of the 32 lanes of a warp together: each gives `in` and gets `out` when all have arrived.
 enum class Together { load, load_transposed, multiply_half, multiply_bfloat16, multiply_tf32, exchange };
 void together(Together what, const uint32_t* in, uint32_t* out);
 

@@ -1,4 +1,4 @@
-// The functions of csrc/instructions.cuh for the emulation; what they do is said there.
+// The functions of csrc/instructions.cuh for the emulation, documented there.
 #pragma once
 
 #include "emulator.h"

@@ -1,4 +1,4 @@
-// csrc/launch.cuh for the emulation: what was found wrong comes back as the error of the launch.
+// csrc/launch.cuh for the emulation: a fault comes back as the error of the launch.
 #pragma once
 
 #include "emulator.h"
