@@ -12,7 +12,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -1002,8 +1002,8 @@ def test_commands_parse_and_give_configurations(command: str, monkeypatch: pytes
         assert COMMANDS[command] == f"profile-{name}"
         asked: list[Any] = []
         monkeypatch.setattr("cs336_systems.bench.case.check_sized_for_gpu", lambda *_: None)
-        for function in ("_profile_kernels", "_profile_memory_of_each"):
-            monkeypatch.setattr(profile_command, function, lambda each, *_: asked.extend(each) or 0)
+        monkeypatch.setattr(profile_command, "_each_kernel_profile", lambda each, *_: asked.extend(each) or 0)
+        monkeypatch.setattr(profile_command, "_profile_each", lambda each, *_: asked.extend(each) or 0)
         assert profile_command.profile([name, *options]) == 0
         assert len(asked) > 1
         return
@@ -1014,7 +1014,8 @@ def test_commands_parse_and_give_configurations(command: str, monkeypatch: pytes
     given = {
         name: tuple(values) for name in case.config.__dataclass_fields__ if (values := getattr(parsed, name, None))
     }
-    values = bench_command._parsed(case, given)
+    parsers = {field.name: field.metadata.get("parse") or (lambda value: value) for field in fields(case.config)}
+    values = {name: tuple(map(parsers[name], several)) for name, several in given.items()}
     try:
         found = configurations(case, values)
     except ValueError:
