@@ -73,7 +73,7 @@ class SendBuffer:
 
 
 UNSHARDED, SHARDED, GUARDED = range(3)
-"""What modules hold in place of a weight: the whole weight, this rank's shard, or an `UnshardedGuard`."""
+"""States of a weight: modules hold the whole weight, this rank's shard, or an `UnshardedGuard`."""
 
 
 class UnshardedGuard(Tensor):

@@ -103,7 +103,7 @@ class Strategy(nn.Module):
 
         Without to_rank all ranks get it, on their devices; tensors that are whole already are returned as they are.
         With to_rank that rank gets copies in main memory, which may hold more than its GPU can, and the others get {}.
-        Of a sharded module, no rank holds more whole on its device at a time than is gathered together, a block.
+        If weights are sharded, each rank then holds no more than one gathered block on its device at a time.
 
         Raises ValueError if there is no such rank.
         """

@@ -163,7 +163,7 @@ class ShardedOptimizer(Optimizer):
         state = {name: state for name, state in state_dict["state"].items() if name in own}
         super().load_state_dict({**state_dict, "state": state})
         assert self._local is not None
-        # Optimizers repair in __setstate__ what older versions of them have saved.
+        # In __setstate__ optimizers repair states that their older versions have saved.
         self._local.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _parameters(self) -> list[Tensor]:

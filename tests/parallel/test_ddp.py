@@ -104,7 +104,7 @@ def test_the_peers_do_the_same(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("name", [*OURS, "torch_ddp", "torch_fsdp"])
+@pytest.mark.parametrize("name", [*OURS, "fsdp_simple", "torch_ddp", "torch_fsdp"])
 def test_equals_one_process_on_gpus(name: str) -> None:
     states = run_ranks(
         train_on_ranks, 2, name, "transformer", {"bucket_size_mb": 0.002}, 2, True, adamw, "cuda", device="cuda"

@@ -55,7 +55,9 @@ def test_recorded_step_gives_the_same_losses_bit_for_bit(tmp_path: Path, compile
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "fsdp", "fsdp gathered once"])
+@pytest.mark.parametrize(
+    "strategy", ["naive", "flat", "overlap", "bucketed", "fsdp", "fsdp gathered once", "fsdp_simple"]
+)
 def test_recorded_steps_of_two_processes_give_the_same_losses(tmp_path: Path, strategy: str) -> None:
     name, _, once = strategy.partition(" ")
     options: dict[str, Any] = dict(strategy=name, bucket_size_mb=0.05, reshard_after_forward=not once)
