@@ -627,7 +627,7 @@ def test_modules_with_a_strategy_inside_or_of_shards_are_refused() -> None:
     for found in run_ranks(refused, 2):
         assert found["order"].endswith("different parameters: number 0 is b.weight on rank 1 and a.weight on rank 0")
         assert "mask is float32 (3,) on rank 1 and float32 (3,), expanded along 0 on rank 0" in found["expanded"]
-        assert found["nested"].startswith("ValueError: module is a Sequential: its 1 is a NaiveDDP, and a strategy ")
+        assert found["nested"].startswith("ValueError: module is a Sequential: its 1 is a NaiveDDP")
         assert found["sharded"].startswith("ValueError: 0.weight is this rank's part of a sharded parameter")
 
 
