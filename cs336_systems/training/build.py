@@ -19,7 +19,7 @@ from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from ..machine.hardware import DTYPES
-from ..parallel import Maker, Options, comm, get_strategy
+from ..parallel import StrategyFactory, Options, comm, get_strategy
 from ..parallel.strategy import Strategy
 from .load import LoadedModel
 
@@ -138,7 +138,7 @@ def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
 
 
-def strategy_of(config: RunConfig) -> Maker:
+def strategy_of(config: RunConfig) -> StrategyFactory:
     """The configuration's strategy for this number of processes.
 
     Raises ValueError if there is none, or if it does not take an option that is set. A strategy may ignore the bucket

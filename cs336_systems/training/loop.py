@@ -58,11 +58,11 @@ class Trainer:
 
     def __init__(self, config: RunConfig, model: TransformerLM, tokens: Tokens, device: str | torch.device) -> None:
         self.config, self.model = config, model
-        self.device = device = with_index(torch.device(device))  # a new thread starts on GPU 0
+        self.device = device = with_index(torch.device(device))  # the loader's thread starts on GPU 0: name the GPU
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
-        self.strategy = wrap_model(config, model)
+        self.strategy = wrap_model(config, model)  # called like the model that it wraps
         self.optimizer = build_optimizer(model, config.optimizer, config.parallel.shard_optimizer)
         if (warmup_steps := config.optimizer.warmup_steps or 0) > config.train.max_steps:
             logger.warning(
@@ -111,13 +111,16 @@ class Trainer:
         data_wait = time.perf_counter() - waiting
 
         loss_and_norm = (self._recorded or self._gradients)(inputs, targets)
-        if comm.world_size() > 1:
+        if comm.world_size() == 1:
+            loss_value, norm_value = to_host(loss_and_norm).tolist()
+            self.stopping = stop()
+        else:
             loss, norm = loss_and_norm
-            loss_and_norm = torch.stack((loss, norm, torch.full_like(loss, stop())))
-            comm.mean([loss_and_norm], "all-reduce of the loss")  # the norm is equal on all ranks
-        # The step waits for the device here, because whether to update must be known before the update.
-        loss_value, norm_value, *others_stop = to_host(loss_and_norm).tolist()
-        self.stopping = any(others_stop) if others_stop else stop()
+            means = torch.stack((loss, norm, torch.full_like(loss, stop())))
+            comm.mean([means], "all-reduce of the loss")  # the norm is equal on all ranks
+            loss_value, norm_value, share_that_stops = to_host(means).tolist()
+            self.stopping = share_that_stops > 0
+        # `to_host` has waited for the device: whether to update must be known before the update.
         now = time.perf_counter()
         elapsed, self._clock = now - self._clock, now
 

@@ -39,7 +39,7 @@ class PreparedData:
 
 
 def prepare_on_every_rank(config: RunConfig, check: Check = no_check) -> PreparedData:
-    """`prepare_data` on rank 0, then on the other ranks, whose disks may be other ones. All ranks call it together.
+    """`prepare_data` on rank 0, then on the other ranks, which may have other disks. All ranks call it together.
 
     Ranks wait for each other for up to a week, because a download or a tokenizer's training may take long.
     """

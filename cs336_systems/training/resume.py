@@ -115,7 +115,7 @@ class Plan:
         return on_first_rank(read_result)
 
     def take_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
-        """Make the run folder this run's. Rank 0 calls it, after the last check that can refuse the run."""
+        """Write config.json and the tokenizer, and set newer checkpoints aside. Rank 0 calls it."""
         if weights is not None:
             tokenizer = {"tokenizer": identity_of(self.config, data)["tokenizer"]}
             check_identity(weights.checkpoint, weights.manifest, tokenizer, partly=True)

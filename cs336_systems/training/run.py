@@ -103,7 +103,7 @@ class Run:
                 if step == self.first_step:
                     self.startup_s = time.perf_counter() - self.started
                     stack.enter_context(objects_set_aside())
-                if step == train.max_steps or (train.validation_interval and step % train.validation_interval == 0):
+                if train.validation_interval and step % train.validation_interval == 0:
                     self._validate()
                 if interval > 0 and step % interval == 0:
                     self._save()

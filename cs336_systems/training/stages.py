@@ -115,7 +115,7 @@ def require_disk_space(field: str, value: int, sizes: list[tuple[Path, int]]) ->
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path, lock: str = ".lock") -> Iterator[None]:
-    """Wait until no other process makes files in the folder."""
+    """Hold the folder's lock; wait for another process that has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         opened = (folder / lock).open("a")

@@ -306,3 +306,14 @@ def test_any_number_of_ranks_validates_on_the_same_sequences(batch_size: int) ->
     expected = validation_sequences(batch_size)
     for world_size in (2, 4):
         assert run_ranks(validation_sequences, world_size, batch_size) == [expected] * world_size
+
+
+def validation_loss(_: int) -> float:
+    with tiny_trainer(config_of(batch_size=4, validation_sequences=3)) as trainer:
+        return trainer.evaluate(random_tokens(700, seed=1))
+
+
+def test_a_rank_without_a_batch_adds_nothing_to_the_validation_loss() -> None:
+    expected = validation_loss(0)
+    for loss in run_ranks(validation_loss, 2, 0):
+        assert loss == pytest.approx(expected, rel=1e-6)
