@@ -24,8 +24,9 @@ INTERPRET = bool(triton.knobs.runtime.interpret)
 class Launch:
     """A kernel with its grid and all its arguments except the tensors. Call it with the tensors by name.
 
-    `constants` has the kernel's other arguments by name. `blocks` has, by name, the block in which the copy engine
-    moves a tensor; a tensor without a block is passed as a pointer. Both may have names that the kernel does not take.
+    `constants` has the kernel's other arguments by name. `blocks` has, by name, the block in which TMA (the
+    tensor memory accelerator of Hopper) moves a tensor; a tensor without a block is passed as a pointer. Both may have
+    names that the kernel does not take.
     A kernel's parameters begin with its tensors: all that are not in `constants`.
 
     The tensors of every call must agree with the first call in shapes, strides, dtypes, device and 16-byte
@@ -127,8 +128,8 @@ def _descriptor(
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block))
 
 
-def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Whether the copy engine can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
+def can_use_tma(*tensors: Tensor) -> bool:
+    """Whether TMA can move these tensors: rows are contiguous and 16-byte aligned, and none is repeated."""
     for x in tensors:
         steps = (step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
         if x.stride(-1) != 1 or x.data_ptr() % 16:
@@ -138,8 +139,8 @@ def can_use_descriptors(*tensors: Tensor) -> bool:
     return True
 
 
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether the card can move tiles by descriptor: Hopper and later."""
+def has_tma(device: torch.device) -> bool:
+    """Whether the card has TMA, which moves tiles by descriptor: Hopper and later."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 

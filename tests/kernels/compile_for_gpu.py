@@ -100,7 +100,7 @@ def exponentials(sass: str, products_left: int) -> list[int]:
 
 def compile_gluon() -> None:
     triton.runtime.driver.set_active(Hopper())
-    flash_triton._heads_together = lambda walked: 8  # asks the device
+    flash_triton._heads_together = lambda looped_over: 8  # asks the device
     for d, dtype, is_causal in ((128, torch.bfloat16, True), (80, torch.float16, False)):
         q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, 3, 333, d, dtype=dtype)
         x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
@@ -113,7 +113,7 @@ def compile_gluon() -> None:
             assert compiled.metadata.shared <= SHARED_MEMORY[90], case
             assert spilled(compiled.asm["cubin"]) <= 8, case  # at the start of the kernel, not in its loops
             sass = compiled.asm["sass"]
-            # Every walk computes the exponentials while another product runs. A thread has a 128th of the tile.
+            # Every inner loop computes the exponentials while another product runs. A thread has a 128th of the tile.
             if phase == "forward":  # all 64, and one for each of two rows
                 beside = [count for count in exponentials(sass, products_left=1) if count]
                 assert set(beside) == {66}, (case, beside)

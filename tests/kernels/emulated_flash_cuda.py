@@ -36,7 +36,7 @@ def emulated(*changes: Change) -> Iterator[None]:
 
     stream = SimpleNamespace(cuda_stream=None)
     with (
-        mock.patch.multiple(module, _check=module._check_served, _capability=str, _library=emulated_library),
+        mock.patch.multiple(module, _check=module._check_supported, _capability=str, _library=emulated_library),
         mock.patch.multiple(torch.cuda, device=contextlib.nullcontext, current_stream=lambda: stream),
     ):
         yield

@@ -28,7 +28,7 @@ _program = [0, 0]  # the number of the running program, and the number of progra
 
 
 class Descriptor:
-    """A tensor whose blocks the copy engine moves: zero beyond the tensor, where nothing is written."""
+    """A tensor whose blocks TMA moves: zero beyond the tensor, where nothing is written."""
 
     def __init__(self, x: Tensor, block: Sequence[int]) -> None:
         self.x, self.dtype = x.detach(), x.dtype

@@ -217,12 +217,12 @@ def test_unsupported_inputs_are_named() -> None:
         flash_cuda(*on_cpu())
     served = r"torch\.bfloat16, torch\.float16, torch\.float32"
     with pytest.raises(ValueError, match=rf"^q is torch\.float64: it must be one of {served}$"):
-        module._check_served(*on_cpu(dtype=torch.float64), False)
+        module._check_supported(*on_cpu(dtype=torch.float64), False)
     with pytest.raises(ValueError, match=r"^q has head size 257: it must be 1 to 256$"):
-        module._check_served(*on_cpu(d=257), False)
+        module._check_supported(*on_cpu(d=257), False)
     q, k, v = on_cpu()
     with pytest.raises(ValueError, match=r"^k has 2147483648 positions: flash_cuda serves up to 2147483392$"):
-        module._check_served(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)), False)
+        module._check_supported(q, *(x[:, :, :1].expand(1, 1, 2**31, 8) for x in (k, v)), False)
 
 
 def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

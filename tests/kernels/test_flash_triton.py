@@ -321,7 +321,7 @@ def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
         (HOPPER, Case(d=128, needs="kv"), torch.bfloat16, "gluon forward, triton dq, gluon dkv"),
         (HOPPER, Case(d=64), torch.bfloat16, "triton forward, triton dq, triton dkv"),
         (HOPPER, Case(d=256), torch.bfloat16, "triton forward, triton dq, triton dkv"),
-        # rows of 200 bytes, which the copy engine cannot move
+        # rows of 200 bytes, which TMA cannot move
         (HOPPER, Case(d=100), torch.bfloat16, "triton forward, triton backward"),
         (HOPPER, Case(d=64), torch.float32, "triton forward, triton backward"),
         # tiles that fill a third of the multiprocessors: not in one launch, which is too slow; otherwise small ones
@@ -369,7 +369,7 @@ def test_float32_tiles_are_small_where_columns_are_apart(of: int, monkeypatch: p
         assert small.num_stages == 1
 
 
-def test_descriptors_are_for_gradients_that_the_copy_engine_can_move(chosen_on: Any) -> None:
+def test_descriptors_are_for_gradients_that_tma_can_move(chosen_on: Any) -> None:
     """Keys with gaps between them have gradients without gaps, whose rows are not 16-byte aligned."""
     q, k = torch.zeros(1, 1, 1, 100).half(), torch.zeros(1, 1, 2 * 64 * 64, 104).half()[..., :100]
     chosen_on(HOPPER)

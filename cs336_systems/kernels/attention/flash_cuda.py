@@ -53,7 +53,7 @@ def flash_cuda(
 
     Raises ValueError for arguments it does not accept and RuntimeError if the kernels cannot be compiled.
     """
-    return FlashAttentionCuda.of(q, k, v, is_causal)
+    return FlashAttentionCuda.call(q, k, v, is_causal)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -85,17 +85,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
         raise ValueError(
             f"q is on {q.device}, of compute capability {capability[0]}.{capability[1]}: flash_cuda needs 8.0 or later"
         )
-    _check_served(q, k, v, is_causal)
+    _check_supported(q, k, v, is_causal)
 
 
-def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     check_qkv(q, k, v, is_causal, dtypes=tuple(_ELEMENTS), max_head_size=_HEAD_SIZES[-1])
     for name, x in (("q", q), ("k", k)):
         if x.shape[-2] > _MAX_LENGTH:
             raise ValueError(f"{name} has {x.shape[-2]} positions: flash_cuda serves up to {_MAX_LENGTH}")
 
 
-FlashAttentionCuda = flash_function("flash_cuda", forward, backward, _check_served)
+FlashAttentionCuda = flash_function("flash_cuda", forward, backward, _check_supported)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""The backward pass of `flash_triton` for Hopper in Gluon: along the keys for dQ, along the queries for dK and dV.
+"""The backward pass of `flash_triton` for Hopper in Gluon: a loop over keys for dQ, one over queries for dK and dV.
 
-The two walks are the same as in `flash_triton_kernels.py`. The work is divided as in `flash_gluon_kernels.py`: one warp
-loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A warpgroup
-starts a tile's scores and then its dP, and computes the exponentials while the second product runs.
+The two inner loops are the same as in `flash_triton_kernels.py`. The work is divided as in `flash_gluon_kernels.py`:
+one warp loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A
+warpgroup starts a tile's scores and then its dP, and computes the exponentials while the second product runs.
 
 In `dq_kernel` the product that gives dQ is delayed: it starts after the next tile's scores and dP, and overlaps with
 that tile's exponentials. `dkv_kernel` keeps two sums and has no registers left for that: each tile ends with a wait for
@@ -41,7 +41,7 @@ from .flash_gluon_common import (
 )
 
 TILE = 64
-"""Rows of a tile that is walked along: keys in `dq_kernel`, queries in `dkv_kernel`."""
+"""Rows of a tile of the inner loop: keys in `dq_kernel`, queries in `dkv_kernel`."""
 _DQ_STAGES, _DKV_STAGES = gl.constexpr(4), gl.constexpr(2)
 _D_PAD, _ROWS, _GROUPS, _TILE = gl.constexpr(D_PAD), gl.constexpr(ROWS), gl.constexpr(GROUPS), gl.constexpr(TILE)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
@@ -91,16 +91,16 @@ def _dq_producer(work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _dq_probabilities(s, l2, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    p = gl.exp2(s * sc - l2[:, None])
+def _dq_probabilities(s, lse2, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+    p = gl.exp2(s * sc - lse2[:, None])
     if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
         p = gl.where(visible(p, first_row, n0, N_k, CAUSAL, _SCORES), p, 0.0)
     return p
 
 
 @gluon.jit
-def _dq_walk(
-    q, do, ds, dq, l2, delta, buffers, bars, group, lo, hi, first_row, sc, N_k,
+def _dq_loop(
+    q, do, ds, dq, lse2, delta, buffers, bars, group, lo, hi, first_row, sc, N_k,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of keys from lo to hi. ds belongs to the tile before, and is not yet multiplied with its keys."""
@@ -110,7 +110,7 @@ def _dq_walk(
         s, dp = _start_products(q, do, k_buffers, v_buffers, k_ready, v_ready, j)
         product = warpgroup_mma(ds, k_buffers.index((j - 1) % _DQ_STAGES), dq, is_async=True)
         s = warpgroup_mma_wait(2, [s])
-        p = _dq_probabilities(s, l2, first_row, j * _TILE, sc, N_k, CAUSAL, MASKED)
+        p = _dq_probabilities(s, lse2, first_row, j * _TILE, sc, N_k, CAUSAL, MASKED)
         # q arrived long ago, so these two waits return at once. But the assembler moves nothing across a wait for a
         # barrier. Without them it would wait for a product and only then compute the numbers that overlap with it.
         mbarrier.wait(q_ready.index(group), 0)
@@ -137,7 +137,7 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     if CAUSAL:
         full = gl.minimum(first_row // _TILE, full)
     rows = first_row + gl.arange(0, _ROWS, _ROW)
-    l2 = gl.load(L + bh.to(gl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * LOG2_E
+    lse2 = gl.load(L + bh.to(gl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * LOG2_E
     q, do = q_buffers.index(group), do_buffers.index(group)
     mbarrier.wait(q_ready.index(group), 0)
     products = do.load(OUTPUT).to(gl.float32) * o_buffers.index(group).load(OUTPUT).to(gl.float32)
@@ -146,7 +146,7 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     N_PAD = num_blocks * BLOCK
     num_heads = gl.num_programs(0) // num_blocks
     vectors = VECTORS + bh.to(gl.int64) * N_PAD + rows
-    gl.store(vectors, l2)
+    gl.store(vectors, lse2)
     gl.store(vectors + num_heads.to(gl.int64) * N_PAD, delta)
     dq = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
     # With q in registers a product reads a third less from shared memory, which is as busy as the matrix units.
@@ -154,11 +154,11 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     s, dp = _start_products(q_held, do, k_buffers, v_buffers, k_ready, v_ready, 0)
     s, dp = warpgroup_mma_wait(0, [s, dp])
     mbarrier.arrive(v_empty.index(0))
-    p = _dq_probabilities(s, l2, first_row, 0, sc, N_k, CAUSAL, True)
+    p = _dq_probabilities(s, lse2, first_row, 0, sc, N_k, CAUSAL, True)
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(dq_.dtype), LEFT)
-    ds, dq = _dq_walk(q_held, do, ds, dq, l2, delta, buffers, bars, group, 1, full, first_row, sc, N_k, CAUSAL, False)
-    ds, dq = _dq_walk(
-        q_held, do, ds, dq, l2, delta, buffers, bars, group, gl.maximum(full, 1), count, first_row, sc, N_k,
+    ds, dq = _dq_loop(q_held, do, ds, dq, lse2, delta, buffers, bars, group, 1, full, first_row, sc, N_k, CAUSAL, False)
+    ds, dq = _dq_loop(
+        q_held, do, ds, dq, lse2, delta, buffers, bars, group, gl.maximum(full, 1), count, first_row, sc, N_k,
         CAUSAL, True,
     )  # fmt: skip
     dq = warpgroup_mma(ds, k_buffers.index((count - 1) % _DQ_STAGES), dq, is_async=True)
@@ -169,7 +169,7 @@ def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def dq_kernel(q_, k_, v_, o_, do_, dq_, L, VECTORS, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """One tile of queries: VECTORS for the other walk, and dq."""
+    """One tile of queries: VECTORS for `dkv_kernel`, and dq."""
     dtype: gl.constexpr = q_.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
@@ -225,7 +225,7 @@ def _dkv_producer(work, CAUSAL: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them."""
     descs, buffers, bars, _, H, N_q, N_k, GROUP = work
     q_, k_, v_, do_, _, _, VECTORS = descs
-    q_buffers, k_buffers, v_buffers, do_buffers, l2_buffers, delta_buffers = buffers
+    q_buffers, k_buffers, v_buffers, do_buffers, lse2_buffers, delta_buffers = buffers
     k_ready, q_ready, q_empty, do_ready, do_empty = bars
     b, h, bh, n0, first, count = _dkv_place(H, N_q, N_k, GROUP, CAUSAL)
     for group in gl.static_range(_GROUPS):
@@ -238,7 +238,7 @@ def _dkv_producer(work, CAUSAL: gl.constexpr):
     for t in range(first, count):
         row = t * _TILE
         _load_next_with_vector(
-            q_, VECTORS, b, h, row, bh * N_PAD + row, q_buffers, l2_buffers, q_ready, q_empty, t - first
+            q_, VECTORS, b, h, row, bh * N_PAD + row, q_buffers, lse2_buffers, q_ready, q_empty, t - first
         )
         _load_next_with_vector(
             do_, VECTORS, b, h, row, (num_heads + bh) * N_PAD + row, do_buffers, delta_buffers,
@@ -247,8 +247,8 @@ def _dkv_producer(work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _dkv_probabilities(st, l2, first_key, m0, sc, MASKED: gl.constexpr):
-    pt = gl.exp2(st * sc - l2[None, :])
+def _dkv_probabilities(st, lse2, first_key, m0, sc, MASKED: gl.constexpr):
+    pt = gl.exp2(st * sc - lse2[None, :])
     if MASKED:
         rows = m0 + gl.arange(0, _TILE, _COLUMN)
         keys = first_key + gl.arange(0, _ROWS, _ROW)
@@ -257,20 +257,20 @@ def _dkv_probabilities(st, l2, first_key, m0, sc, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, hi, first_key, sc, MASKED: gl.constexpr):
+def _dkv_loop(k, v, dk, dv, buffers, bars, first, lo, hi, first_key, sc, MASKED: gl.constexpr):
     """The tiles of queries from lo to hi. All scores are transposed.
 
     No wait has to be held back here: each comes after the start of a product with the numbers computed before.
     """
-    q_buffers, _, _, do_buffers, l2_buffers, delta_buffers = buffers
+    q_buffers, _, _, do_buffers, lse2_buffers, delta_buffers = buffers
     _, q_ready, q_empty, do_ready, do_empty = bars
     for t in range(lo, hi):
         step = t - first
         stage = step % _DKV_STAGES
         st, dpt = _start_products(k, v, q_buffers, do_buffers, q_ready, do_ready, step)
-        l2 = l2_buffers.index(stage).load(_COLUMN)
+        lse2 = lse2_buffers.index(stage).load(_COLUMN)
         st = warpgroup_mma_wait(1, [st])
-        pt = _dkv_probabilities(st, l2, first_key, t * _TILE, sc, MASKED)
+        pt = _dkv_probabilities(st, lse2, first_key, t * _TILE, sc, MASKED)
         p = gl.convert_layout(pt.to(k.dtype), LEFT)
         dv = warpgroup_mma(p, do_buffers.index(stage), dv, is_async=True)
         delta = delta_buffers.index(stage).load(_COLUMN)
@@ -298,8 +298,8 @@ def _dkv_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     lo = first
     if CAUSAL:  # queries from the group's last key on see all of its keys
         lo = gl.minimum(gl.cdiv(first_key + _ROWS - 1, _TILE), count)
-        dk, dv = _dkv_walk(k, v, dk, dv, buffers, bars, first, first, lo, first_key, sc, True)
-    dk, dv = _dkv_walk(k, v, dk, dv, buffers, bars, first, lo, count, first_key, sc, False)
+        dk, dv = _dkv_loop(k, v, dk, dv, buffers, bars, first, first, lo, first_key, sc, True)
+    dk, dv = _dkv_loop(k, v, dk, dv, buffers, bars, first, lo, count, first_key, sc, False)
     store_tile(dk_, b, h, first_key, dk * scale, k)
     store_tile(dv_, b, h, first_key, dv, v)
     tma.store_wait(0)
@@ -315,14 +315,14 @@ def dkv_kernel(q_, k_, v_, do_, dk_, dv_, VECTORS, scale, H, N_q, N_k, GROUP, CA
     v_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
     q_buffers = gl.allocate_shared_memory(dtype, [_DKV_STAGES, _TILE, _D_PAD], shared)
     do_buffers = gl.allocate_shared_memory(dtype, [_DKV_STAGES, _TILE, _D_PAD], shared)
-    l2_buffers = gl.allocate_shared_memory(gl.float32, [_DKV_STAGES, _TILE], plain)
+    lse2_buffers = gl.allocate_shared_memory(gl.float32, [_DKV_STAGES, _TILE], plain)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [_DKV_STAGES, _TILE], plain)
     k_ready = barriers(_GROUPS, 1)
     q_ready, q_empty = barriers(_DKV_STAGES, 1), barriers(_DKV_STAGES, _GROUPS)
     do_ready, do_empty = barriers(_DKV_STAGES, 1), barriers(_DKV_STAGES, _GROUPS)
     fence_async_shared()
     descs = (q_, k_, v_, do_, dk_, dv_, VECTORS)
-    buffers = (q_buffers, k_buffers, v_buffers, do_buffers, l2_buffers, delta_buffers)
+    buffers = (q_buffers, k_buffers, v_buffers, do_buffers, lse2_buffers, delta_buffers)
     bars = (k_ready, q_ready, q_empty, do_ready, do_empty)
     work = (descs, buffers, bars, scale, H, N_q, N_k, GROUP)
     gl.warp_specialize(

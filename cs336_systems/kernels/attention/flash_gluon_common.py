@@ -1,18 +1,17 @@
 """Shared by the Gluon kernels of `flash_triton`: one warp loads, two groups of four warps compute.
 
-In each kernel a group of four warps (a warpgroup) owns ROWS rows and walks along tiles of other tensors. One more warp
-makes the copy engine bring these tiles into shared memory. The loading warp and the warpgroups synchronise only by
-barriers.
+In each kernel a group of four warps (a warpgroup) owns ROWS rows and loops over tiles of other tensors. One more warp
+makes TMA bring these tiles into shared memory. The loading warp and the warpgroups synchronise only by barriers.
 
 Legend, in addition to the legend of `flash_triton_kernels.py`
-    q_, k_, ...    descriptors of the tensors: the copy engine loads and stores their tiles
+    q_, k_, ...    descriptors of the tensors: TMA loads and stores their tiles
     ROWS           rows of a warpgroup; a program has GROUPS * ROWS
-    STAGES         how many tiles of each walked tensor are in shared memory at a time
+    STAGES         how many tiles of each tensor of the inner loop are in shared memory at a time
     step           the number of tiles so far; tile `step` is in stage step % STAGES
     round          step // STAGES: how often the stage was used before. A barrier alternates between two phases: a wait
                    with phase n & 1 waits for its n-th completion, counted from 0. A wait with the other phase returns
                    at once the first time
-    ready          barriers that complete when the copy engine has filled a stage
+    ready          barriers that complete when TMA has filled a stage
     empty          barriers that complete when all warpgroups have read a stage
 """
 
@@ -36,7 +35,7 @@ LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
 }
-"""How the copy engine lays out a tile (4 axes) and a piece of VECTORS (1 axis) in shared memory."""
+"""How TMA lays out a tile (4 axes) and a piece of VECTORS (1 axis) in shared memory."""
 NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
 MAX_REGISTERS = 168
@@ -94,13 +93,13 @@ def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def load_tile(desc, b, h, row, buffers, stage, bar):
-    """Have the copy engine fill a stage with the rows from `row`, zeros beyond the tensor. The barrier expects them."""
+    """Have TMA fill a stage with the rows from `row`, zeros beyond the tensor. The barrier expects them."""
     copy_in(desc, [b, h, row, 0], bar, buffers.index(stage).reshape(desc.block_type.shape))
 
 
 @gluon.jit
 def load_next(desc, b, h, row, buffers, ready, empty, step):
-    """Have the copy engine fill the stage of a step, as soon as the stage has been read."""
+    """Have TMA fill the stage of a step, as soon as the stage has been read."""
     STAGES: gl.constexpr = buffers.shape[0]
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -111,7 +110,7 @@ def load_next(desc, b, h, row, buffers, ready, empty, step):
 
 @gluon.jit
 def store_tile(desc, b, h, row, x, buffer):
-    """Have the copy engine store x by way of a buffer. It skips elements beyond the tensor."""
+    """Have TMA store x by way of a buffer. It skips elements beyond the tensor."""
     buffer.store(x.to(desc.dtype))
     fence_async_shared()
     copy_out(desc, [b, h, row, 0], buffer.reshape(desc.block_type.shape))

@@ -1,7 +1,7 @@
 """The forward pass of `flash_triton` for Hopper in Gluon, as in FlashAttention-3 (Shah et al. 2024, Algorithm 1).
 
 Triton's compiler waits for a matrix product before it starts the exponentials. Here the kernel itself overlaps them:
-one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup) walks along them with 64
+one warp loads the tiles of keys and values, and each of two groups of four warps (a warpgroup) loops over them with 64
 queries of its own. A warpgroup starts the product with the next keys, then the product with the present values, and
 computes the exponentials of the next scores while the second product runs.
 
@@ -94,7 +94,7 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: 
 
 
 @gluon.jit
-def _walk(
+def _loop(
     q, p, acc, total, m, buffers, bars, group, lo, hi, count, first_row, sc, N_k,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -144,10 +144,10 @@ def _consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
     m = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
     p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, sc, N_k, CAUSAL, True)
     p = gl.convert_layout(p.to(o_.dtype), LEFT)
-    p, acc, total, m = _walk(
+    p, acc, total, m = _loop(
         q, p, acc, total, m, buffers, bars, group, full, count - 1, count, first_row, sc, N_k, CAUSAL, True
     )
-    p, acc, total, m = _walk(
+    p, acc, total, m = _loop(
         q, p, acc, total, m, buffers, bars, group, 0, full, count, first_row, sc, N_k, CAUSAL, False
     )
     output = _start_output(p, acc, v_buffers, v_ready, count - 1)

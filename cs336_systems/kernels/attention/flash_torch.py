@@ -206,4 +206,4 @@ def flash_torch(
     Raises ValueError naming the argument if q, k and v do not match or are not floating point.
     Source: Dao 2023, FlashAttention-2, algorithm 1; the backward pass is CS336 assignment 2, equations 13 to 19.
     """
-    return FlashAttentionTorch.of(q, k, v, is_causal)
+    return FlashAttentionTorch.call(q, k, v, is_causal)

@@ -1,9 +1,9 @@
 """FlashAttention-2 in Triton, forward and backward (Dao 2023, FlashAttention-2, Algorithms 1 and 2), made fast.
 
-`flash_triton_simple.py` is the version to read first. The forward pass walks along the keys for one tile of queries and
-keeps a running maximum and sum (online softmax). The backward pass recomputes the probabilities from the logsumexp in
-two walks: one along the keys for dQ, one along the queries for dK and dV. That costs two more matrix products than a
-single walk that adds to dQ with atomics, but gives the same bits every time.
+`flash_triton_simple.py` is the version to read first. The forward pass loops over the keys for one tile of queries and
+keeps a running maximum and sum (online softmax). The backward pass recomputes the probabilities from the logsumexp
+twice: a loop over the keys gives dQ, a loop over the queries gives dK and dV. That costs two more matrix products than
+a single loop that adds to dQ with atomics, but gives the same bits every time.
 
 The kernels and the legend of their names are in `flash_triton_kernels.py`. This module chooses the kernels, with the
 tiles of `flash_triton_tiles.py`, and launches them. On Hopper, long sequences of 16-bit numbers with head sizes from 65
@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...machine.hardware import allows_tf32
-from ..launch import INTERPRET, Launch, can_use_descriptors, check_device, has_copy_engine
+from ..launch import INTERPRET, Launch, can_use_tma, check_device, has_tma
 from . import flash_gluon_backward_kernels as gluon_backward
 from . import flash_gluon_common as gluon
 from . import flash_gluon_kernels as gluon_forward
@@ -46,12 +46,13 @@ MAX_HEAD_SIZE = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The choice of kernels depends on the number of scores, B H N_q N_k.
 TMA_FROM_SCORES = 2**27
-"""From this many scores on, descriptors move the tensors. They make a launch some 30 us longer on the host."""
+"""From this many scores on, TMA moves the tensors. Its descriptors make a launch some 30 us longer on the host."""
 ONE_LAUNCH_BELOW_SCORES = 2**26
 """Below this many scores the backward pass is one launch, which does more work but waits less for the host."""
 
 Tensors = dict[str, Tensor]
-"""Tensors by the names of the kernels' parameters. Those of tiles (q_, k_, v_, o_, do_, dq_, dk_, dv_) are 4-D."""
+"""Tensors by the names of the kernels' parameters. Tensors that are moved tile by tile (q_, k_, v_, o_, do_, dq_, dk_,
+dv_) are 4-D."""
 
 
 def flash_triton(
@@ -66,15 +67,18 @@ def flash_triton(
     Runs on a CUDA device of compute capability 8.0 or later, or on a CPU in Triton's interpreter. Accepts float32,
     bfloat16 and float16; D from 1 to 256; any lengths, strides and leading dimensions (more than two are flattened,
     which copies where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at
-    "highest" each has 24 bits, composed of bfloat16 products. Needs O(N) memory beyond its outputs: two float32 vectors
-    in the backward pass, and there a copy of a dO with repeated elements, such as `sum` gives. The same inputs give the
-    same bits. `backward`: "triton", or "compiled" for the backward pass of `flash_triton_compiled`.
+    "highest" each product has 24 bits of precision, as a sum of bfloat16 products. Beyond its outputs it needs two
+    float32 numbers per query and head in the backward pass. A dO that is expanded or whose columns are not adjacent is
+    copied. The same inputs give the same bits. `backward`: "triton", or "compiled" for the backward pass of
+    `flash_triton_compiled`.
 
     Raises ValueError naming the argument that it does not accept.
     """
-    if backward not in BACKWARDS:
-        raise ValueError(f"backward is {backward!r}: it must be {' or '.join(BACKWARDS)}")
-    return BACKWARDS[backward].of(q, k, v, is_causal)
+    if backward == "compiled":
+        return flash_triton_compiled(q, k, v, is_causal)
+    if backward != "triton":
+        raise ValueError(f"backward is {backward!r}: it must be triton or compiled")
+    return FlashAttentionTriton.call(q, k, v, is_causal)
 
 
 def flash_triton_compiled(
@@ -89,7 +93,7 @@ def flash_triton_compiled(
     scores in float32. It rounds the scores differently from the forward pass: with scores of 1e5 its gradients are off
     by 1e-3, with larger scores by more.
     """
-    return FlashAttentionTritonCompiled.of(q, k, v, is_causal)
+    return FlashAttentionTritonCompiled.call(q, k, v, is_causal)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,17 +109,18 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     key = _key(is_causal, q, k, v)
     launches = _LAUNCHES.get(key)
     if launches is None:
-        _check_served(q, k, v, is_causal)
+        _check_supported(q, k, v, is_causal)
         check_device(q, "flash_triton")
         if (outputs := empty_outputs(q, k)) is not None:
             return outputs
     o, logsumexp = new_outputs(q)
-    x = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o)}
+    tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o)}
     with _device_guard(q):
         if launches is None:
-            launches = _remember(key, _forward_launch(x, is_causal))
-        x["L"] = logsumexp
-        launches[0](x)
+            # The launch is planned from the 4-D tensors alone.
+            launches = _cache_launches(key, _forward_launch(tensors, is_causal))
+        tensors["L"] = logsumexp
+        launches[0](tensors)
     return o, logsumexp
 
 
@@ -125,20 +130,21 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
     key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
-    x = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o), "do_": as_4d(do)}
-    x["dq_"] = as_4d(dq) if need_dq else x["q_"]  # a kernel does not write to a gradient that is not needed
-    x["dk_"], x["dv_"] = (as_4d(dk), as_4d(dv)) if need_dkv else (x["k_"], x["v_"])
+    tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o), "do_": as_4d(do)}
+    tensors["dq_"] = as_4d(dq) if need_dq else tensors["q_"]  # a kernel does not write to a gradient that is not needed
+    tensors["dk_"], tensors["dv_"] = (as_4d(dk), as_4d(dv)) if need_dkv else (tensors["k_"], tensors["v_"])
     with _device_guard(q):
         is_new = launches is None
         if launches is None:
-            launches = _remember(key, *_backward_launches(x, is_causal, need_dq, need_dkv))
-        x["L"] = logsumexp
+            # The launches are planned from the 4-D tensors alone.
+            launches = _cache_launches(key, *_backward_launches(tensors, is_causal, need_dq, need_dkv))
+        tensors["L"] = logsumexp
         if "VECTORS" in launches[0].tensors:
-            x["VECTORS"] = new_vectors(x["q_"])
-        with launches[1].compiling(x) if is_new and len(launches) > 1 else _NOTHING:
-            launches[0](x)
+            tensors["VECTORS"] = new_vectors(tensors["q_"])
+        with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NOTHING:
+            launches[0](tensors)
         for launch in launches[1:]:
-            launch(x)
+            launch(tensors)
     return dq, dk, dv
 
 
@@ -157,7 +163,7 @@ def _key(is_causal: bool, *tensors: Tensor) -> tuple[Any, ...]:
     return is_causal, _precision(tensors[0]), *facts
 
 
-def _remember(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
+def _cache_launches(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ...]:
     if len(_LAUNCHES) >= 4096:  # sampling has ever new lengths
         _LAUNCHES.clear()
     _LAUNCHES[key] = launches
@@ -171,7 +177,7 @@ def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     check_qkv(q, k, v, is_causal, dtypes=DTYPES, max_head_size=MAX_HEAD_SIZE)
 
 
@@ -180,40 +186,40 @@ def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _forward_launch(x: Tensors, is_causal: bool) -> Launch:
-    q, k, v = x["q_"], x["k_"], x["v_"]
-    tma = _use_tma(x)
+def _forward_launch(tensors: Tensors, is_causal: bool) -> Launch:
+    q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
+    tma = _use_tma(tensors)
     if _use_gluon(q, tma):
-        return gluon_launch("forward", x, is_causal)
-    return triton_launch("forward", x, is_causal, choose_tile("forward", q, tma, is_float_apart(q, k, v)), tma)
+        return gluon_launch("forward", tensors, is_causal)
+    return triton_launch("forward", tensors, is_causal, choose_tile("forward", q, tma, is_float_apart(q, k, v)), tma)
 
 
-def _backward_launches(x: Tensors, is_causal: bool, need_dq: bool, need_dkv: bool) -> tuple[Launch, ...]:
-    q, k, v = x["q_"], x["k_"], x["v_"]
-    tma, apart = _use_tma(x), is_float_apart(q, k, v)
+def _backward_launches(tensors: Tensors, is_causal: bool, need_dq: bool, need_dkv: bool) -> tuple[Launch, ...]:
+    q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
+    tma, apart = _use_tma(tensors), is_float_apart(q, k, v)
     if need_dq and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
         small = apart or is_float_of_few_programs(q, k)
         if tile_key("backward", q.shape[-1], q.dtype, tma, small) in tile_table():
-            return (triton_launch("backward", x, is_causal, choose_tile("backward", q, tma, small), tma),)
+            return (triton_launch("backward", tensors, is_causal, choose_tile("backward", q, tma, small), tma),)
     in_gluon = _use_gluon(q, tma)
     if in_gluon and need_dq:
-        first = gluon_launch("dq", x, is_causal)
-    else:  # without dq only the vectors are filled, and both kernels give the same ones
-        first = triton_launch("dq", x, is_causal, choose_tile("dq", q, tma, apart), tma, need_dq)
+        first = gluon_launch("dq", tensors, is_causal)
+    else:  # without dq only the vectors are filled, and the Triton and the Gluon kernel give the same ones
+        first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, apart), tma, need_dq)
     if not need_dkv:
         return (first,)
     if in_gluon:
-        return first, gluon_launch("dkv", x, is_causal)
-    return first, triton_launch("dkv", x, is_causal, choose_tile("dkv", q, tma, apart), tma)
+        return first, gluon_launch("dkv", tensors, is_causal)
+    return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, apart), tma)
 
 
-def _use_tma(x: Tensors) -> bool:
-    q = x["q_"]
-    if _num_scores(q, x["k_"]) < TMA_FROM_SCORES:
+def _use_tma(tensors: Tensors) -> bool:
+    q = tensors["q_"]
+    if _num_scores(q, tensors["k_"]) < TMA_FROM_SCORES:
         return False
-    if not INTERPRET and (q.dtype == torch.float32 or not has_copy_engine(q.device)):
+    if not INTERPRET and (q.dtype == torch.float32 or not has_tma(q.device)):
         return False
-    return can_use_descriptors(*x.values())
+    return can_use_tma(*tensors.values())
 
 
 def _use_gluon(q: Tensor, tma: bool) -> bool:
@@ -232,29 +238,29 @@ def _num_scores(q: Tensor, k: Tensor) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def triton_launch(phase: str, x: Tensors, is_causal: bool, tile: Tile, tma: bool, need_dq: bool = True) -> Launch:
-    """The launch of a Triton kernel for tensors like x.
+def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma: bool, need_dq: bool = True) -> Launch:
+    """The launch of a Triton kernel for tensors like these, all of them 4-D.
 
     phase is "forward" (fills o_ and L), "dq" (fills VECTORS and, if needed, dq_), "dkv" (reads VECTORS, fills dk_ and
-    dv_) or "backward" (fills dq_, dk_ and dv_). tma: move tiles by descriptor.
+    dv_) or "backward" (fills dq_, dk_ and dv_). tma: TMA moves the tiles.
     """
-    q, k = x["q_"], x["k_"]
+    q, k = tensors["q_"], tensors["k_"]
     query_tiles, key_tiles = triton.cdiv(q.shape[2], tile.BM), triton.cdiv(k.shape[2], tile.BN)
-    kernel, tiles, walked = {
+    kernel, tiles, looped_over = {
         "forward": (forward_kernel, query_tiles, k),
         "dq": (dq_kernel, _padded_length(q) // tile.BM, k),
         "dkv": (dkv_kernel, key_tiles, q),
         "backward": (backward_kernel, query_tiles + key_tiles, q),
     }[phase]
     constants = dict(
-        {f"{name}strides": tensor.stride() for name, tensor in x.items()},
-        **_sizes(q, k, walked),
+        {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
+        **_scalars(q, k, looped_over),
         BM=tile.BM,
         BN=tile.BN,
         D=q.shape[3],
         D_PAD=padded_head_size(q.shape[3]),
         CAUSAL=is_causal,
-        MOVE=_move(x, tile, tma),
+        MOVE=_move(tensors, tile, tma),
         PRECISION=_precision(q),
         TOGETHER=tile.TOGETHER,
         NEED_DQ=need_dq,
@@ -263,11 +269,11 @@ def triton_launch(phase: str, x: Tensors, is_causal: bool, tile: Tile, tma: bool
     return Launch(kernel, tiles * q.shape[0] * q.shape[1], constants, blocks, tile.num_warps, tile.num_stages)
 
 
-def gluon_launch(phase: str, x: Tensors, is_causal: bool) -> Launch:
+def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
     """`triton_launch` with a Gluon kernel, for "forward", "dq" and "dkv" where `_use_gluon` says so."""
-    q, k = x["q_"], x["k_"]
+    q, k = tensors["q_"], tensors["k_"]
     rows, tile = gluon.ROWS, gluon_backward.TILE
-    kernel, own, walked, blocks = {  # the rows of `own` are divided among the programs
+    kernel, own, looped_over, blocks = {  # the rows of `own` are divided among the programs
         "forward": (gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)),
         "dq": (gluon_backward.dq_kernel, q, k, _blocks(q, rows, tile)),
         "dkv": (gluon_backward.dkv_kernel, k, q, _blocks(q, tile, rows, [tile])),
@@ -275,7 +281,7 @@ def gluon_launch(phase: str, x: Tensors, is_causal: bool) -> Launch:
     return Launch(
         kernel,
         triton.cdiv(own.shape[2], gluon.GROUPS * rows) * q.shape[0] * q.shape[1],
-        dict(_sizes(q, k, walked), CAUSAL=is_causal),
+        dict(_scalars(q, k, looped_over), CAUSAL=is_causal),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
@@ -285,33 +291,33 @@ def gluon_launch(phase: str, x: Tensors, is_causal: bool) -> Launch:
 
 
 def _blocks(q: Tensor, BM: int, BN: int, vectors: list[int] | None = None) -> dict[str, list[int]]:
-    """The block in which the copy engine moves each tensor: BM queries or BN keys, with all columns."""
+    """The block in which TMA moves each tensor: BM queries or BN keys, with all columns."""
     d_pad = padded_head_size(q.shape[3])
     blocks = {name: [1, 1, BM, d_pad] for name in ("q_", "o_", "do_", "dq_")}
     blocks |= {name: [1, 1, BN, d_pad] for name in ("k_", "v_", "dk_", "dv_")}
     return blocks if vectors is None else {**blocks, "VECTORS": vectors}
 
 
-def _sizes(q: Tensor, k: Tensor, walked: Tensor) -> dict[str, float]:
-    """scale, H, N_q, N_k and GROUP; `walked` is one of the two tensors of the inner loop."""
+def _scalars(q: Tensor, k: Tensor, looped_over: Tensor) -> dict[str, float]:
+    """scale, H, N_q, N_k and GROUP; `looped_over` is one of the two tensors of the inner loop."""
     scale = 1 / math.sqrt(q.shape[3])
-    return dict(scale=scale, H=q.shape[1], N_q=q.shape[2], N_k=k.shape[2], GROUP=_heads_together(walked))
+    return dict(scale=scale, H=q.shape[1], N_q=q.shape[2], N_k=k.shape[2], GROUP=_heads_together(looped_over))
 
 
-def _heads_together(walked: Tensor) -> int:
+def _heads_together(looped_over: Tensor) -> int:
     """The number of heads whose two tensors of the inner loop fit in half of the L2 cache; at least one."""
     if INTERPRET:
         return 2
-    head_bytes = 2 * walked.shape[2] * walked.shape[3] * walked.element_size()
-    return max(1, torch.cuda.get_device_properties(walked.device).L2_cache_size // 2 // head_bytes)
+    head_bytes = 2 * looped_over.shape[2] * looped_over.shape[3] * looped_over.element_size()
+    return max(1, torch.cuda.get_device_properties(looped_over.device).L2_cache_size // 2 // head_bytes)
 
 
-def _move(x: Tensors, tile: Tile, tma: bool) -> str:
+def _move(tensors: Tensors, tile: Tile, tma: bool) -> str:
     """How tiles are moved; see the kernels' legend. Only strides that span gigabytes need far pointers."""
     if tma:
         return "descriptors"
-    rows, columns = max(tile.BM, tile.BN) - 1, padded_head_size(x["q_"].shape[3]) - 1
-    far = max(rows * tensor.stride(2) + columns * tensor.stride(3) for tensor in x.values()) >= 2**31
+    rows, columns = max(tile.BM, tile.BN) - 1, padded_head_size(tensors["q_"].shape[3]) - 1
+    far = max(rows * tensor.stride(2) + columns * tensor.stride(3) for tensor in tensors.values()) >= 2**31
     return "far pointers" if far else "pointers"
 
 
@@ -324,6 +330,7 @@ def _precision(q: Tensor) -> str:
     return "ieee" if INTERPRET else "bf16x6"
 
 
-FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward, _check_served)
-FlashAttentionTritonCompiled = flash_function("flash_triton_compiled", flash_forward, compiled_backward, _check_served)
-BACKWARDS = {"triton": FlashAttentionTriton, "compiled": FlashAttentionTritonCompiled}
+FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward, _check_supported)
+FlashAttentionTritonCompiled = flash_function(
+    "flash_triton_compiled", flash_forward, compiled_backward, _check_supported
+)

@@ -3,25 +3,29 @@
 Legend
     B, H           batch and heads; bh = b * H + h; a tensor is indexed as [b, h, row, column]
     N_q, N_k, D    queries, keys, head size; D_PAD is D rounded up to a power of two, at least 16
-    BM, BN         queries and keys per tile
-    walk           a program's loop over tiles, along the keys or along the queries
+    BM, BN         queries and keys per tile; m0, n0 are the first query and the first key of a tile
     q, k, v, o     (B, H, N, D) tensors with any strides; do, dq, dk, dv are their gradients. q_ is the tensor, q a tile
-    L              (B, H, N_q) logsumexp of the scaled scores, natural logarithm
+    s, p           a tile of scores and of probabilities; dp, ds are their gradients. st, pt, dpt, dst are transposed
+    L              (B, H, N_q) logsumexp of the scaled scores, natural logarithm; lse2 is a tile of it in base 2
     VECTORS        (2 * B * H, N_PAD): L in base 2 for all heads, then delta = rowsum(do * o) for all heads, for the
-                   walk along the queries. N_PAD is a multiple of every tile length, so this walk needs no masks: beyond
-                   N_q L is infinite, so the probability is 0
+                   inner loop over queries. N_PAD is a multiple of every tile length, so this loop loads
+                   VECTORS without a mask: beyond N_q L is infinite, so the probability is 0
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
     GROUP          heads that are worked on at the same time
     PRECISION      how float32 is multiplied. "tf32": with 11 bits. "bf16x6": with 24 bits, as the sum of the six
                    largest products of the three bfloat16 parts of each operand; tensor cores are that much faster than
                    multiply-adds. "ieee": by multiply-adds, for the interpreter
-    MOVE           how tiles are moved. "descriptors": by the copy engine of Hopper; tensors are then passed as
-                   descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers": with
-                   64-bit offsets
+    MOVE           how tiles are moved. "descriptors": by TMA, the copy engine of Hopper and later; tensors are then
+                   passed as descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers":
+                   with 64-bit offsets
     TOGETHER       wait for the keys and the values of a tile at once, before the first product. Otherwise the wait for
                    the values comes when they are needed, and the compiler puts a barrier there. With eight warps that
                    barrier keeps both groups of four in step, so the exponentials of one cannot hide behind the
                    products of the other
+    EDGE           the tile may reach beyond the last row: the rows beyond it are loaded as zeros
+    MASKED         some scores of the tile are hidden, by the causal mask or beyond the last key
+    NEED_DQ        compute dq. Otherwise only VECTORS is filled
+    ALONE          no `dq_kernel` ran before: compute L in base 2 and delta here
 """
 
 import math
@@ -78,7 +82,7 @@ def _load(
 def _store(
     x, strides, tile, b, h, row, N, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOVE: tl.constexpr
 ):
-    if MOVE == "descriptors":  # the copy engine skips elements beyond the tensor
+    if MOVE == "descriptors":  # TMA skips elements beyond the tensor
         x.store([b, h, row, 0], tile.reshape(1, 1, ROWS, D_PAD))
     else:
         ok = (row + tl.arange(0, ROWS) < N)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
@@ -193,12 +197,12 @@ def forward_kernel(
 
 @triton.jit
 def _dq_keys(
-    dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
+    dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, lo, hi, sc, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, lines 10, 11 and 13 to 15, along the keys lo to hi."""
+    """Algorithm 2, lines 10, 11 and 13 to 15, over the keys lo to hi."""
     for n0 in tl.range(lo, hi, BN):
         k = _load(k_, k_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         if TOGETHER:
@@ -207,7 +211,7 @@ def _dq_keys(
         if not TOGETHER:
             v = _load(v_, v_strides, b, h, n0, N_k, BN, D, D_PAD, MOVE, MASKED)
         dp = _scores(do, v, PRECISION)
-        p = tl.exp2(s * sc - l2[:, None])
+        p = tl.exp2(s * sc - lse2[:, None])
         if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
             p = tl.where(_visible(m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), N_k, CAUSAL), p, 0.0)
         ds = p * (dp - delta[:, None])
@@ -224,13 +228,13 @@ def _row_statistics(
     do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     o = _load(o_, o_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     rows = m0 + tl.arange(0, BM)
-    l2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
-    return do, l2, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    lse2 = tl.load(L + tl.cast(bh, tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * _LOG2_E
+    return do, lse2, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
 
 
 @triton.jit
 def _dq_tile(
-    q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+    q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -240,11 +244,11 @@ def _dq_tile(
     dq = tl.zeros([BM, D_PAD], tl.float32)
     full, end = _key_ranges(m0, N_k, BM, BN, CAUSAL)
     dq = _dq_keys(
-        dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
+        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, 0, full, sc, N_k,
         BM, BN, D, D_PAD, CAUSAL, False, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, do, l2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
+        dq, q, do, lse2, delta, k_, v_, k_strides, v_strides, b, h, m0, full, end, sc, N_k,
         BM, BN, D, D_PAD, CAUSAL, True, MOVE, PRECISION, TOGETHER,
     )  # fmt: skip
     _store(dq_, dq_strides, (dq * scale).to(q.dtype), b, h, m0, N_q, BM, D, D_PAD, MOVE)
@@ -258,19 +262,19 @@ def dq_kernel(
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     NEED_DQ: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: VECTORS for the other walk, and dq."""
+    """One tile of queries: VECTORS for `dkv_kernel`, and dq."""
     N_PAD = tl.cdiv(N_q, _PAD) * _PAD
     num_blocks = N_PAD // BM
     block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
     m0 = (num_blocks - 1 - block) * BM
-    do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
+    do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
     vectors = VECTORS + tl.cast(bh, tl.int64) * N_PAD + m0 + tl.arange(0, BM)
-    tl.store(vectors, l2)
+    tl.store(vectors, lse2)
     tl.store(vectors + tl.cast(tl.num_programs(0) // num_blocks, tl.int64) * N_PAD, delta)
     if NEED_DQ and m0 < N_q:
         _dq_tile(
-            q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+            q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
             BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, TOGETHER,
         )  # fmt: skip
 
@@ -281,7 +285,7 @@ def _dkv_queries(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     MASKED: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, lines 10 to 14 and 16, along the queries lo to hi.
+    """Algorithm 2, lines 10 to 14 and 16, over the queries lo to hi.
 
     All scores are transposed, (BN, BM): the probabilities then leave one matrix product in the registers in which the
     next takes its left operand.
@@ -291,15 +295,15 @@ def _dkv_queries(
         q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
         rows = m0 + tl.arange(0, BM)
         if ALONE:
-            do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
+            do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
         elif MOVE == "descriptors":  # pointer loads would expose the latency of these vectors in every tile
-            l2 = VECTORS.load([bh, m0]).reshape(BM)
+            lse2 = VECTORS.load([bh, m0]).reshape(BM)
         else:
-            l2 = tl.load(VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows)
+            lse2 = tl.load(VECTORS + tl.cast(bh, tl.int64) * N_PAD + rows)
         st = _scores(k, q, PRECISION)
         if not ALONE:
             do = _load(do_, do_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
-        pt = tl.exp2(st * sc - l2[None, :])
+        pt = tl.exp2(st * sc - lse2[None, :])
         if MASKED:
             pt = tl.where(rows[None, :] >= (n0 + tl.arange(0, BN))[:, None], pt, 0.0)
         dv = _dot(pt.to(k.dtype), do, dv, PRECISION)
@@ -370,7 +374,7 @@ def backward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CAUSAL: tl.constexpr, MOVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both walks in one launch, for work shorter than a launch: the walk for dk and dv computes delta itself."""
+    """dq, dk and dv in one launch, for work shorter than a launch. The loops over queries compute delta themselves."""
     num_key_blocks, num_query_blocks = tl.cdiv(N_k, BN), tl.cdiv(N_q, BM)
     num_heads = tl.num_programs(0) // (num_key_blocks + num_query_blocks)
     block, bh = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
@@ -383,8 +387,8 @@ def backward_kernel(
         )  # fmt: skip
     else:
         m0 = (num_key_blocks + num_query_blocks - 1 - block) * BM
-        do, l2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
+        do, lse2, delta = _row_statistics(o_, do_, L, o_strides, do_strides, b, h, bh, m0, N_q, BM, D, D_PAD, MOVE)
         _dq_tile(
-            q_, k_, v_, dq_, do, l2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
+            q_, k_, v_, dq_, do, lse2, delta, q_strides, k_strides, v_strides, dq_strides, b, h, m0, scale, N_q, N_k,
             BM, BN, D, D_PAD, CAUSAL, MOVE, PRECISION, False,
         )  # fmt: skip

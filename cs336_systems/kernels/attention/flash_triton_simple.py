@@ -2,8 +2,8 @@
 
 Three kernels: one for the forward pass, one for dQ, one for dK and dV. Algorithm 2 adds to dQ in memory for each tile
 of keys, which needs atomic additions if many programs run at once. Here a second kernel computes P again for dQ, and
-each output is written once. `flash_triton.py` is the fast version: it measures tile sizes, masks only the tiles that
-need it, and uses Hopper's copy engine.
+each output is written once. `flash_triton.py` is the fast version: its tile sizes are measured, it masks only the
+tiles that need it, and on Hopper it uses TMA and kernels written in Gluon.
 
 Legend
     Q, K, V, O    pointers to (B, H, N, D) tensors with any strides; dO, dQ, dK, dV are their gradients
@@ -153,15 +153,15 @@ def flash_triton_simple(
     Runs where `flash_triton` runs. float32 products follow `torch.get_float32_matmul_precision()`. The same inputs
     give the same bits. Raises ValueError naming the argument that it does not accept.
     """
-    return FlashAttentionTritonSimple.of(q, k, v, is_causal)
+    return FlashAttentionTritonSimple.call(q, k, v, is_causal)
 
 
-def _check_served(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+def _check_supported(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     check_qkv(q, k, v, is_causal, dtypes=(torch.float32, torch.bfloat16, torch.float16), max_head_size=128)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    _check_served(q, k, v, is_causal)
+    _check_supported(q, k, v, is_causal)
     check_device(q, "flash_triton_simple")
     if (outputs := empty_outputs(q, k)) is not None:
         return outputs
@@ -196,4 +196,4 @@ def _launch(kernel: Any, length: int, is_causal: bool, tensors: dict[str, Tensor
         )  # fmt: skip
 
 
-FlashAttentionTritonSimple = flash_function("flash_triton_simple", _forward, _backward, _check_served)
+FlashAttentionTritonSimple = flash_function("flash_triton_simple", _forward, _backward, _check_supported)

@@ -20,7 +20,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     TOGETHER: bool = False
-    """For the phases that walk along the keys; see the kernels' legend."""
+    """For the phases that loop over the keys; see the kernels' legend."""
 
 
 @functools.cache
@@ -33,8 +33,8 @@ def tile_table() -> dict[str, Tile]:
 def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, small: bool = False) -> str:
     """A tile's key: the phase (forward, dq, dkv, or backward for the last two), the padded head size, and a kind.
 
-    The kinds are float, half, half-tma for 16-bit tensors moved by the copy engine, and float-small. The last has small
-    tiles for float32. They are not tuned, and have a backward pass in one launch at every head size.
+    The kinds are float, half, half-tma for 16-bit tensors moved by TMA, and float-small. The last has small tiles
+    for float32. They are not tuned, and have a backward pass in one launch at every head size.
     """
     kind = "float-small" if small else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"

@@ -3,10 +3,11 @@
 `flash_function` returns the kernel's `autograd.Function` and registers both passes as custom operators. Operators make
 torch.compile work without a graph break, and fake tensors and the FLOP counter work at all.
 
-The calls from a kernel's name to the GPU: `flash_triton` -> `FlashAttention.of` -> `FlashAttention.forward` ->
+The calls from a kernel's name to the GPU: `flash_triton` -> `FlashAttention.call` -> `FlashAttention.forward` ->
 `_run_forward` -> `flash_forward`, the kernel's own function -> `Launch`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +23,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 class Saved(NamedTuple):
-    """The tensors that the forward pass saves for the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     q: Tensor
     k: Tensor
@@ -34,7 +35,8 @@ class Saved(NamedTuple):
 
 Backward = Callable[[Tensor, Saved, bool, bool], tuple[Tensor, Tensor, Tensor]]
 """backward(dO, saved, need_dq, need_dkv) -> dq, dk, dv, made by `new_gradients`: those not needed have no elements.
-There is at least one query and one key, dO has no repeated elements, and logsumexp is contiguous."""
+There is at least one query and one key. dO has adjacent columns (its last stride is 1) and no repeated elements.
+logsumexp is contiguous."""
 Check = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 _functions: dict[str, str] = {}
@@ -44,19 +46,23 @@ _functions: dict[str, str] = {}
 class FlashFunction(torch.autograd.Function):
     """Base of the classes that `flash_function` makes."""
 
-    of: ClassVar[Any]
-    """`apply`, except that torch.compile sees one operator: it does not accept the same tensor twice in `apply`."""
+    call: ClassVar[Any]
+    """`apply` in eager mode. Under torch.compile it calls the custom operator, because Dynamo rejects an `apply` whose
+    inputs repeat a tensor."""
 
 
 def flash_function(
     name: str, forward_pass: Forward, backward_pass: Backward, check: Check = check_qkv
 ) -> type[FlashFunction]:
-    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` returns O, and so does `.of`.
+    """The autograd.Function of a kernel: `.apply(Q, K, V, is_causal=False)` returns O, and so does `.call`.
 
     For backward it saves Q, K, V, O and the logsumexp, of shape Q.shape[:-1] in float32 (float64 for float64).
-    Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Eager calls run the kernel directly,
-    because the dispatch of a custom operator takes longer than the launch of a small kernel. forward_pass checks its
-    arguments; `check` checks fake tensors, and may look only at their shape, dtype and device.
+    Registers the operators `cs336::{name}_forward` and `cs336::{name}_backward`. Eager mode: FlashAttention's `forward`
+    and `backward` run the kernel directly, because the dispatch of a custom operator takes longer than the launch of a
+    small kernel. torch.compile of `.call`: the operators run, with `op_backward`. Fake tensors, the FLOP counter and
+    torch.compile of `.apply`: FlashAttention calls the operators.
+
+    forward_pass checks its arguments; `check` checks fake tensors, and may look only at their shape, dtype and device.
 
     Raises ValueError if the name is not an identifier, or belongs to other functions.
     """
@@ -68,10 +74,11 @@ def flash_function(
     if _functions.setdefault(name, functions) != functions:  # functions redefined in a notebook keep their names
         raise ValueError(f"name is {name!r}, which is the name of {_functions[name]}")
     forward_op, backward_op = _register_operators(name, forward_pass, backward_pass, check)
+    run_backward = functools.partial(_run_backward, backward_pass)
 
     class FlashAttention(FlashFunction):
         @classmethod
-        def of(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        def call(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
             if torch.compiler.is_compiling():
                 return forward_op(Q, K, V, is_causal)[0]
             return cls.apply(Q, K, V, is_causal)
@@ -87,17 +94,8 @@ def flash_function(
             return o
 
         @staticmethod
-        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-            _check_not_differentiated_again(name)
-            need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
-            needs = need_dq, need_dk or need_dv
-            q, k, v, o, logsumexp = ctx.saved_tensors
-            saved = Saved(q, k, v, o, logsumexp, ctx.is_causal)
-            if _traced():
-                dQ, dK, dV = backward_op(dO, *saved, *needs)
-            else:
-                dQ, dK, dV = _run_backward(backward_pass, dO, saved, *needs)
-            return dQ if need_dq else None, dK if need_dk else None, dV if need_dv else None, None
+        def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
+            return _needed_gradients(name, ctx, dO, backward_op if _traced() else run_backward)
 
     # A tensor's grad_fn shows the name of the class.
     return type(name, (FlashAttention,), {"__doc__": f"FlashAttention-2 as an autograd.Function: `{name}`."})
@@ -108,10 +106,13 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
-def _check_not_differentiated_again(name: str) -> None:
-    # Autograd would silently treat the gradients as constants.
-    if torch.is_grad_enabled() and not _traced():
+def _needed_gradients(name: str, ctx: Any, dO: Tensor, backward: Callable[..., Any]) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and is_causal; None where autograd does not need one."""
+    if torch.is_grad_enabled() and not _traced():  # autograd would silently treat the gradients as constants
         raise RuntimeError(f"{name} has no second derivatives: its backward pass was called with create_graph=True")
+    need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]  # is_causal is missing if it was not given
+    dq, dk, dv = backward(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
+    return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
 
 
 def _register_operators(
@@ -133,7 +134,7 @@ def _register_operators(
         need_dq: bool,
         need_dkv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _run_backward(backward, dO, Saved(q, k, v, o, logsumexp, is_causal), need_dq, need_dkv)
+        return _run_backward(backward, dO, q, k, v, o, logsumexp, is_causal, need_dq, need_dkv)
 
     @forward_op.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -154,10 +155,7 @@ def _register_operators(
         ctx.is_causal = is_causal
 
     def op_backward(ctx: Any, dO: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        _check_not_differentiated_again(name)
-        need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
-        dq, dk, dv = backward_op(dO, *ctx.saved_tensors, ctx.is_causal, need_dq, need_dk or need_dv)
-        return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+        return _needed_gradients(name, ctx, dO, backward_op)
 
     forward_op.register_autograd(op_backward, setup_context=setup_context)
     operators = torch.ops.cs336
@@ -191,21 +189,31 @@ def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: b
 
 
 def _run_backward(
-    backward: Backward, dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool
+    backward: Backward,
+    dO: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    need_dq: bool,
+    need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a kernel's backward pass, after handling the cases that are the same for all kernels."""
-    q, k, v = saved[:3]
+    """Run a kernel's backward pass, after handling the cases that are the same for all kernels.
+
+    Empty inputs are one of them. In the forward pass each kernel handles them itself, after its own checks, so that an
+    empty input that it does not support raises an error too.
+    """
     if dO.is_neg() or q.is_neg() or k.is_neg() or v.is_neg():  # negated lazily: memory has the other sign
         dO, q, k, v = (x.resolve_neg() for x in (dO, q, k, v))
-        saved = saved._replace(q=q, k=k, v=v)
     if q.numel() == 0 or k.numel() == 0:
         dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dO.stride(-1) != 1 or 0 in dO.stride():
-        dO = dO.contiguous()  # sum().backward() passes one number, expanded: slow to read, and no descriptor takes it
-    if not saved.logsumexp.is_contiguous():  # saved-tensor hooks may have changed it
-        saved = saved._replace(logsumexp=saved.logsumexp.contiguous())
-    return backward(dO, saved, need_dq, need_dkv)
+        dO = dO.contiguous()  # sum().backward() passes one number, expanded: slow to read, and TMA cannot move it
+    logsumexp = logsumexp.contiguous()  # saved-tensor hooks may have changed it
+    return backward(dO, Saved(q, k, v, o, logsumexp, is_causal), need_dq, need_dkv)
 
 
 def empty_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -231,5 +239,5 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool
 
 
 def _unfilled_like(x: Tensor) -> Tensor:
-    # A kernel writes through as_4d, which is a view of five dimensions only if memory has the leading ones in order.
+    # A kernel writes through as_4d. For five dimensions it is a view only if the leading ones are stored in order.
     return torch.empty_like(x) if x.ndim <= 4 else torch.empty_like(x, memory_format=torch.contiguous_format)

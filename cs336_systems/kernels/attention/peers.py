@@ -46,7 +46,7 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     above 256, no queries or no keys, and causal attention with N_q != N_k.
     """
     if q.device.type == "cuda":
-        _check_served("sdpa_flash", q, k, v, is_causal)
+        _check_supported("sdpa_flash", q, k, v, is_causal)
     else:
         check_qkv(q, k, v, is_causal, dtypes=FLOATING_DTYPES)
     return _forced(SDPBackend.FLASH_ATTENTION, "sdpa_flash", q, k, v, is_causal)
@@ -59,7 +59,7 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
     bfloat16, head sizes above 128 before Hopper and 256 from there on, no queries or no keys, and causal attention with
     N_q != N_k.
     """
-    _check_served("sdpa_cudnn", q, k, v, is_causal)
+    _check_supported("sdpa_cudnn", q, k, v, is_causal)
     return _forced(SDPBackend.CUDNN_ATTENTION, "sdpa_cudnn", q, k, v, is_causal)
 
 
@@ -70,7 +70,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     256, and no queries or no keys. Beyond 256 shapes it raises PyTorch's error, because running eagerly would hold all
     scores.
     """
-    _check_served("flex", q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), only_square=False)
+    _check_supported("flex", q, k, v, is_causal, dtypes=(*_LOW_PRECISION, torch.float32), only_square=False)
     if q.shape[-1] < 16:
         raise ValueError(f"q has head size {q.shape[-1]}: flex serves 16 to 256")
     return _flex(q, k, v, is_causal)
@@ -87,7 +87,7 @@ def fa4(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         from flash_attn.cute import flash_attn_func
     except ImportError as error:
         raise ImportError(f"fa4 needs the package flash-attn-4: {error}") from error
-    _check_served("fa4", q, k, v, is_causal)
+    _check_supported("fa4", q, k, v, is_causal)
     if q.shape[-1] % 8:
         raise ValueError(f"q has head size {q.shape[-1]}: fa4 serves multiples of 8")
     result = flash_attn_func(*(as_4d(x).transpose(1, 2) for x in (q, k, v)), causal=is_causal)  # (B, N, H, D)
@@ -179,7 +179,7 @@ def _new_causal_block_mask(n_q: int, n_k: int, device: torch.device) -> Any:
     return create_block_mask(sees, None, None, n_q, n_k, device=str(device))
 
 
-def _check_served(
+def _check_supported(
     name: str,
     q: Tensor,
     k: Tensor,

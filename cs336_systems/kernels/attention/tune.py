@@ -2,11 +2,11 @@
 
 `python -m cs336_systems.kernels.attention.tune`, minutes on one GPU; `--head_sizes 64 --kinds float` for a part of it.
 
-Each phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through the copy engine, in bfloat16
-through pointers, and in float32, over a short list of tiles that fit a streaming multiprocessor. The candidates include
-the tiles of the present table. They are first compiled in parallel processes. The new table holds the fastest tile of
+Each phase (forward, dq, dkv) is timed alone for each padded head size, in bfloat16 through TMA, in bfloat16 through
+pointers, and in float32, over a short list of tiles that fit a streaming multiprocessor. The candidates include the
+tiles of the present table. They are first compiled in parallel processes. The new table holds the fastest tile of
 each entry, except tiles that take long to compile: a float32 product is six products, all unrolled. A backward pass in
-one launch has no entry if no tile compiles fast enough, or if it takes much longer than the two walks. Any other phase
+one launch has no entry if no tile compiles fast enough, or if it takes much longer than two launches. Any other phase
 keeps the tile it has.
 """
 
@@ -37,7 +37,7 @@ COMPILE_S = 6.0
 The first call of both passes waits for two compilations in a row: twelve seconds at most.
 """
 MOST_IN_ONE_LAUNCH = 1.5
-"""A single launch for both walks may take this many times as long on the GPU, because it saves time on the host."""
+"""A single launch for dQ, dK and dV may take this many times as long on the GPU, because it saves time on the host."""
 
 
 class Kind(NamedTuple):
@@ -80,27 +80,27 @@ def candidates(d: int, kind: str) -> list[Candidate]:
 
 
 def _candidates(d: int, kind: str) -> Iterator[Candidate]:
-    """Combinations of the rows that a program keeps, the rows it walks along, warps, stages, and TOGETHER."""
+    """Combinations of the rows that a program keeps, the rows of a step of its loop, warps, stages, and TOGETHER."""
     tma, is_float = KINDS[kind].tma, kind == "float"
     for phase in _PHASES:
-        if phase == "backward":  # both walks with one tile, by pointers
+        if phase == "backward":  # dQ, dK and dV with one tile, by pointers
             sizes = () if tma else ((32, 32), (32, 64), (64, 32), (64, 64))
             for (BM, BN), num_warps, num_stages in itertools.product(sizes, (4, 8), (1,) if is_float else (1, 2)):
                 yield Candidate(phase, d, kind, Tile(BM, BN, num_warps, num_stages))
             continue
-        walked: tuple[int, ...] = (32, 64, 128) if d <= 128 else (16, 32, 64)
+        steps: tuple[int, ...] = (32, 64, 128) if d <= 128 else (16, 32, 64)
         kept: tuple[int, ...] = (64, 128)
         stages: tuple[int, ...] = (2, 3)
         if is_float:  # needs more room, and takes longer to compile
-            walked, stages = walked[:2], (2,) if d <= 128 else (1,)
+            steps, stages = steps[:2], (2,) if d <= 128 else (1,)
             kept = (64, 128) if d <= 64 else (32, 64, 128) if d == 128 else (32, 64)
-        for keep, walk, num_stages in itertools.product(kept, walked, stages):
+        for keep, step, num_stages in itertools.product(kept, steps, stages):
             for num_warps in (4, 8) if keep == 128 or d == 256 or is_float else (4,):
-                # The accumulators, one or two of keep x d and as many of keep x walk, must fit in the registers.
+                # The accumulators, one or two of keep x d and as many of keep x step, must fit in the registers.
                 products = 2 if phase == "dkv" else 1
-                if products * keep * (d + walk) > num_warps * 32 * 255 * 1.25:
+                if products * keep * (d + step) > num_warps * 32 * 255 * 1.25:
                     continue
-                BM, BN = (walk, keep) if phase == "dkv" else (keep, walk)
+                BM, BN = (step, keep) if phase == "dkv" else (keep, step)
                 for together in (False, True) if tma and num_warps == 8 and phase != "dkv" else (False,):
                     yield Candidate(phase, d, kind, Tile(BM, BN, num_warps, num_stages, together))
 
@@ -195,8 +195,8 @@ def update_table(measured: Iterator[dict[str, list[tuple[float, Tile]]]], file: 
         fastest = {key: times[0][0] for key, times in found.items() if times}
         for key, times in found.items():
             print(key, *(f"\n    {ms:.3f} ms {tuple(tile)}" for ms, tile in times[:3]), flush=True)
-            walks = [fastest.get(key.replace("backward", walk), math.inf) for walk in ("dq", "dkv")]
-            is_slow = fastest.get(key, math.inf) > MOST_IN_ONE_LAUNCH * sum(walks)
+            apart = [fastest.get(key.replace("backward", phase), math.inf) for phase in ("dq", "dkv")]
+            is_slow = fastest.get(key, math.inf) > MOST_IN_ONE_LAUNCH * sum(apart)
             if key.startswith("backward") and (is_slow or not times):
                 tiles.pop(key, None)
             elif times:
