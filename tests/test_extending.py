@@ -21,7 +21,7 @@ from cs336_systems.config import run as config
 from cs336_systems.config.run import ParallelConfig
 from cs336_systems.kernels import attention
 from cs336_systems.kernels.attention import get_attention
-from cs336_systems.parallel import STRATEGIES, Maker, Options, get_strategy
+from cs336_systems.parallel import STRATEGIES, Options, StrategyFactory, get_strategy
 from cs336_systems.report.views import rows_table
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from tests.distributed import run_ranks
@@ -202,7 +202,7 @@ def test_in_the_package_both_have_short_names(folder: Path, monkeypatch: pytest.
         assert f'`"{name}": "{place}"`' in DOCUMENT
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
     monkeypatch.setitem(attention._PLACES, "by_rows", BY_ROWS)
-    monkeypatch.setitem(STRATEGIES, "together", Maker(f"{parallel.__name__}.{TOGETHER}"))
+    monkeypatch.setitem(STRATEGIES, "together", StrategyFactory(f"{parallel.__name__}.{TOGETHER}"))
     monkeypatch.setitem(config.STRATEGIES, "together", TOGETHER)
     assert get_attention("by_rows").__module__ == f"{attention.__name__}.by_rows"
     strategy = get_strategy(ParallelConfig(strategy="together").strategy_for(2))(torch.nn.Linear(2, 2), Options())

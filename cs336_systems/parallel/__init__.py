@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from ..config import run as config
 from ..config.checks import imported, require
+from ..config.run import STRATEGIES as STRATEGY_PATHS
 from .strategy import Strategy
 
 
@@ -18,27 +18,28 @@ class Options:
     bucket_size_mb: float | None = None
     """Size of the gradients that are sent together, in 2^20 bytes (default: the strategy's)."""
     grad_dtype: torch.dtype | None = None
-    """Dtype in which gradients are sent (default: their own)."""
+    """Dtype in which gradients are sent (default: their own; PyTorch FSDP2: reduce_dtype)."""
     compute_dtype: torch.dtype | None = None
-    """Dtype of sharded weights in communication and computation (default: their own)."""
+    """Dtype of sharded weights in communication and computation (default: their own; PyTorch FSDP2: param_dtype)."""
     reshard_after_forward: bool = True
     """Whether sharded weights are freed after the forward pass and gathered again for the backward pass."""
 
 
 @dataclass(frozen=True)
-class Maker:
+class StrategyFactory:
     """Makes the strategy at "module:Class". The module is imported at first use."""
 
-    place: str
+    import_path: str
 
     @property
     def strategy(self) -> type[Strategy]:
         """The class. Raises ValueError naming `parallel.strategy` if there is none."""
-        found = imported("parallel.strategy", self.place)
+        found = imported("parallel.strategy", self.import_path)
         is_one = isinstance(found, type) and issubclass(found, Strategy)
-        require(is_one, "parallel.strategy", self.place, f"a subclass of {Strategy.__module__}.Strategy")
+        require(is_one, "parallel.strategy", self.import_path, f"a subclass of {Strategy.__module__}.Strategy")
         takes_module = next(iter(inspect.signature(found).parameters), None) is not None
-        require(takes_module, "parallel.strategy", self.place, "a strategy whose constructor takes the module first")
+        needed = "a strategy whose constructor takes the module first"
+        require(takes_module, "parallel.strategy", self.import_path, needed)
         return found
 
     @property
@@ -53,14 +54,14 @@ class Maker:
         return self.strategy(module, **given)
 
 
-STRATEGIES = {name: Maker(f"{__name__}.{place}") for name, place in config.STRATEGIES.items()}
+STRATEGIES = {name: StrategyFactory(f"{__name__}.{path}") for name, path in STRATEGY_PATHS.items()}
 
 
-def get_strategy(name: str) -> Maker:
-    """The maker of a registered strategy, or of your own at "module:Class".
+def get_strategy(name: str) -> StrategyFactory:
+    """The factory of a registered strategy, or of your own at "module:Class".
 
     Raises ValueError naming `parallel.strategy` if it cannot be imported or is no Strategy.
     """
-    maker = STRATEGIES.get(name, Maker(name))
-    _ = maker.strategy  # raises
-    return maker
+    factory = STRATEGIES.get(name, StrategyFactory(name))
+    _ = factory.strategy  # raises
+    return factory

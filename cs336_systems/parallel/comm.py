@@ -192,16 +192,16 @@ def watched(name: str) -> Iterator[None]:
         raise
 
 
-def start_mean(tensors: Iterable[Tensor], name: str, wire_dtype: torch.dtype | None = None) -> Transfer:
+def start_mean(tensors: Iterable[Tensor], name: str, communication_dtype: torch.dtype | None = None) -> Transfer:
     """Average tensors over all ranks, in place, in one transfer per dtype.
 
-    With a wire_dtype they are sent in it. Raises ValueError for a sparse tensor.
+    With a communication_dtype they are sent in it. Raises ValueError for a sparse tensor.
     """
     tensors = [t for t in tensors if t.numel()]
     if world_size() == 1 or not tensors:
         return Transfer(name)
     check_dense(tensors, name)
-    sent = [t.to(wire_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself if nothing changes
+    sent = [t.to(communication_dtype or t.dtype).contiguous() for t in tensors]  # the tensor itself if nothing changes
     op = _divide_unless_averaged(sent)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in sent:

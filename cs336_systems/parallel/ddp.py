@@ -22,12 +22,12 @@ class NaiveDDP(Strategy):
     def finish_gradient_synchronization(self) -> None:
         names = {p: name for name, p in self.module.named_parameters()}
         used = UsedParameters(self.trainable())
-        flags = used.fill()
+        flags = used.fill_missing_gradients()
         for p in self.trainable():
             assert p.grad is not None
             comm.start_mean([p.grad], f"all-reduce of the gradient of {names[p]}", self.grad_dtype).wait()
         comm.mean([flags], "all-reduce of the flags of used parameters")
-        used.settle()
+        used.drop_unused_gradients()
 
 
 class FlatDDP(Strategy):
@@ -35,7 +35,7 @@ class FlatDDP(Strategy):
 
     def finish_gradient_synchronization(self) -> None:
         used = UsedParameters(self.trainable())
-        tensors = [used.fill(), *(p.grad for p in self.trainable() if p.grad is not None)]
+        tensors = [used.fill_missing_gradients(), *(p.grad for p in self.trainable() if p.grad is not None)]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -46,7 +46,7 @@ class FlatDDP(Strategy):
             comm.start_mean([flat], name, self.grad_dtype).wait()
             parts = flat.split([tensor.numel() for tensor in group])
             torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
-        used.settle()
+        used.drop_unused_gradients()
 
 
 def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
@@ -77,8 +77,8 @@ class DDP(Strategy):
     With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size are one collective over many
     tensors, each sent from where it is: fewer calls, and no copies.
 
-    Thaw parameters before wrapping, because frozen ones get no hook. A backward pass whose gradients are dropped must
-    have reached the same parameters on all ranks.
+    Unfreeze parameters before wrapping, because frozen ones get no hook. A backward pass whose gradients are dropped
+    must have reached the same parameters on all ranks.
 
     Raises ValueError if bucket_size_mb is not above 0 and finite.
     """
@@ -162,14 +162,15 @@ class DDP(Strategy):
         for p in self._frozen:
             if p.requires_grad:
                 raise ValueError(f"{self._names[p]} was frozen when its module was wrapped and is not now: its "
-                                 "gradients would differ from rank to rank; thaw it before, or wrap anew")  # fmt: skip
-        flags = self._used.fill(self._is_missing)
+                                 "gradients would differ from rank to rank; unfreeze it before, or wrap the module "
+                                 "again")  # fmt: skip
+        flags = self._used.fill_missing_gradients(self._is_missing)
         while len(self._transfers) < len(self._groups):
             self._start_next()
         self._transfers.append(comm.start_mean([flags], "all-reduce of the flags of used parameters"))
         for transfer in self._transfers:
             transfer.wait()
-        self._used.settle()
+        self._used.drop_unused_gradients()
         if self._order_is_learnt:
             self._reset()
             return

@@ -1,6 +1,6 @@
 """Parameter groups of FSDP: weights that are all-gathered together, and their gradients, reduce-scattered together.
 
-`fsdp.py` names the method; `fsdp_prefetch.py` decides when a group communicates.
+`fsdp.py` gives the overview and the papers; `fsdp_prefetch.py` decides when a group communicates.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from cs336_basics.model import Embedding, Linear
 
 from . import comm
-from .strategy import mark_as_part
+from .strategy import mark_as_shard
 
 EMBEDDINGS = (Embedding, nn.Embedding)
 SHARDED_LAYERS = (Linear, nn.Linear, *EMBEDDINGS)
 
-Users = list[tuple[dict[str, Any], str]]
+Holders = list[tuple[dict[str, Any], str]]
 """Where modules hold a weight: the dict of parameters of each module, and the weight's name there."""
 
 
@@ -73,11 +73,14 @@ class SendBuffer:
 
 
 UNSHARDED, SHARDED, GUARDED = range(3)
-"""States of a weight: modules hold the whole weight, this rank's shard, or an `UnshardedGuard`."""
+"""States of a weight: modules hold the whole weight, this rank's shard, or a `ShardedGuard`."""
 
 
-class UnshardedGuard(Tensor):
-    """Stands in for a weight that is not unsharded. Using it raises RuntimeError; a shard would give wrong numbers."""
+class ShardedGuard(Tensor):
+    """Stands in for a sharded weight during the first forward pass.
+
+    Using it raises RuntimeError, because a shard would give wrong numbers.
+    """
 
     weight_name: str
     _HARMLESS: ClassVar = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__}  # type: ignore
@@ -88,7 +91,7 @@ class UnshardedGuard(Tensor):
     ) -> Any:
         if func in cls._HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
-        names = [x.weight_name for x in tree_leaves((args, kwargs)) if isinstance(x, UnshardedGuard)]
+        names = [x.weight_name for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedGuard)]
         raise RuntimeError(
             f"{names[0]} was used outside of the calls of its module, where fsdp has a part of it only: share the "
             "parameter between modules and call them, or take another strategy"
@@ -100,24 +103,25 @@ class ShardedParam:
 
     full: nn.Parameter  # set by the group, on its buffer
 
-    def __init__(self, parameter: nn.Parameter, name: str, users: Users) -> None:
-        self.shard, self.users, self.shape, self.used = parameter, users, parameter.shape, False
+    def __init__(self, parameter: nn.Parameter, name: str, holders: Holders) -> None:
+        self.shard, self.holders, self.shape, self.used = parameter, holders, parameter.shape, False
         rows, world_size = self.shape[0], comm.world_size()
-        self.piece = torch.Size((-(-rows // world_size), *self.shape[1:]))  # of each rank, padded on the last ones
-        self.padded = torch.Size((world_size * self.piece[0], *self.shape[1:]))
-        self.first_row = min(comm.rank() * self.piece[0], rows)
+        shard_rows = -(-rows // world_size)  # on each rank; the last ranks pad theirs
+        self.shard_shape = torch.Size((shard_rows, *self.shape[1:]))
+        self.padded_shape = torch.Size((world_size * shard_rows, *self.shape[1:]))
+        self.first_row = min(comm.rank() * shard_rows, rows)
         parameter.grad = None
-        mark_as_part(parameter)
-        parameter.data = parameter.data[self.first_row : self.first_row + self.piece[0]]  # the group copies it
-        self.guard = torch.empty(0, dtype=parameter.dtype, device=parameter.device).as_subclass(UnshardedGuard)
+        mark_as_shard(parameter)
+        parameter.data = parameter.data[self.first_row : self.first_row + shard_rows]  # the group copies it
+        self.guard = torch.empty(0, dtype=parameter.dtype, device=parameter.device).as_subclass(ShardedGuard)
         self.guard.weight_name = name
 
 
 class ParamGroup:
     """Weights that are unsharded by one all-gather, and whose gradients are reduced by one reduce-scatter.
 
-    The gathered rows of all ranks are the weight, and gradients are sent from where they lie. Weights are copied only
-    to change the dtype, or if their rows do not divide by the number of ranks. The received part of a gradient is
+    The all-gather writes straight into the weight, and gradients are sent without a copy. A copy is made only to change
+    the dtype or if the number of rows is not divisible by the number of ranks. The received part of a gradient is
     copied once, into the shard's gradient. Everything that a step needs is made here once, because the host must stay
     ahead of the GPU.
     """
@@ -133,23 +137,24 @@ class ParamGroup:
         together = ResizableBuffer([shard.shape for shard in self._shards], self._shards[0].dtype, device)
         for shard, place in zip(self._shards, together.tensors, strict=True):
             shard.data = place.copy_(shard.data)
-        self.unsharded = ResizableBuffer([p.padded for p in params], dtype, device)
+        self.unsharded = ResizableBuffer([p.padded_shape for p in params], dtype, device)
         for p, tensor in zip(params, self.unsharded.tensors, strict=True):
-            # `.data` has its own version counter: autograd, which saves `full` for backward, does not take an
-            # all-gather into the buffer for a modification of it.
+            # `.data` has its own version counter, so autograd does not see the all-gather as an in-place change of
+            # the saved `full`.
             p.full = nn.Parameter(tensor.data[: p.shape[0]], requires_grad=p.shard.requires_grad)
         self.unsharded.release()
-        self._slots = [(users, key, (p.full, p.shard, p.guard)) for p in params for users, key in p.users]
-        self._registered = SHARDED
-        self._gather_input = SendBuffer(self._shards, [p.piece for p in params], dtype)
+        self._slots = [(parameters, key, (p.full, p.shard, p.guard)) for p in params for parameters, key in p.holders]
+        self._installed = SHARDED
+        self._gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
         self._is_unsharded = False  # or being gathered
         self._gather: comm.Transfer | None = None
         self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
         self.trainable = [p for p in params if p.full.requires_grad]
         if self.trainable:
-            pieces, padded = [p.piece for p in self.trainable], [p.padded for p in self.trainable]
-            self._scatter_input = SendBuffer([p.full for p in self.trainable], padded, grad_dtype or dtype)
-            self._scatter_output = ResizableBuffer(pieces, grad_dtype or dtype, device)
+            padded_shapes = [p.padded_shape for p in self.trainable]
+            shard_shapes = [p.shard_shape for p in self.trainable]
+            self._scatter_input = SendBuffer([p.full for p in self.trainable], padded_shapes, grad_dtype or dtype)
+            self._scatter_output = ResizableBuffer(shard_shapes, grad_dtype or dtype, device)
             outputs = self._scatter_output.tensors
             self._reduced = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
             self._scatter_output.release()
@@ -161,12 +166,12 @@ class ParamGroup:
         for p in self.trainable:
             p.full.grad = None
 
-    def register(self, state: int) -> None:
-        """Give the modules the weights that are UNSHARDED, SHARDED or GUARDED."""
-        if state != self._registered:
-            self._registered = state
-            for users, key, by_state in self._slots:
-                users[key] = by_state[state]
+    def install(self, state: int) -> None:
+        """Put the whole weights, the shards or the guards into the modules."""
+        if state != self._installed:
+            self._installed = state
+            for parameters, key, by_state in self._slots:
+                parameters[key] = by_state[state]
 
     def unshard(self) -> None:
         """Start the all-gather, unless the group is unsharded already."""
@@ -188,8 +193,8 @@ class ParamGroup:
         """Release the memory of the whole weights. The tensors stay, because autograd has saved them."""
         if self._is_unsharded:
             self.wait_for_unshard()
-            if self._registered == UNSHARDED:
-                self.register(SHARDED)
+            if self._installed == UNSHARDED:
+                self.install(SHARDED)
             self.unsharded.release()
             self._is_unsharded = False
 
@@ -231,8 +236,9 @@ class ParamGroup:
 
     def gather_full(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
         """Map each shard to `keep` of its whole weight, in the dtype of the shard."""
-        padded = [p.shard.new_empty(p.padded) for p in self.params]
-        sent = SendBuffer(self._shards, [p.piece for p in self.params], self._shards[0].dtype).copy_in(self._shards)
+        padded = [p.shard.new_empty(p.padded_shape) for p in self.params]
+        shapes = [p.shard_shape for p in self.params]
+        sent = SendBuffer(self._shards, shapes, self._shards[0].dtype).copy_in(self._shards)
         comm.start_gather(padded, sent, f"gather of all of {self.name}").wait()
         return {p.shard: keep(tensor[: p.shape[0]]) for tensor, p in zip(padded, self.params, strict=True)}
 
@@ -255,32 +261,32 @@ class GatheredModule:
         for group in self.groups:
             group.wait_for_unshard()
 
-    def register(self, state: int) -> None:
+    def install(self, state: int) -> None:
         for group in self.groups:
-            group.register(state)
+            group.install(state)
 
 
 def shard_module(
     module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
 ) -> list[GatheredModule]:
     """Shard the weights of a module. Returns its gathered modules in the order in which they are registered."""
-    users = find_weights(module)
-    modules = find_gathered_modules(module, users)
-    callers: dict[nn.Parameter, list[int]] = {p: [] for p in users}
+    holders = find_weights(module)
+    modules = find_gathered_modules(module, holders)
+    callers: dict[nn.Parameter, list[int]] = {p: [] for p in holders}
     for number, gathered in enumerate(modules):
         for p in gathered.parameters():
-            if p in users:
+            if p in holders:
                 callers[p].append(number)
     # Weights that the same modules need form a group: as a rule those of one module. A tied weight's group belongs to
     # all modules that share it.
     by_callers: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-    for p in users:
+    for p in holders:
         by_callers.setdefault((tuple(callers[p]), p.dtype), []).append(p)
     names = {child: name for name, child in module.named_modules()}
     parameter_names = {p: name for name, p in module.named_parameters()}
     groups: list[list[ParamGroup]] = [[] for _ in modules]
     for (numbers, dtype), parameters in by_callers.items():
-        params = [ShardedParam(p, parameter_names[p], users[p]) for p in parameters]
+        params = [ShardedParam(p, parameter_names[p], holders[p]) for p in parameters]
         name = " and ".join(names[modules[number]] for number in numbers)
         group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)
         for number in numbers:
@@ -288,12 +294,12 @@ def shard_module(
     return [GatheredModule(names[m], m, its) for m, its in zip(modules, groups, strict=True)]
 
 
-def find_weights(module: nn.Module) -> dict[nn.Parameter, Users]:
+def find_weights(module: nn.Module) -> dict[nn.Parameter, Holders]:
     """The weights of Linear and Embedding, each with all modules that hold it.
 
     Raises ValueError for an nn.Embedding with sparse gradients or max_norm.
     """
-    users: dict[nn.Parameter, Users] = {}
+    holders: dict[nn.Parameter, Holders] = {}
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding) and (child.sparse or child.max_norm is not None):
             option = "sparse=True" if child.sparse else f"max_norm={child.max_norm}"
@@ -301,12 +307,12 @@ def find_weights(module: nn.Module) -> dict[nn.Parameter, Users]:
             raise ValueError(f"{where} is of an nn.Embedding with {option}, which fsdp cannot shard")
         weight = child._parameters.get("weight") if isinstance(child, SHARDED_LAYERS) else None
         if weight is not None and weight.numel():
-            users[weight] = []
+            holders[weight] = []
     for child in module.modules():  # a module of any kind may share a weight
         for name, parameter in child._parameters.items():
-            if parameter in users:
-                users[parameter].append((child._parameters, name))
-    return users
+            if parameter in holders:
+                holders[parameter].append((child._parameters, name))
+    return holders
 
 
 def find_gathered_modules(module: nn.Module, weights: Container[nn.Parameter]) -> list[nn.Module]:

@@ -1,6 +1,6 @@
 """When FSDP communicates: a schedule of the modules of a pass, which is the same on all ranks.
 
-`fsdp.py` names the method; `fsdp_param_group.py` does the communication.
+`fsdp.py` gives the overview and the papers; `fsdp_param_group.py` does the communication.
 """
 
 from collections.abc import Callable, Container
@@ -98,13 +98,3 @@ class PrefetchSchedule:
             if not self.at_end():
                 for group in self._steps[self._at + 1].needed:
                     group.unshard()
-
-
-def insert(order: list[int], number: int, parents: list[str]) -> None:
-    """Insert a module that was not called beside its neighbours in the same list, or in order of registration."""
-    near = [other for other in order if parents[other] == parents[number]] if parents[number] else []
-    near = near or order
-    if before := [other for other in near if other < number]:
-        order.insert(len(order) - order[::-1].index(max(before)), number)
-    else:
-        order.insert(order.index(min(near)) if near else 0, number)

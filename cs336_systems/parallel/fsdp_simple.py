@@ -14,32 +14,33 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_param_group import Users, find_gathered_modules, find_weights
-from .strategy import Strategy, mark_as_part, weak_hook
+from .fsdp_param_group import Holders, find_gathered_modules, find_weights
+from .strategy import Strategy, mark_as_shard, weak_hook
 
 
-class ShardedWeight:
+class ShardedParam:
     """One weight: the parameter keeps this rank's rows, and `full` has memory only between unshard and reshard."""
 
-    def __init__(self, shard: nn.Parameter, name: str, users: Users, compute_dtype: Any, grad_dtype: Any) -> None:
-        self.shard, self.name, self.users, self.shape = shard, name, users, shard.shape
+    def __init__(self, shard: nn.Parameter, name: str, holders: Holders, compute_dtype: Any, grad_dtype: Any) -> None:
+        self.shard, self.name, self.holders, self.shape = shard, name, holders, shard.shape
         rows = -(-shard.shape[0] // comm.world_size())  # of each rank; the last ranks pad theirs with zeros
-        self.piece = torch.Size((rows, *shard.shape[1:]))
+        self.shard_shape = torch.Size((rows, *shard.shape[1:]))
         self.first_row = min(comm.rank() * rows, shard.shape[0])
-        padded = torch.Size((comm.world_size() * rows, *shard.shape[1:]))
-        self.padded = torch.empty(padded, dtype=compute_dtype or shard.dtype, device=shard.device)
-        # A second tensor on the same memory: autograd, which saves `full`, does not take a gather for a modification.
+        padded_shape = torch.Size((comm.world_size() * rows, *shard.shape[1:]))
+        self.padded = torch.empty(padded_shape, dtype=compute_dtype or shard.dtype, device=shard.device)
+        # `.data` has its own version counter, so autograd does not see the all-gather as an in-place change of the
+        # saved `full`.
         self.full = nn.Parameter(self.padded.data[: shard.shape[0]], requires_grad=shard.requires_grad)
         if shard.requires_grad:
             self.full.register_post_accumulate_grad_hook(weak_hook(self.reduce_scatter))
         self.grad_dtype = grad_dtype or self.padded.dtype
         shard.data = shard.data[self.first_row : self.first_row + rows].clone()
-        mark_as_part(shard)
+        mark_as_shard(shard)
         self.reshard()
 
     def all_gather(self, out: Tensor) -> Tensor:
         """The whole weight, in the first rows of `out`, which has the padded shape."""
-        mine = out.new_zeros(self.piece)
+        mine = out.new_zeros(self.shard_shape)
         mine[: len(self.shard)] = self.shard.detach()
         comm.start_gather([out], [mine], f"all-gather of {self.name}").wait()
         return out[: self.shape[0]]
@@ -49,12 +50,12 @@ class ShardedWeight:
         if storage.nbytes() == 0:
             storage.resize_(self.padded.nbytes)
             self.all_gather(self.padded)
-        for parameters, key in self.users:
+        for parameters, key in self.holders:
             parameters[key] = self.full
 
     def reshard(self) -> None:
         self.padded.untyped_storage().resize_(0)
-        for parameters, key in self.users:
+        for parameters, key in self.holders:
             parameters[key] = self.shard
 
     def reduce_scatter(self, full: Any) -> None:
@@ -62,19 +63,19 @@ class ShardedWeight:
         gradient = torch.zeros_like(self.padded, dtype=self.grad_dtype)
         gradient[: len(full)] = full.grad
         full.grad = None
-        mine = gradient.new_empty(self.piece)
+        mine = gradient.new_empty(self.shard_shape)
         comm.start_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
         mean = mine[: len(self.shard)].to(self.shard.dtype)
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.reshard()
 
 
-def _unshard(weights: list[ShardedWeight], *_: Any) -> None:
+def _unshard(weights: list[ShardedParam], *_: Any) -> None:
     for weight in weights:
         weight.unshard()
 
 
-def _post_forward(weights: list[ShardedWeight], module: nn.Module, inputs: Any, output: Any) -> None:
+def _post_forward(weights: list[ShardedParam], module: nn.Module, inputs: Any, output: Any) -> None:
     if torch._C._current_graph_task_id() != -1:  # checkpointing recomputes: backward needs the weights next
         return
     for weight in weights:
@@ -88,15 +89,15 @@ class SimpleFSDP(Strategy):
     """Shards the weights of Linear and Embedding by rows, gathers them block by block, and replicates the rest.
 
     All ranks must use the same weights in the same order. Gradients are averaged in every backward pass, also inside
-    `no_sync`. Freeze or thaw, cast and move parameters before wrapping. compute_dtype, grad_dtype: as in `FSDP`.
+    `no_sync`. Freeze or unfreeze, cast and move parameters before wrapping. compute_dtype, grad_dtype: as in `FSDP`.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None,
                  grad_dtype: torch.dtype | None = None) -> None:  # fmt: skip
         super().__init__(module, grad_dtype)
-        users, names = find_weights(module), {p: name for name, p in module.named_parameters()}
-        self._weights = {p: ShardedWeight(p, names[p], users[p], compute_dtype, grad_dtype) for p in users}
-        for gathered in find_gathered_modules(module, users):
+        holders, names = find_weights(module), {p: name for name, p in module.named_parameters()}
+        self._weights = {p: ShardedParam(p, names[p], holders[p], compute_dtype, grad_dtype) for p in holders}
+        for gathered in find_gathered_modules(module, holders):
             weights = [self._weights[p] for p in gathered.parameters() if p in self._weights]
             gathered.register_forward_pre_hook(partial(_unshard, weights))
             gathered.register_forward_hook(partial(_post_forward, weights))

@@ -35,7 +35,7 @@ class Strategy(nn.Module):
 
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        check_wire_dtype("grad_dtype", grad_dtype)
+        check_communication_dtype("grad_dtype", grad_dtype)
         for name, inside in module.named_modules():
             if isinstance(inside, Strategy):
                 where = f"its {name}" if name else "it"
@@ -47,7 +47,7 @@ class Strategy(nn.Module):
         for name, p in module.named_parameters():
             if grad_dtype is not None and p.requires_grad and p.is_complex():
                 raise ValueError(f"grad_dtype is {grad_dtype}: it must be None, for {name} is {p.dtype}")
-            if is_part(p):
+            if is_shard(p):
                 raise ValueError(f"{name} is this rank's part of a sharded parameter: a strategy needs whole ones")
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         comm.check_same({name: _describe(t) for name, t in tensors.items()}, "parameters")
@@ -63,7 +63,10 @@ class Strategy(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients made inside stay on this process, for accumulation over micro-batches (except with `FSDP`)."""
+        """Gradients made inside stay on this process, for accumulation over micro-batches.
+
+        `FSDP` and `SimpleFSDP` average them anyway.
+        """
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -82,20 +85,21 @@ class Strategy(nn.Module):
         With sharded weights it is the norm over the shards of all ranks, which call this together.
         """
         parameters = list(self.module.parameters())
-        if not any(map(is_part, parameters)):
+        if not any(map(is_shard, parameters)):
             return clip_gradient(parameters, max_norm)
-        gradients: dict[bool, list[Tensor]] = {True: [], False: []}  # of shards, and of replicated parameters
-        for p in parameters:
-            if p.grad is not None:
-                gradients[is_part(p)].append(p.grad)
-        squares = {}
-        for kind, some in gradients.items():
-            norms = gradient_norms(some) if some else [torch.zeros((), device=parameters[0].device)]
-            squares[kind] = torch.stack(norms).square().sum()
-        comm.mean([squares[True]], "norm of the gradients")
-        norm = (squares[True] * comm.world_size() + squares[False]).sqrt()
-        if max_norm != math.inf and (everything := gradients[True] + gradients[False]):
-            torch._foreach_mul_(everything, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        sharded = [p.grad for p in parameters if p.grad is not None and is_shard(p)]
+        replicated = [p.grad for p in parameters if p.grad is not None and not is_shard(p)]
+
+        def square_sum(gradients: list[Tensor]) -> Tensor:
+            norms = gradient_norms(gradients) if gradients else [torch.zeros((), device=parameters[0].device)]
+            return torch.stack(norms).square().sum()
+
+        square = square_sum(sharded)
+        comm.mean([square], "norm of the gradients")
+        # Mean over ranks * world_size = sum over ranks.
+        norm = (square * comm.world_size() + square_sum(replicated)).sqrt()
+        if max_norm != math.inf and (gradients := sharded + replicated):
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def full_state_dict(self, to_rank: int | None = None) -> dict[str, Any]:
@@ -150,7 +154,7 @@ class Strategy(nn.Module):
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
-def check_wire_dtype(name: str, dtype: Any) -> None:
+def check_communication_dtype(name: str, dtype: Any) -> None:
     """Raise ValueError for a dtype in which gradients and weights cannot be sent."""
     known = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
     if not any(dtype is one for one in known):
@@ -181,14 +185,14 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def mark_as_part(parameter: Tensor) -> None:
-    """Mark a parameter as this rank's shard, for `is_part`."""
-    parameter._is_part_of_a_sharded_one = True  # type: ignore[attr-defined]
+def mark_as_shard(parameter: Tensor) -> None:
+    """Mark a parameter as this rank's shard, for `is_shard`."""
+    parameter._is_shard = True  # type: ignore[attr-defined]
 
 
-def is_part(parameter: Tensor) -> bool:
+def is_shard(parameter: Tensor) -> bool:
     """Whether a parameter is a shard, of this project's `FSDP` or of PyTorch's `fully_shard`."""
-    return getattr(parameter, "_is_part_of_a_sharded_one", False) or hasattr(parameter, "device_mesh")
+    return getattr(parameter, "_is_shard", False) or hasattr(parameter, "device_mesh")
 
 
 class UsedParameters:
@@ -203,7 +207,7 @@ class UsedParameters:
         self._missing: list[int] = []
         self._flags = torch.ones(len(parameters), device=parameters[0].device if parameters else None)
 
-    def fill(self, is_missing: Callable[[nn.Parameter], bool] = lambda p: p.grad is None) -> Tensor:
+    def fill_missing_gradients(self, is_missing: Callable[[nn.Parameter], bool] = lambda p: p.grad is None) -> Tensor:
         """Put zeros where there is no gradient; return the flags, to be averaged with the gradients."""
         self._missing = [i for i, p in enumerate(self._parameters) if is_missing(p)]
         self._flags.fill_(1)
@@ -214,7 +218,7 @@ class UsedParameters:
                 p.grad = torch.zeros_like(p)
         return self._flags
 
-    def settle(self) -> None:
+    def drop_unused_gradients(self) -> None:
         """After the flags are averaged: drop the gradients of parameters that no rank has used."""
         if self._missing:
             used = to_host(self._flags).tolist()

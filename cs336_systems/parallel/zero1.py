@@ -2,7 +2,7 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1. AdamW in
 float32 holds 8 bytes per parameter; with N ranks each rank holds 8 / N. `zero1_simple.py` is the same without overlap;
-`zero1_buckets.py` lays out the parameters that are sent together.
+`zero1_buckets.py` has the buckets.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from .zero1_buckets import BroadcastBucket, check_parameters, cut, find_immovabl
 # parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two costs are not hidden: the update of the first bucket,
 # 1 ms at 512 MB, and a slow host, which spends 1 ms per bucket, while the transfer of a bucket takes 0.9 ms at 256 MB
 # and 1.8 ms at 512 MB.
-TRANSFER_MB = 512
+BUCKET_SIZE_MB = 512
 
 
 class ShardedOptimizer(Optimizer):
@@ -28,10 +28,10 @@ class ShardedOptimizer(Optimizer):
 
     Any optimizer works that updates each parameter from its own gradient and state alone. Whole parameters are assigned
     to ranks (`owner_of`), so that the element counts of two ranks differ by at most the size of the largest parameter.
-    Frozen parameters are assigned at the first step after they are thawed; until then all ranks keep the state that is
-    loaded for them.
+    Frozen parameters are assigned at the first step after they are unfrozen; until then all ranks keep the state that
+    is loaded for them.
 
-    `step` goes bucket by bucket. Each rank's share of a bucket is at most `transfer_mb` times 2^20 bytes, or a single
+    `step` goes bucket by bucket. Each rank's share of a bucket is at most `bucket_size_mb` times 2^20 bytes, or one
     parameter. While the ranks update the next bucket, this one is broadcast. All ranks must have equal parameters and
     gradients beforehand, and must call `step`, `add_param_group` and `consolidate_state_dict` together.
 
@@ -47,14 +47,19 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], optimizer_cls: type[Optimizer], *, transfer_mb: float = TRANSFER_MB, **kwargs: Any
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[Optimizer],
+        *,
+        bucket_size_mb: float = BUCKET_SIZE_MB,
+        **kwargs: Any,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
             raise ValueError(f"optimizer_cls is {optimizer_cls!r}: it must be a subclass of torch.optim.Optimizer")
-        if not transfer_mb > 0:
-            raise ValueError(f"transfer_mb is {transfer_mb}: it must be above 0")
+        if not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0")
         self._optimizer_cls, self._kwargs = optimizer_cls, kwargs
-        self._transfer_bytes = transfer_mb * 2**20 if comm.world_size() > 1 else float("inf")
+        self._bucket_bytes = bucket_size_mb * 2**20 if comm.world_size() > 1 else float("inf")
         self._local: Optimizer | None = None  # updates this rank's own parameters
         self._owners: dict[Tensor, int] = {}
         self._unassigned: list[Tensor] = []
@@ -80,7 +85,7 @@ class ShardedOptimizer(Optimizer):
     def owner_of(self, parameter: Tensor) -> int | None:
         """The rank with a parameter's state, None for one still frozen. Raises ValueError for an unknown parameter."""
         if parameter not in self._owners and not any(parameter is p for p in self._unassigned):
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is none of this optimizer's")
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this optimizer")
         return self._owners.get(parameter)
 
     @torch.no_grad()
@@ -93,8 +98,8 @@ class ShardedOptimizer(Optimizer):
         if any(p.requires_grad for p in self._unassigned):
             self._assign()
         assert self._local is not None
-        self._find_moved()
-        self._local.state = self.state
+        self._refresh_moved()
+        self._local.state = self.state  # loading a state dict replaces `self.state`
         transfers = []
         for i, bucket in enumerate(self._buckets):
             groups = zip(self.param_groups, bucket.own, strict=False)  # later groups are in later buckets
@@ -102,23 +107,23 @@ class ShardedOptimizer(Optimizer):
             if self._local.param_groups:
                 self._local.step(**kwargs)
             # Parameters without a gradient here are sent too: all ranks must start the same transfers.
-            transfers.append(comm.start_broadcasts(bucket.sources(), f"updated parameters, bucket {i + 1}"))
+            transfers.append(comm.start_broadcasts(bucket.prepare_to_send(), f"updated parameters, bucket {i + 1}"))
         for bucket, transfer in zip(self._buckets, transfers, strict=True):
             transfer.wait()
             for p, slot in bucket.moved:
                 p.copy_(slot)
         return loss
 
-    def _find_moved(self) -> None:
-        """Find parameters that were moved out of their bucket, and ensure that none overlaps another one or a slot."""
-        moved = [p for bucket in self._buckets for p in bucket.find_moved()]
+    def _refresh_moved(self) -> None:
+        """Look for parameters that were moved out of their buckets. Ensure that none overlaps another one or a slot."""
+        moved = [p for bucket in self._buckets for p in bucket.refresh_moved()]
         if not moved:
             return
         at: dict[int, Tensor] = {}
         for p in filter(Tensor.numel, dict.fromkeys(self._parameters())):
             if at.setdefault(p.data_ptr(), p) is not p:
                 shapes = " and ".join(str(tuple(x.shape)) for x in (at[p.data_ptr()], p))
-                raise ValueError(f"parameters of shapes {shapes} share memory by now: each is to have its own")
+                raise ValueError(f"parameters of shapes {shapes} now share memory: each must have its own")
         flat = {slot.untyped_storage().data_ptr() for bucket in self._buckets for _, slot in bucket.slots}
         inside = [p for p in moved if p.untyped_storage().data_ptr() in flat]
         for p, values in zip(inside, [p.detach().clone() for p in inside], strict=True):
@@ -178,14 +183,14 @@ class ShardedOptimizer(Optimizer):
         for p, owner in owners.items():
             loads[owner] += p.numel()
         # Greedy: the rank with the fewest elements gets the next parameter, so no rank is ahead by more than the last
-        # parameter it got. The largest go first, so that this is small.
+        # parameter it got. The largest go first, so that this difference is small.
         new = [p for p in parameters if p.requires_grad and p not in owners]
         for p in sorted(new, key=Tensor.numel, reverse=True):
             owners[p] = loads.index(min(loads))
             loads[owners[p]] += p.numel()
         self._make_state({p for p in new if owners[p] == comm.rank()})
         immovable = find_immovable(new)
-        parts = [cut([p for p in new if owners[p] == rank], self._transfer_bytes) for rank in range(comm.world_size())]
+        parts = [cut([p for p in new if owners[p] == rank], self._bucket_bytes) for rank in range(comm.world_size())]
         self._buckets += [
             BroadcastBucket(shares, self.param_groups, immovable) for shares in zip_longest(*parts, fillvalue=[])
         ]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from . import comm
-from .strategy import is_part
+from .strategy import is_shard
 
 _ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels choose their loads by it
 
@@ -45,8 +45,11 @@ class BroadcastBucket:
             self._addresses.append(p.data_ptr())
         return flat
 
-    def find_moved(self) -> list[Tensor]:
-        """Parameters that have left their slots. Raises ValueError if one has changed its shape or dtype."""
+    def refresh_moved(self) -> list[Tensor]:
+        """Update and return the parameters that have left their slots.
+
+        Raises ValueError if one has changed its shape or dtype.
+        """
         for p, was in self._immovable:
             _check_same_kind(was, _describe(p))
         self.moved = []
@@ -56,8 +59,11 @@ class BroadcastBucket:
             _check_same_kind(*(f"{t.dtype} {tuple(t.shape)}" for t in (slot, p)))
         return [p for p, _ in self.moved]
 
-    def sources(self) -> list[tuple[Tensor, int]]:
-        """The tensors to send, each with its owner. They do not depend on any later `p.data = ...` or `module.to`."""
+    def prepare_to_send(self) -> list[tuple[Tensor, int]]:
+        """Copy moved parameters into their slots. Returns the tensors to send, each with its owner.
+
+        They do not depend on any later `p.data = ...` or `module.to`.
+        """
         for p, slot in self.moved:
             slot.copy_(p)
         return [(tensor.detach(), owner) for tensor, owner in self._sent]
@@ -101,7 +107,7 @@ def check_parameters(parameters: list[Tensor]) -> None:
     }
     comm.check_same(kinds, "parameters in the optimizer")
     for i, p in enumerate(parameters if comm.world_size() > 1 else []):
-        if is_part(p):
+        if is_shard(p):
             raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: it must be whole; "
                              "for parts, an ordinary optimizer keeps only their part of the state")  # fmt: skip
         if not p.is_contiguous() or p.device != parameters[0].device or p.is_meta:

@@ -19,7 +19,7 @@ from ..config.run import OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention
 from ..kernels.linear_cross_entropy import chunked_linear_cross_entropy, loss_and_gradient
 from ..machine.hardware import DTYPES
-from ..parallel import StrategyFactory, Options, comm, get_strategy
+from ..parallel import Options, StrategyFactory, comm, get_strategy
 from ..parallel.strategy import Strategy
 from .load import LoadedModel
 

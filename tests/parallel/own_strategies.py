@@ -14,9 +14,9 @@ class Gathering(Strategy):
 
     def finish_gradient_synchronization(self) -> None:
         used = UsedParameters(self.trainable())
-        flags = used.fill()
+        flags = used.fill_missing_gradients()
         for tensor in (flags, *(p.grad for p in self.trainable() if p.grad is not None)):
             everyones = tensor.new_empty(comm.world_size() * len(tensor), *tensor.shape[1:])
             comm.start_gather([everyones], [tensor.contiguous()], "everyone's share").wait()
             tensor.copy_(everyones.view(comm.world_size(), *tensor.shape).mean(0))
-        used.settle()
+        used.drop_unused_gradients()

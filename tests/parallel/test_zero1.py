@@ -80,7 +80,7 @@ class Training:
         if sharded == "simple":
             make = functools.partial(SimpleShardedOptimizer, optimizer_cls=setup.cls)
         elif sharded:
-            make = functools.partial(ShardedOptimizer, optimizer_cls=setup.cls, transfer_mb=SMALL)
+            make = functools.partial(ShardedOptimizer, optimizer_cls=setup.cls, bucket_size_mb=SMALL)
         self.optimizer = make(params, **setup.kwargs)
         self.scheduler = None
         if setup.scheduler:
@@ -380,14 +380,14 @@ def test_refuses_a_class_that_is_no_optimizer(cls: Any) -> None:
 
 def test_refuses_invalid_arguments() -> None:
     p, q = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match="transfer_mb is 0"):
-        ShardedOptimizer([p], torch.optim.SGD, transfer_mb=0)
+    with pytest.raises(ValueError, match="bucket_size_mb is 0"):
+        ShardedOptimizer([p], torch.optim.SGD, bucket_size_mb=0)
     with pytest.raises(ValueError, match="empty parameter list"):
         ShardedOptimizer([], torch.optim.SGD)
     with pytest.raises(ValueError, match="learning rate: -1"):
         ShardedOptimizer([p], torch.optim.SGD, lr=-1)
     optimizer = ShardedOptimizer([p], torch.optim.SGD)
-    with pytest.raises(ValueError, match=r"shape \(2,\) is none of this optimizer's"):
+    with pytest.raises(ValueError, match=r"shape \(2,\) does not belong to this optimizer"):
         optimizer.owner_of(q)
     with pytest.raises(ValueError, match="to is 1: there are ranks 0 to 0"):
         optimizer.consolidate_state_dict(1)
@@ -498,7 +498,7 @@ def memory_of_moving() -> tuple[int, int]:
     parameters = [nn.Parameter(torch.zeros(2**20, device="cuda")) for _ in range(64)]  # 4 MiB each
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, transfer_mb=32)
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, bucket_size_mb=32)
     assert len({p.untyped_storage().data_ptr() for p in parameters}) == 8
     del optimizer
     return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before

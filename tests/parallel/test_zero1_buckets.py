@@ -54,10 +54,10 @@ def record_events(optimizer: ShardedOptimizer) -> Iterator[list[tuple[Any, ...]]
         comm.start_broadcasts = start
 
 
-def events_of_a_step(count: int, transfer_mb: float, uses: bool) -> list[tuple[Any, ...]]:
+def events_of_a_step(count: int, bucket_size_mb: float, uses: bool) -> list[tuple[Any, ...]]:
     """With parameters of 1 KiB; where `uses` is false, rank 1 has no gradients."""
     parameters = [nn.Parameter(torch.zeros(256)) for _ in range(count)]
-    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, transfer_mb=transfer_mb)
+    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, bucket_size_mb=bucket_size_mb)
     for p in parameters if uses or comm.rank() != 1 else []:
         p.grad = torch.ones_like(p)
     with record_events(optimizer) as events:
@@ -112,14 +112,14 @@ def pieces_of(parameters: list[Tensor]) -> list[int]:
     return [list(dict.fromkeys(storages)).index(storage) for storage in storages]
 
 
-def places(transfer_mb: float) -> tuple[list[int], list[int], list[list[Any]], bool]:
+def places(bucket_size_mb: float) -> tuple[list[int], list[int], list[list[Any]], bool]:
     """Pieces at first, pieces after some have been added and thawed, transfers of a step, whether the first stayed."""
     torch.manual_seed(0)
     first: list[Tensor] = [nn.Parameter(torch.randn(100, 3)) for _ in range(6)]
     first += [nn.Parameter(torch.randn(5, dtype=torch.double)) for _ in range(2)]
     frozen = nn.Parameter(torch.randn(3), requires_grad=False)
     values = [p.detach().clone() for p in first]
-    optimizer = ShardedOptimizer([*first, frozen], torch.optim.SGD, lr=0.1, transfer_mb=transfer_mb)
+    optimizer = ShardedOptimizer([*first, frozen], torch.optim.SGD, lr=0.1, bucket_size_mb=bucket_size_mb)
     assert equal([p.detach() for p in first], values)
     before, addresses = pieces_of(first), [p.data_ptr() for p in first]
 
@@ -219,11 +219,11 @@ def test_refuses_a_parameter_whose_dtype_has_changed() -> None:
     assert run_ranks(of_another_dtype, 2) == [message] * 2
 
 
-def with_places_traded(sharded: bool, transfer_mb: float) -> list[Tensor]:
+def with_places_traded(sharded: bool, bucket_size_mb: float) -> list[Tensor]:
     """Parameters, of one owner and of several, of one bucket and of several, that take each other's memory."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(8)) for _ in range(6)]
-    kinds: dict[str, Any] = {"transfer_mb": transfer_mb} if sharded else {}
+    kinds: dict[str, Any] = {"bucket_size_mb": bucket_size_mb} if sharded else {}
     make: Any = ShardedOptimizer if sharded else lambda params, cls, **kwargs: cls(params, **kwargs)
     optimizer = make(parameters, torch.optim.SGD, lr=0.1, momentum=0.9, **kinds)
     for step in range(4):
@@ -239,10 +239,10 @@ def with_places_traded(sharded: bool, transfer_mb: float) -> list[Tensor]:
     return [p.detach().clone() for p in parameters]
 
 
-@pytest.mark.parametrize("transfer_mb", [1, 512 / 2**20], ids=["one bucket", "buckets"])
-def test_parameters_that_trade_places_are_trained_as_without_sharding(transfer_mb: float) -> None:
-    expected = with_places_traded(False, transfer_mb)
-    for found in run_ranks(with_places_traded, 2, True, transfer_mb):
+@pytest.mark.parametrize("bucket_size_mb", [1, 512 / 2**20], ids=["one bucket", "buckets"])
+def test_parameters_that_trade_places_are_trained_as_without_sharding(bucket_size_mb: float) -> None:
+    expected = with_places_traded(False, bucket_size_mb)
+    for found in run_ranks(with_places_traded, 2, True, bucket_size_mb):
         assert equal(found, expected)
 
 
@@ -270,7 +270,7 @@ def refused_by_a_step(change: str) -> str:
     [
         ("a view becomes half", "was float32 (2, 3) on cpu and is float16 (2, 3) on cpu: it needs a new optimizer"),
         ("a view is transposed", "was float32 (2, 3) on cpu and is float32 (2, 3) of strides (1, 2) on cpu"),
-        ("one takes the other's memory", "parameters of shapes (2, 3) and (2, 3) share memory by now"),
+        ("one takes the other's memory", "parameters of shapes (2, 3) and (2, 3) now share memory"),
     ],
 )
 def test_refuses_parameters_that_can_no_longer_be_sent(change: str, message: str) -> None:
@@ -303,7 +303,7 @@ def trained(compiled: bool, sharded: bool) -> dict[str, Tensor]:
         p.register_post_accumulate_grad_hook(lambda p: came.append(p.data_ptr()))
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     if sharded:
-        make = functools.partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW, transfer_mb=SMALL)
+        make = functools.partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW, bucket_size_mb=SMALL)
     optimizer = make(model.parameters(), lr=1e-2)
     for step in range(3):
         optimizer.zero_grad()
