@@ -180,7 +180,7 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pyte
     assert run_main("precision-accumulation", "--quick") == run_main("precision-accumulation") == 0
     assert {path.parent for path in Path("runs").rglob("*.jsonl")} == {Path("runs/quick/bench"), Path("runs/bench")}
     profiled: list[str] = []
-    monkeypatch.setattr(profile_command, "_profile_kernels", lambda configs, tool, where: profiled.append(where) or 0)
+    monkeypatch.setattr(profile_command, "_one_kernel_profile", lambda *facts: profiled.append(str(facts[-1])) or 0)
     monkeypatch.setattr(profile_command, "_write_summary", lambda row, folder: profiled.append(str(folder)) or "")
     monkeypatch.setattr(memory, "profile", lambda *_, **__: Row(case="profile-memory", variant="v", config={}, env={}))
     for quick in (["--quick"], ["--device", "cpu"]):
