@@ -215,8 +215,8 @@ def on_cpu(d: int = 8, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 def test_unsupported_inputs_are_named() -> None:
     with pytest.raises(ValueError, match=r"^q is on cpu: flash_cuda needs it on a CUDA device$"):
         flash_cuda(*on_cpu())
-    served = r"torch\.bfloat16, torch\.float16, torch\.float32"
-    with pytest.raises(ValueError, match=rf"^q is torch\.float64: it must be one of {served}$"):
+    supported = r"torch\.bfloat16, torch\.float16, torch\.float32"
+    with pytest.raises(ValueError, match=rf"^q is torch\.float64: it must be one of {supported}$"):
         module._check_supported(*on_cpu(dtype=torch.float64), False)
     with pytest.raises(ValueError, match=r"^q has head size 257: it must be 1 to 256$"):
         module._check_supported(*on_cpu(d=257), False)
