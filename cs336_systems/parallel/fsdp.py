@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_param_group import EMBEDDINGS, GUARDED, SHARDED, UNSHARDED, ParamGroup, shard_module
+from .fsdp_modules import EMBEDDINGS
+from .fsdp_param_group import GUARDED, SHARDED, UNSHARDED, ParamGroup, shard_module
 from .fsdp_prefetch import PrefetchSchedule, ScheduleStep
 from .strategy import Strategy, UsedParameters, check_communication_dtype, weak_hook
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_param_group import Holders, find_gathered_modules, find_weights
+from .fsdp_modules import Holders, find_gathered_modules, find_weights
 from .strategy import Strategy, mark_as_shard, weak_hook
 
 

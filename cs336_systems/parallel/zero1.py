@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
-from .zero1_buckets import BroadcastBucket, check_parameters, cut, find_immovable
+from .zero1_buckets import BroadcastBucket, cut, find_immovable
+from .zero1_checks import check_parameters
 
 # By arithmetic, for xl (2 * 10^9 parameters in float32) on two H200: a rank updates 4 GB in 7 ms (28 bytes per
 # parameter at 4 TB/s) and sends them in 13 ms (at 300 GB/s). Two costs are not hidden: the update of the first bucket,

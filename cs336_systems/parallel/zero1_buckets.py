@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from . import comm
-from .strategy import is_shard
+from .zero1_checks import describe
 
 _ALIGNMENT = 512  # bytes: the alignment of PyTorch's GPU allocator; kernels choose their loads by it
 
@@ -28,7 +28,7 @@ class BroadcastBucket:
         self._sent: list[tuple[Tensor, int]] = []
         for owner, share in enumerate(shares):
             self._sent += [(p, owner) for p in share if p in immovable]
-            self._immovable += [(p, _describe(p)) for p in share if p in immovable and comm.world_size() > 1]
+            self._immovable += [(p, describe(p)) for p in share if p in immovable and comm.world_size() > 1]
             movable = [p for p in share if p not in immovable]
             for dtype in dict.fromkeys(p.dtype for p in movable):
                 self._sent.append((self._flatten([p for p in movable if p.dtype == dtype]), owner))
@@ -51,7 +51,7 @@ class BroadcastBucket:
         Raises ValueError if one has changed its shape or dtype.
         """
         for p, was in self._immovable:
-            _check_same_kind(was, _describe(p))
+            _check_same_kind(was, describe(p))
         self.moved = []
         if [p.data_ptr() for p, _ in self.slots] != self._addresses:  # rarely true, and host time is short here
             self.moved = [(p, slot) for p, slot in self.slots if p.data_ptr() != slot.data_ptr()]
@@ -95,43 +95,3 @@ def find_immovable(parameters: list[Tensor]) -> set[Tensor]:
     stay = [comm.world_size() == 1 or not p.numel() or p.untyped_storage().nbytes() != p.nbytes for p in parameters]
     everyone = comm.gather_objects(stay, "which parameters stay where they are")
     return {p for p, *flags in zip(parameters, *everyone, strict=True) if any(flags)}
-
-
-def check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError if a parameter differs between ranks or cannot be sent. All ranks call it together."""
-    shared = _sharing_memory(parameters) if comm.world_size() > 1 else {}
-    # Differences first, so that all ranks raise together.
-    kinds = {
-        f"parameter {i}": _describe(p) + (f" in the memory of parameter {shared[i]}" if i in shared else "")
-        for i, p in enumerate(parameters)
-    }
-    comm.check_same(kinds, "parameters in the optimizer")
-    for i, p in enumerate(parameters if comm.world_size() > 1 else []):
-        if is_shard(p):
-            raise ValueError(f"parameter {i} is {_describe(p)}, this rank's part of a sharded one: it must be whole; "
-                             "for parts, an ordinary optimizer keeps only their part of the state")  # fmt: skip
-        if not p.is_contiguous() or p.device != parameters[0].device or p.is_meta:
-            raise ValueError(f"parameter {i} is {_describe(p)}, parameter 0 on {parameters[0].device.type}: "
-                             "only contiguous ones on one device can be sent")  # fmt: skip
-        if i in shared:
-            raise ValueError(f"parameter {i} is in the memory of parameter {shared[i]}: each needs memory of its own, "
-                             "because each has one owner; tie weights by sharing one parameter")  # fmt: skip
-
-
-def _sharing_memory(parameters: list[Tensor]) -> dict[int, int]:
-    """Parameters that share memory with an earlier one: their index -> the index of that one."""
-    spans = [(p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel() and p.is_contiguous() and not p.is_meta]
-    found: dict[int, int] = {}
-    end, last = 0, 0
-    for start, i in sorted(spans):
-        if start < end:
-            found[max(i, last)] = min(i, last)
-        if start + parameters[i].nbytes > end:
-            end, last = start + parameters[i].nbytes, i
-    return found
-
-
-def _describe(p: Tensor) -> str:
-    frozen, dtype = "" if p.requires_grad else "frozen ", str(p.dtype).removeprefix("torch.")
-    strides = "" if p.is_contiguous() else f" of strides {p.stride()}"
-    return f"{frozen}{dtype} {tuple(p.shape)}{strides} on {p.device.type}"

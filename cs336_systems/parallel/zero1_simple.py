@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import comm
-from .zero1_buckets import check_parameters
+from .zero1_checks import check_parameters
 
 
 class SimpleShardedOptimizer(Optimizer):
