@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -59,6 +59,21 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
         raise ValueError(_one_line(str(error), parser)) from error
     except (OverflowError, RecursionError) as error:
         raise ValueError(f"a value is too large, or nested too deeply: {error}") from error
+
+
+Commands = dict[str, tuple[Callable[[Sequence[str]], int], str]]
+"""Subcommands by name: the function that runs each, and its description."""
+
+
+def run_subcommand(command: str, description: str, commands: Commands, arguments: Sequence[str]) -> int:
+    """Run `cs336 COMMAND WHAT ...` and return its exit code. Raises ValueError for wrong arguments."""
+    if arguments and arguments[0] in commands:
+        return commands[arguments[0]][0](arguments[1:])
+    about = "; ".join(f"{name}: {text}" for name, (_, text) in commands.items())
+    parser = make_parser(command, description)
+    parser.add_argument("what", choices=list(commands), help=f"{about}. cs336 {command} WHAT --help explains each.")
+    parse(parser, arguments)
+    return 2
 
 
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:

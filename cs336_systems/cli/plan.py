@@ -1,7 +1,7 @@
 """`cs336 plan`: memory, time and communication by arithmetic."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ..config.run import ParallelConfig
 from ..planner.cards import CARDS, Card, fit_transfer, get_card
 from ..planner.job import ALIASES, Job
 from ..planner.working import Section, as_json, as_text
-from .arguments import check_png, make_parser, parse
+from .arguments import Commands, check_png, make_parser, parse, run_subcommand
 
 _JOB = {
     "batch_size": (int, "Sequences per GPU (default: 4)."),
@@ -305,7 +305,7 @@ def _read(path: str) -> list[Any]:
     return list(read_rows(Path(path)))
 
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+_COMMANDS: Commands = {
     "memory": (_memory, "memory of a training step, and the largest batch"),
     "step": (_step, "operations, bytes, time and MFU of a training step"),
     "activation": (_activation, "the size of one activation, and the activations that a block saves"),
@@ -319,10 +319,6 @@ _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 def plan(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. Raises ValueError for wrong arguments."""
-    if arguments and arguments[0] in _COMMANDS:
-        return _COMMANDS[arguments[0]][0](arguments[1:])
-    about = "; ".join(f"{name}: {text}" for name, (_, text) in _COMMANDS.items())
-    parser = make_parser("plan", "Memory, time and communication of a training step, by arithmetic.")
-    parser.add_argument("what", choices=list(_COMMANDS), help=f"{about}. cs336 plan WHAT --help explains each.")
-    parse(parser, arguments)
-    return 2
+    return run_subcommand(
+        "plan", "Memory, time and communication of a training step, by arithmetic.", _COMMANDS, arguments
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.checks import folder_to_write, require
 from ..machine.console import say
-from .arguments import add_folder, make_parser, parse
+from .arguments import Commands, add_folder, make_parser, parse, run_subcommand
 
 if TYPE_CHECKING:  # these bring PyTorch and are imported only to profile, so that --help is fast
     from ..bench.profiling.isolated_profile import IsolatedProfile
@@ -21,13 +21,7 @@ if TYPE_CHECKING:  # these bring PyTorch and are imported only to profile, so th
 
 def profile(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. Raises ValueError for wrong arguments."""
-    if arguments and arguments[0] in _COMMANDS:
-        return _COMMANDS[arguments[0]][0](arguments[1:])
-    about = " ".join(f"{name}: {text}." for name, (_, text) in _COMMANDS.items())
-    parser = make_parser("profile", "Profile a forward pass or a training step.")
-    parser.add_argument("what", choices=list(_COMMANDS), help=f"{about} cs336 profile WHAT --help explains each.")
-    parse(parser, arguments)
-    return 0
+    return run_subcommand("profile", "Profile a forward pass or a training step.", _COMMANDS, arguments)
 
 
 def _kernels(arguments: Sequence[str]) -> int:
@@ -251,7 +245,7 @@ def _workloads(options: dict[str, Any]) -> "list[Workload]":
     return list(dict.fromkeys(Workload(**dict(zip(given, each, strict=True))) for each in itertools.product(*values)))
 
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+_COMMANDS: Commands = {
     "kernels": (_kernels, "the time, kernel by kernel"),
     "memory": (_memory, "the memory over time"),
 }

@@ -44,32 +44,36 @@ class Plan:
     config: RunConfig
     """As given, with run_dir filled in. A resumed run has the init_from that it began with."""
     run_dir: Path
-    checkpoint: Path | None = None
-    """The checkpoint to resume from; None for a new run."""
-    manifest: Manifest | None = None
-    """The checkpoint's manifest."""
+    resumed: tuple[Path, Manifest] | None = None
+    """The checkpoint to continue from, with its manifest; None for a new run."""
+
+    @property
+    def step(self) -> int:
+        """The step after which the run continues; 0 for a new run."""
+        return 0 if self.resumed is None else self.resumed[1].step
 
     def continues_own_folder(self) -> bool:
-        """Whether the checkpoint is one of the run folder's own, and not copied from another run."""
+        """Whether the checkpoint is one of the run folder's own, and not one of another run."""
         own = (self.run_dir / CHECKPOINTS).resolve()
-        return self.checkpoint is not None and self.checkpoint.resolve().parent == own
+        return self.resumed is not None and self.resumed[0].resolve().parent == own
 
     def check_may_make(self) -> None:
         """Called before a tokenizer or training tokens are made: a resumed run must keep those that it has.
 
         Raises ValueError, or FileNotFoundError if the run has a copy of a missing tokenizer.
         """
-        if self.checkpoint is None or self.manifest is None:
+        if self.resumed is None:
             return
+        checkpoint, manifest = self.resumed
         data = self.config.data
-        tokenizer, copy = Path(data.tokenizer_path), self.checkpoint.parent.parent / TOKENIZER
+        tokenizer, copy = Path(data.tokenizer_path), checkpoint.parent.parent / TOKENIZER
         if not in_data_dir(data, tokenizer) and not tokenizer.is_file() and copy.is_file():
             raise FileNotFoundError(f"data.tokenizer {tokenizer} does not exist: {copy} is the run's copy of it")
-        changed = _changed_data(self.config, self.manifest)
+        changed = _changed_data(self.config, manifest)
         tokens = Path(str(data.train_tokens))
-        if changed and tokens.is_file() and sha256_of_file(tokens) == self.manifest.identity.get("training tokens"):
+        if changed and tokens.is_file() and sha256_of_file(tokens) == manifest.identity.get("training tokens"):
             raise ValueError(
-                f"checkpoint {self.checkpoint} is of a run on {tokens}, which would be made again: {'; '.join(changed)}"
+                f"checkpoint {checkpoint} is of a run on {tokens}, which would be made again: {'; '.join(changed)}"
             )
 
     def check_data(self, data: PreparedData) -> None:
@@ -87,29 +91,30 @@ class Plan:
                 )
         identity = identity_of(self.config, data)
         comm.check_same(identity, "data")
-        if self.checkpoint is not None and self.manifest is not None:
-            check_identity(self.checkpoint, self.manifest, identity, _changed_data(self.config, self.manifest))
+        if self.resumed is not None:
+            checkpoint, manifest = self.resumed
+            check_identity(checkpoint, manifest, identity, _changed_data(self.config, manifest))
 
     def known_result(self) -> RunResult | None:
         """The result of a run that is resumed after its last step; None if there are steps to do.
 
         All ranks call it together.
         """
-        step = 0 if self.manifest is None else self.manifest.step
-        if step < self.config.train.max_steps:
+        if self.resumed is None or self.step < self.config.train.max_steps:
             return None
+        checkpoint = self.resumed[0]
 
         def read_result() -> RunResult | None:
             try:
                 known = RunResult(**json.loads((self.run_dir / RESULT).read_text()))
             except (OSError, ValueError, TypeError):  # missing, damaged, or of another version: made again
                 return None
-            if known.step != step or known.interrupted is not None:
+            if known.step != self.step or known.interrupted is not None:
                 return None
-            logger.info("resume: %s is finished, at step %d", self.run_dir, step)
+            logger.info("resume: %s is finished, at step %d", self.run_dir, self.step)
             curve = self.run_dir / Path(known.loss_curve).name  # the run may have been moved
             return dataclasses.replace(
-                known, run_dir=str(self.run_dir), checkpoint=str(self.checkpoint), loss_curve=str(curve)
+                known, run_dir=str(self.run_dir), checkpoint=str(checkpoint), loss_curve=str(curve)
             )
 
         return on_first_rank(read_result)
@@ -119,7 +124,7 @@ class Plan:
         if weights is not None:
             tokenizer = {"tokenizer": identity_of(self.config, data)["tokenizer"]}
             check_identity(weights.checkpoint, weights.manifest, tokenizer, partly=True)
-        set_newer_aside(self.run_dir / CHECKPOINTS, -1 if self.manifest is None else self.manifest.step)
+        set_newer_aside(self.run_dir / CHECKPOINTS, -1 if self.resumed is None else self.step)
         # `resume` belongs to one command, not to the run.
         write_json(self.run_dir / CONFIG, dataclasses.replace(self.config, resume="none").to_dict())
         if data.tokenizer is not None:
@@ -127,17 +132,17 @@ class Plan:
 
     def restore(self, trainer: Trainer) -> None:
         """Load the checkpoint into a trainer, if there is one. All ranks call it together."""
-        if self.checkpoint is None or self.manifest is None:
+        if self.resumed is None:
             return
-        manifest = self.manifest
+        checkpoint, manifest = self.resumed
         try:
-            restore_state(self.checkpoint, trainer.model, trainer.optimizer, trainer.device, trainer.strategy.shards())
+            restore_state(checkpoint, trainer.model, trainer.optimizer, trainer.device, trainer.strategy.shards())
             trainer.position = Position(manifest.step, manifest.sequences, manifest.trainer["skipped_steps"])
             if trainer.scaler.is_enabled() and manifest.trainer["scaler"]:
                 trainer.scaler.load_state_dict(manifest.trainer["scaler"])
         except KeyError as error:
-            raise ValueError(f"checkpoint {self.checkpoint} lacks a part of the run's state: no {error}") from error
-        logger.info("resume: from %s, step %d", self.checkpoint, manifest.step)
+            raise ValueError(f"checkpoint {checkpoint} lacks a part of the run's state: no {error}") from error
+        logger.info("resume: from %s, step %d", checkpoint, manifest.step)
         _warn_of_new_rate(trainer, manifest)
 
 
@@ -176,7 +181,7 @@ def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStac
         # Compare now: preparing the data may take hours.
         known = {**_architecture(config), "train.seed": config.train.seed}
         check_identity(checkpoint, manifest, known, _changed_data(config, manifest), partly=True)
-        return Plan(dataclasses.replace(named, init_from=began_with), run_dir, checkpoint, manifest)
+        return Plan(dataclasses.replace(named, init_from=began_with), run_dir, found)
 
     plan = on_first_rank(decide)
     return plan, weights[0] if weights else None

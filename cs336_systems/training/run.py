@@ -59,8 +59,8 @@ class Run:
         self.identity = identity_of(plan.config, data)
         self.env = environment()
         self.trainer = Trainer(plan.config, initial_model(plan.config, device, weights), data.train, device)
-        self.first_step = 1 if plan.manifest is None else plan.manifest.step + 1
-        self.saved_step = self.first_step - 1 if plan.continues_own_folder() else None
+        self.first_step = plan.step + 1
+        self.saved_step = plan.step if plan.continues_own_folder() else None
         self.validated: tuple[int, float] | None = None
         self.startup_s: float | None = None
         self.rows: list[Row] = []
