@@ -1,16 +1,16 @@
 """The row: one JSON object per measurement. Tables, plots and documents take their numbers from rows only."""
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
-import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from ..machine.console import COMMAND
 from ..machine.files import write_whole
@@ -19,20 +19,6 @@ from ..machine.hardware import environment
 logger = logging.getLogger(__name__)
 _BEGIN = b'{"case"'
 _STATUSES = ("ok", "oom", "error")
-_TYPES = {"case": str, "variant": str, "config": dict, "status": str, "metrics": dict, "env": dict}
-_JSON_NAMES = {str: "a string", dict: "an object", list: "a list", float: "a number"}
-_METRICS: dict[str, Any] = {
-    **dict.fromkeys(("step_ms", "time_ms", "forward_ms", "backward_ms", "optimizer_ms", "forward_backward_ms",
-                     "forward_sum_backward_ms", "phase_wall_ms", "phase_peak_bytes", "at_peak_bytes", "allocator",
-                     "attention_operations", "counted", "counted_parts", "parts", "predicted", "samples"),
-                    dict[str, float]),
-    **dict.fromkeys(("steps_ms", "times_ms", "ranks_ms", "first_grad_norms"), list[float]),
-    **dict.fromkeys(("timer", "dtype", "peak_phase", "categories_from", "counts"), str),
-    **dict.fromkeys(("attention", "dtypes", "moments", "ranks", "spans", "timeline"), dict),
-    **dict.fromkeys(("gathers", "largest", "tensors", "warnings"), list),
-    **dict.fromkeys(("counted_bytes", "streams"), object),  # the type depends on the case
-}  # fmt: skip
-"""Types of the metrics that are not one number. A time measured many times is an object with its quantiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +32,6 @@ class Row:
     metrics: dict[str, Any] = field(default_factory=dict)
     env: dict[str, Any] = field(default_factory=lambda: stamp())
     error: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, cls in _TYPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, cls):
-                raise ValueError(f"{name} of a row is {value!r}: it must be {_JSON_NAMES[cls]}")
-        lines = {"variant": self.variant} | {f"env.{name}": self.env.get(name) for name in ("command", "gpu", "commit")}
-        for name, line in lines.items():
-            is_line = line is None or (isinstance(line, str) and line.isprintable())
-            if not is_line or (name == "env.command" and line is not None and not line.strip()):
-                raise ValueError(f"{name} of a row is {line!r}: it must be a line of printable text")
-        if not isinstance(self.error, str | None):
-            raise ValueError(f"error of a row is {self.error!r}: it must be a string or null")
-        if self.status not in _STATUSES:
-            raise ValueError(
-                f"status of a row of case {self.case!r}, variant {self.variant!r} is {self.status!r}: "
-                f"it must be one of {', '.join(_STATUSES)}"
-            )
 
 
 def stamp() -> dict[str, Any]:
@@ -94,7 +62,7 @@ def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
 
     instead_of: a row that it replaces if the file has it. Processes that write to the same file take turns.
     """
-    line = left = _line(row)
+    line = _line(row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _held(path) as file:
         file.seek(0)
@@ -103,19 +71,17 @@ def append_row(path: Path, row: Row, instead_of: Row | None = None) -> None:
         if _is_cut(last):
             before = before[: -len(last)]
         elif last:
-            left = b"\n" + left
+            line = b"\n" + line
         if instead_of is not None and (old := _line(instead_of)) in before:
             write_whole(path, before.replace(old, line, 1))
             return
         length = file.truncate(len(before))
         try:
-            while left:
-                left = left[file.write(left) :]
-        except BaseException as error:
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:  # which does not name the file
             file.truncate(length)
-            if isinstance(error, OSError):  # which does not name the file
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _line(row: Row) -> bytes:
@@ -153,8 +119,8 @@ def _is_cut(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. An incomplete last row is left out with a warning.
 
-    Raises ValueError naming file and line for any other line that is not a row, for a metric of a wrong type, and for a
-    metric that is not finite in a row of status ok.
+    Raises ValueError naming file and line for any other line that is not a row, and for a metric that is not finite in
+    a row of status ok.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -180,46 +146,15 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(loaded: Any) -> Row:
-    names = [f.name for f in fields(Row)]
-    if not isinstance(loaded, dict):
-        raise ValueError(f"it must be an object with {', '.join(names)}")
-    for name in names:
-        if name not in loaded:
-            raise ValueError(f"a row has no {name}: it must have {', '.join(names)}")
-    for name in loaded:
-        if name not in names:
-            raise ValueError(f"a row has {name!r}: it must have {', '.join(names)} only")
+    names = [field.name for field in fields(Row)]
+    if not isinstance(loaded, dict) or loaded.keys() != set(names):
+        raise ValueError(f"a row must be an object with exactly {', '.join(names)}")
     row = Row(**loaded)
-    if complaint := mistyped(row.metrics):
-        raise ValueError(f"a row of case {row.case!r}, variant {row.variant!r} has {complaint}")
+    if row.status not in _STATUSES:
+        raise ValueError(f"status is {row.status!r}: it must be one of {', '.join(_STATUSES)}")
     if row.status == "ok" and (complaint := not_finite(row.metrics)):  # a failed row may have failed for that
         raise ValueError(complaint)
     return row
-
-
-def mistyped(metrics: dict[str, Any]) -> str | None:
-    """A complaint about the first metric of a wrong type; None if all are right.
-
-    A metric may be null, a number inside one may not. Deeper values are not checked.
-    """
-    for name, value in metrics.items():
-        kind = _METRICS.get(name, float)
-        outer, inner = get_origin(kind) or kind, get_args(kind)[-1:]
-        if not _is_a(value, outer):
-            holding = " of numbers" if inner else ""
-            return f"metrics.{name} {reprlib.repr(value)}: it must be {_JSON_NAMES[outer]}{holding}"
-        if inner and value is not None:
-            for key, part in value.items() if outer is dict else enumerate(value):
-                if part is None or not _is_a(part, *inner):
-                    return f"metrics.{name}.{key} {reprlib.repr(part)}: it must be {_JSON_NAMES[inner[0]]}"
-    return None
-
-
-def _is_a(value: Any, kind: type) -> bool:
-    """Whether a JSON value is of a kind, or null. An integer is a float too; true is no number."""
-    if kind is float:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    return value is None or isinstance(value, kind)
 
 
 def not_finite(metrics: dict[str, Any]) -> str | None:

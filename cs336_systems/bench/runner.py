@@ -20,7 +20,6 @@ def run_case(
     path: Path,
     *,
     resume: bool = False,
-    timeout_s: float | None = None,
     isolated: bool | None = None,
     progress: Callable[[int, int, str], None] = lambda done, count, label: None,
 ) -> Iterator[Row]:
@@ -30,7 +29,7 @@ def run_case(
     rest. While configurations take turns, the file holds the rounds so far; only rows of all rounds are yielded.
 
     resume: skip configurations already measured on this kind of GPU, without an error, in the file or in a file of the
-    same name in a folder below, where further launches are kept. timeout_s: limit per configuration. isolated: whether
+    same name in a folder below, where further launches are kept. isolated: whether
     each group has its own process (default: the case decides). progress: called with the number of configurations done,
     the number of all, and the current one as `describe_among` names it.
     """
@@ -55,7 +54,7 @@ def run_case(
             worker = worker or Worker(case.module, case.empty_caches)
             is_over = isolated
             try:
-                for row in _kept(worker.measure(missing, timeout_s), missing, path):
+                for row in _kept(worker.measure(missing), missing, path):
                     missing = [config for config in missing if not is_of(row, config)]
                     progress(done(), len(configs), describe(row.config))
                     yield row

@@ -1,8 +1,9 @@
 """`cs336 bench CASE`: measures configurations, appends their rows to a file, and makes tables and plots."""
 
+import contextlib
 import dataclasses
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,6 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
-_LONGEST_S = 1e7
-
-
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..bench.case import check_sized_for_gpu, configurations, differing, is_of
     from ..bench.row import check_row_file, exit_code, read_rows
@@ -56,8 +54,6 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     configs = configurations(case, given, options.sweep, options.quick, beside)
     folder = folder_to_write(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
-    if options.timeout_s is not None and not 0 < options.timeout_s <= _LONGEST_S:
-        raise ValueError(f"timeout_s is {options.timeout_s:g}: it must be above 0 and at most {_LONGEST_S:g}")
     say(f"{len(configs)} to measure; rows go to {path} as they come")
     try:
         rows = _measure(case, configs, path, options)
@@ -84,9 +80,8 @@ def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> 
 
     describe, rows = describe_among(configs), []
     isolated = False if options.quick else None
-    with ended_in_order(), _Progress() as progress:
-        measuring = run_case(case, configs, path, resume=options.resume, timeout_s=options.timeout_s,
-                             isolated=isolated, progress=progress)  # fmt: skip
+    with ended_in_order(), _progress_bar() as progress:
+        measuring = run_case(case, configs, path, resume=options.resume, isolated=isolated, progress=progress)
         try:
             for row in measuring:
                 rows.append(row)
@@ -124,45 +119,23 @@ def _parser(case: "Case", is_quick: bool) -> Any:
         options = [f"--{name}" for name in (field.name, field.metadata.get("also")) if name]
         count = "*" if kind is bool else "+"  # true, if no value is given
         parser.add_argument(*options, nargs=count, type=kind, default=SUPPRESS, help=text)
-    parser.add_argument(
-        "--sweep",
-        nargs="+",
-        type=str,
-        default=[],
-        help="Fields to measure at all their usual values instead of the default.",
-    )
+    swept = "Fields to measure at all their usual values instead of the default."
+    parser.add_argument("--sweep", nargs="+", type=str, default=[], help=swept)
     parser.add_argument("--quick", action="store_true", help="A tiny run, seconds on a CPU; other options override it.")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="Skip configurations that the row file, or one of the same name in a folder below, already has.",
-    )
-    parser.add_argument(
-        "--timeout_s",
-        type=float,
-        default=None,
-        help="End a configuration that takes longer; several measured together share their sum (default: no limit).",
-    )
+    resume = "Skip configurations that the row file, or one of the same name in a folder below, already has."
+    parser.add_argument("--resume", action="store_true", help=resume)
     add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
     return parser
 
 
-class _Progress:
-    """A progress bar with the time left, on a terminal only."""
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar with the time left, on a terminal only; yields the function that updates it."""
+    import rich
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __enter__(self) -> "_Progress":
-        import rich
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = rich.get_console()
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=None)
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, count: int, label: str) -> None:
-        self._bar.update(self._task, completed=done, total=count, description=label)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = rich.get_console()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, count, label: bar.update(task, completed=done, total=count, description=label)

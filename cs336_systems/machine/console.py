@@ -15,7 +15,7 @@ from pathlib import Path
 
 COMMAND = "CS336_COMMAND"
 """Environment variable with the user's command. Rows record it."""
-_WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir", "--timeout_s")
+_WHERE = ("--out", "--output-dir", "--output_dir", "--out_dir")
 """Options with a value that do not change a measurement. Rows leave them out of the command."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into SystemExit
@@ -60,7 +60,7 @@ def count_in_environment(name: str, default: int, below: str | None = None) -> i
 
 @contextlib.contextmanager
 def by_command(words: Sequence[str]) -> Iterator[None]:
-    """Let rows made inside record this command, without its output folder, time limit and --resume."""
+    """Let rows made inside record this command, without its output folder and --resume."""
     left, kept = list(words), []
     while left:
         word = left.pop(0)

@@ -184,7 +184,7 @@ class Measuring:
     def __init__(self, *events: Row | BaseException) -> None:
         self.events, self.is_sound, self.ended = events, True, False
 
-    def measure(self, configs: Any, timeout_s: float | None) -> Iterator[Row]:
+    def measure(self, configs: Any) -> Iterator[Row]:
         for event in self.events:
             if isinstance(event, BaseException):
                 raise event

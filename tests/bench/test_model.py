@@ -198,8 +198,6 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pyte
         (["--sweep", "speed"], "sweep has 'speed'"),
         (["--speed", "1"], "unknown field speed"),
         (["--batch_size", "2", "many"], "batch_size is many: it must be an integer"),
-        (["--timeout_s", "0"], "timeout_s is 0: it must be above 0"),
-        (["--timeout_s", "1e300"], "timeout_s is 1e+300: it must be"),
         (["--quick", "--out", "/proc/nowhere"], "out is '/proc/nowhere': it must be a folder"),
     ],
 )
