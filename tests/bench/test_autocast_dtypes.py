@@ -86,10 +86,3 @@ def test_the_table_has_types_and_device() -> None:
     line = "| layer_norm | fp32 |" + " float32 |" * 6
     assert line in table
     assert "bfloat16" in csv_text(rows, VIEWS[CASE.name])
-
-
-@pytest.mark.parametrize("wrong", [dict(norm="batch_norm"), dict(precision="fp8"), dict(device="tpu")], ids=str)
-def test_a_wrong_field_is_named(wrong: dict[str, str]) -> None:
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"^{name} is '{value}'"):
-        AutocastDtypesBench(**wrong)  # type: ignore[arg-type]

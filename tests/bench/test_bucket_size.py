@@ -118,12 +118,6 @@ def test_a_ring_of_more_sends_more_and_a_call_costs_the_same() -> None:
     assert four == (card.latency_s, card.link / 1.5)  # a rank sends 2 x 3 / 4 bytes per byte instead of 1
 
 
-@pytest.mark.parametrize("variant", ["overlap", "bucketed", "bucketed:x", "best"])
-def test_other_strategies_are_refused(variant: str) -> None:
-    with pytest.raises(ValueError, match=r"^(variant|strategy) is '"):
-        quick(variant)
-
-
 def made_up() -> list[Row]:
     def row(variant: str, bucket: float | None, ms: float, predicted_ms: float | None, **fields: Any) -> Row:
         config = {"size": "xl", "devices": 2, "compile": False, "bucket_size_mb": bucket, **fields}

@@ -119,35 +119,7 @@ def test_groups_larger_than_the_model_are_left_out() -> None:
     ]
 
 
-@pytest.mark.parametrize("given", [("first_99",), ("none", "first_99")])
-def test_asking_for_more_blocks_than_the_model_has_is_refused(given: tuple[str, ...]) -> None:
-    message = "activation_checkpointing is 'first_99': it must be none, .* with K from 1 to 8, the number of blocks"
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        configurations(CASE, {"activation_checkpointing": given}, quick=True)
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(activation_checkpointing="groups"), "activation_checkpointing is 'groups'"),
-        (dict(mode="forward"), "mode is 'forward'"),
-        (dict(num_layers=0), ".*num_layers is 0"),
-        (dict(steps=0), ".*steps is 0"),
-    ],
-)
-def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        CheckpointingBench(**{**QUICK, "attention": "naive", **wrong})
-
-
 # Tables and plots
-
-
-def test_a_quick_run_has_every_kind_of_policy_on_eight_blocks() -> None:
-    found = configurations(CASE, quick=True)
-    assert [(c.activation_checkpointing, c.num_layers) for c in found] == [
-        (policy, 8) for policy in ("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8")
-    ]
 
 
 def test_a_quick_run_has_a_table_and_plots(tmp_path: Path) -> None:

@@ -102,22 +102,3 @@ def test_the_row_is_read_back_from_the_trainer(tmp_path: Any) -> None:
         trainer.model.float()
         trainer.model.lm_head.loss = nn.functional.cross_entropy
         assert read_back(config, True, trainer)["ran"] == found | {"weight_dtype": "fp32", "loss_chunk_tokens": None}
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(strategy="bucketed"), "strategy is 'bucketed'"),
-        (dict(size="9B"), "size is '9B'"),
-        (dict(weight_dtype="bf16", precision="fp32"), "weight_dtype is 'bf16': it must be 'fp32' with precision"),
-        (dict(activation_checkpointing="last_3"), "activation_checkpointing is 'last_3'"),
-        (dict(attention="none"), "attention is 'none'"),
-        (dict(compile=False), "compile_memory_budget is 0.75: it must be from 0 to 1, and 1 without compile"),
-        (dict(loss_chunk_tokens=0), "loss_chunk_tokens is 0"),
-        (dict(devices=0), "devices is 0"),
-    ],
-    ids=str,
-)
-def test_impossible_configurations_are_refused_before_measuring(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        Leaderboard2026Bench(**{"device": "cpu", **fields})

@@ -15,11 +15,13 @@ from cs336_systems.bench.cases import model as case
 from cs336_systems.bench.instruments.timing import Stopwatch
 from cs336_systems.bench.profiling import memory_profile as memory
 from cs336_systems.bench.row import Row
+from cs336_systems.bench.worker import Worker
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import profile as profile_command
 from cs336_systems.cli.main import main
 from cs336_systems.planner.accounting import forward_flops, num_parameters, training_flops
 from cs336_systems.report.views import rows_table
+from tests.bench.conftest import Bench
 
 MODES = ("forward", "forward_backward", "train_step")
 QUICK: dict[str, Any] = dict(size="quick", context_length=16, batch_size=2, device="cpu")
@@ -58,26 +60,6 @@ def test_the_configuration_is_read_back_from_the_model() -> None:
     assert bench.read_back()["compile"]
     compiled = Workbench(Workload(compile=True, activation_checkpointing="block", **QUICK))
     assert compiled.read_back()["compile"]  # also inside checkpointing
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(size="huge"), "size is 'huge'"),
-        (dict(attention="quick"), "attention is 'quick'"),
-        (dict(context_length=0), "context_length is 0"),
-        (dict(precision="fp8"), "precision is 'fp8'"),
-        (dict(activation_checkpointing="some"), "activation_checkpointing is 'some'"),
-        (dict(activation_checkpointing="first_3"), "activation_checkpointing is 'first_3': .* K from 1 to 2"),
-        (dict(device="tpu"), "device is 'tpu'"),
-        (dict(warmup=-1), "warmup is -1"),
-        (dict(steps=0), "steps is 0"),
-        (dict(vocab_size=0), "vocab_size is 0"),
-    ],
-)
-def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        case.ModelBench(**QUICK | wrong)
 
 
 def test_the_rates_of_a_row_follow_from_its_time() -> None:
@@ -154,16 +136,10 @@ def test_the_sweep_of_sizes_covers_the_handouts_tables() -> None:
     assert [config.size for config in configs] == ["small", "medium", "large", "xl", "2.7B", "10B"]
 
 
-def run_main(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", *arguments])
-    return int(stop.value.code or 0)
-
-
-def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_rows_tables_and_plots(tmp_path: Path, bench: Bench) -> None:
     arguments = ("model", "--quick", "--mode", "forward", "--context_length", "8", "16", "--out", str(tmp_path))
-    assert run_main(*arguments) == 0
-    said = capsys.readouterr().out
+    code, said, _ = bench(*arguments)
+    assert code == 0
     assert "context_length 8: ok" in said
     assert (tmp_path / "model.jsonl").read_text().count("\n") == 2
     table = (tmp_path / "model.md").read_text()
@@ -171,13 +147,13 @@ def test_the_command_writes_rows_tables_and_plots(tmp_path: Any, capsys: pytest.
     assert "| context length | forward (ms) |" in table
     assert (tmp_path / "model.csv").read_text().count("\n") == 3
     assert (tmp_path / "model-step.png").read_bytes().startswith(b"\x89PNG")
-    assert run_main(*arguments, "--resume") == 0
+    assert bench(*arguments, "--resume")[0] == 0
     assert (tmp_path / "model.jsonl").read_text().count("\n") == 2
 
 
-def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_main("precision-accumulation", "--quick") == run_main("precision-accumulation") == 0
+    assert bench("precision-accumulation", "--quick")[0] == bench("precision-accumulation")[0] == 0
     assert {path.parent for path in Path("runs").rglob("*.jsonl")} == {Path("runs/quick/bench"), Path("runs/bench")}
     profiled: list[str] = []
     monkeypatch.setattr(profile_command, "_one_kernel_profile", lambda *facts: profiled.append(str(facts[-1])) or 0)
@@ -191,21 +167,34 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (["--size", "small", "huge"], "size is 'huge'"),
-        (["--steps", "x"], "steps"),
-        (["--sweep", "speed"], "sweep has 'speed'"),
-        (["--speed", "1"], "unknown field speed"),
-        (["--batch_size", "2", "many"], "batch_size is many: it must be an integer"),
-        (["--quick", "--out", "/proc/nowhere"], "out is '/proc/nowhere': it must be a folder"),
+        (["model", "--size", "small", "huge"], "size is 'huge'"),
+        (["model", "--steps", "x"], "steps"),
+        (["model", "--sweep", "speed"], "sweep has 'speed'"),
+        (["model", "--speed", "1"], "unknown field speed"),
+        (["model", "--batch_size", "2", "many"], "batch_size is many: it must be an integer"),
+        (["model", "--out", "/proc/nowhere"], "out is '/proc/nowhere': it must be a folder"),
+        (["model", "--out", "/proc"], "out is '/proc/model.jsonl'"),
+        (["model", "--out", "FOLDER/notes"], "notes': it must be a folder"),
+        (["precision-accumulation", "--out", "FOLDER"], "precision-accumulation.jsonl, line 1 is not JSON"),
+        (["kernels", "--dtype", "int8"], "dtype is 'int8'"),
+        (["kernels", "--kernels", "flash9"], "kernel is 'flash9'"),
+        (["kernels", "--shapes", "1x1x1x4294967296"], "shape is '1x1x1x4294967296'"),
     ],
 )
-def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("model", "--device", "cpu", *arguments) == 2
-    said = capsys.readouterr().err
+def test_a_mistake_is_one_line_before_anything_is_measured(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
+) -> None:
+    monkeypatch.setattr(Worker, "measure", None)
+    files = [tmp_path / "notes", tmp_path / "precision-accumulation.jsonl"]
+    for file in files:
+        file.write_text("my notes")
+    code, _, said = bench(*(word.replace("FOLDER", str(tmp_path)) for word in words), "--quick")
+    assert code == 2
     assert message in said
     assert said.count("\n") == 1
+    assert [file.read_text() for file in files] == ["my notes"] * 2
 
 
 @pytest.mark.parametrize("name", ["bench leaderboard-2026", "bench ddp", "profile kernels", "profile memory"])
@@ -229,14 +218,9 @@ def test_an_explicit_cpu_prints_a_warning(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == ""
 
 
-def test_only_some_cases_have_sizes_for_any_device() -> None:
-    for_any = {name for name in NAMES if not get_case(name).quick_is_on_cpu}
-    assert for_any == {"precision-accumulation", "autocast-dtypes", "all-reduce"}
-
-
-def test_every_case_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("list") == 0
-    listed = capsys.readouterr().out
+def test_every_case_is_listed(bench: Bench) -> None:
+    code, listed, _ = bench("list")
+    assert code == 0
     for name in NAMES:
         assert get_case(name).name == name
         assert f"{name} " in listed

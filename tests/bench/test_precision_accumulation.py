@@ -64,16 +64,3 @@ def test_the_table_has_enough_digits_to_show_the_difference() -> None:
     assert "value 0.01; count 1000" in table
     assert "| fp16 into fp16 | 9.9531250 | -0.0468750 | float16 |" in table
     assert "| fp16 into fp32 | 10.0021362 | +0.0021362 | float32 |" in table
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(count=0), "count is 0"),
-        (dict(value=float("inf")), "value is inf"),
-        (dict(accumulation="fp8"), "accumulation is 'fp8'"),
-    ],
-)
-def test_a_wrong_field_is_named(wrong: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PrecisionAccumulationBench(**wrong)  # type: ignore[arg-type]

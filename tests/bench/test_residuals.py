@@ -125,20 +125,6 @@ def test_the_quick_form_has_a_table_and_the_tensors_of_each_row() -> None:
     assert "| attn softmax | 2x2x16x16 | float32 | 1 | 0.003906 |" in table
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(size="huge"), "size is 'huge'"),
-        (dict(attention="flash"), "attention is 'flash'"),
-        (dict(context_length=0), "context_length is 0"),
-        (dict(device="tpu"), "device is 'tpu'"),
-    ],
-)
-def test_a_wrong_field_is_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        quick(**wrong)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["naive", "flash_triton"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

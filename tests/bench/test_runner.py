@@ -26,11 +26,11 @@ from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
 from cs336_systems.cli.bench import _disturbed, _parser
-from cs336_systems.cli.main import main
 from cs336_systems.machine.console import by_command
 
 from . import accidents_together
 from .accidents import CASE, Accident, measure
+from .conftest import Bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -271,28 +271,24 @@ def test_paths_do_not_tell_configurations_apart() -> None:
 
 
 def test_a_resumed_command_with_nothing_to_measure_leaves_no_empty_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bench: Bench
 ) -> None:
-    def bench(folder: Path) -> int:
-        with pytest.raises(SystemExit) as stop:
-            main(["bench", "precision-accumulation", "--quick", "--resume", "--out", str(folder)])
-        return int(stop.value.code or 0)
-
     caplog.set_level("INFO", "cs336_systems")
-    assert bench(tmp_path / "first") == 0
-    capsys.readouterr()
-    assert bench(tmp_path) == 0
-    assert "| fp16 into fp16 |" in capsys.readouterr().out  # rows of the subfolder are shown
+    resume = ["precision-accumulation", "--quick", "--resume", "--out"]
+    assert bench(*resume, str(tmp_path / "first"))[0] == 0
+    code, said, _ = bench(*resume, str(tmp_path))
+    assert code == 0
+    assert "| fp16 into fp16 |" in said  # rows of the subfolder are shown
     assert f"4 of 4 configurations are in {tmp_path} already" in caplog.messages
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
     append_row(tmp_path / "precision-accumulation.jsonl", Row(case="other", variant="v", config={}, env={}))
     kept = (tmp_path / "precision-accumulation.jsonl").read_text()
-    assert bench(tmp_path) == 0
+    assert bench(*resume, str(tmp_path))[0] == 0
     assert (tmp_path / "precision-accumulation.jsonl").read_text() == kept
     (tmp_path / "precision-accumulation.jsonl").unlink()
     (tmp_path / "first/precision-accumulation.jsonl").write_text("no row\n")
-    assert bench(tmp_path) != 0
+    assert bench(*resume, str(tmp_path))[0] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
@@ -392,7 +388,7 @@ def test_a_signal_while_a_worker_starts_prints_no_traceback(number: int, tmp_pat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -408,11 +404,10 @@ def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
         yield
 
     monkeypatch.setattr(worker.Worker, "measure", measure)
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "model", "--quick", "--out", str(tmp_path)])
-    assert ended.value.code == 128 + number
+    code, said, _ = bench("model", "--quick", "--out", str(tmp_path))
+    assert code == 128 + number
     assert list(scratch.iterdir()) == []
-    assert "--resume goes on" in capsys.readouterr().out
+    assert "--resume goes on" in said
     assert signal.getsignal(number) is signal.SIG_DFL
 
 

@@ -36,18 +36,3 @@ def test_a_model_too_large_for_a_cpu_is_an_oom_row_before_it_is_built(monkeypatc
 def test_only_cs336_graph_has_a_cuda_graph() -> None:
     graphs = {c.variant: c.run_config().train.cuda_graph for c in configurations(CASE, {"device": ("cpu",)})}
     assert graphs == {"cs336": False, "cs336_graph": True, "hf_llama": False}
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(size="huge"), "size is 'huge'"),
-        (dict(batch_size=0), "batch_size is 0"),
-        (dict(device="tpu"), "device is 'tpu'"),
-        (dict(steps=1), "steps is 1"),
-        (dict(variant="nobody"), "variant is 'nobody'"),
-    ],
-)
-def test_a_wrong_field_is_named(wrong: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        CASE.config(**wrong)

@@ -114,31 +114,14 @@ class LMMatrixBench:
             get_strategy(parallel.strategy_for(parallel.devices))
             check_devices(self.device, 1 if self.strategy == ALONE else self.devices)
             object.__setattr__(self, "device", select_device(self.device).type)
-        vocab_size = self.model_config().shape.vocab_size
-        for name in ("train_path", "val_path"):
-            if (path := getattr(self, name)) is not None:
-                try:
-                    _check_file(path, vocab_size, self.context_length + 1, Path(path).stat().st_mtime_ns)
-                except ValueError as error:
-                    fields = f"{name} is {path!r}, vocab_size {vocab_size}, context_length {self.context_length}"
-                    raise ValueError(f"{fields}: {error}") from error
         if self.train_path is None:
-            check_vocab_size(vocab_size)
-            data = self.stories(Path("unused"))
-            most = int(data.story_chars * data.valid_fraction)  # there are no more tokens than characters
-            accepted = f"below {most} without train_path: stories of so many characters are validated on"
-            require(self.context_length < most, "context_length", self.context_length, accepted)
+            check_vocab_size(self.model_config().shape.vocab_size)
 
     def model_config(self) -> ModelConfig:
         """The architecture. Raises ValueError for an invalid one."""
         shape = {name: value for name in SIZE_FIELDS if (value := getattr(self, name)) is not None}
         how = dict(context_length=self.context_length, attention=self.kernel)
         return model_of(self.size, self.vocab_size, **shape, **how)
-
-    def stories(self, folder: Path) -> DataConfig:
-        """Generated stories to train and validate on if no token files are given."""
-        chars = 10_000 if self.size == QUICK_SIZE else 4_000_000
-        return DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
 
     def run_config(self, folder: Path, files: tuple[str, str] | None = None, steps: int = 1) -> RunConfig:
         """The run of `steps` steps, which writes into the folder. Raises ValueError for an impossible one."""
@@ -185,21 +168,17 @@ def measure(configs: Sequence[LMMatrixBench]) -> Iterator[Row]:
                 yield row
 
 
-@functools.lru_cache
-def _check_file(path: str, vocab_size: int, min_count: int, changed_ns: int) -> None:
-    """Run `load_tokens`' check once for all configurations, because it reads the whole file."""
-    load_tokens(path, vocab_size, min_count)
-
-
 def train_once(config: LMMatrixBench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train, then delete the run; return the configuration as it ran, and losses, times, throughput and memory."""
+    model = config.model_config()
     if config.train_path is not None and config.val_path is not None:
         files = config.train_path, config.val_path
     else:  # generated stories, made once in the folder
-        data = config.stories(folder)
-        prepare_data(RunConfig(model=config.model_config(), data=data))
+        chars = 10_000 if config.size == QUICK_SIZE else 4_000_000
+        data = DataConfig(source="stories", data_dir=str(folder / "data"), story_chars=chars)
+        prepare_data(RunConfig(model=model, data=data))
         files = str(data.train_tokens), str(data.valid_tokens)
-    count = len(load_tokens(files[0], config.model_config().shape.vocab_size, config.context_length + 1))
+    count, _ = (len(load_tokens(path, model.shape.vocab_size, config.context_length + 1)) for path in files)
     epoch_steps = max(1, count // (config.batch_size * config.context_length))
     steps = min(config.epochs * epoch_steps, config.max_steps or config.epochs * epoch_steps)
     run = config.run_config(folder, files, steps)
