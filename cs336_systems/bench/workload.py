@@ -6,7 +6,7 @@ step.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from cs336_basics.shape import ModelShape
 
 from ..config.checks import check_types, require, without_groups
 from ..config.model import ModelConfig
-from ..config.run import OptimizerConfig, TrainConfig
+from ..config.run import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import DTYPE_NAMES, autocast, check_precision, memory_bytes, select_device, use_device
 from ..planner.accounting import num_parameters
@@ -41,6 +41,17 @@ def model_of(size: str | None, vocab_size: int | None = None, **fields: Any) -> 
     if vocab_size is not None:
         named = {**named, "vocab_size": vocab_size}
     return ModelConfig(**named, **fields)
+
+
+def random_run(model: ModelConfig, parallel: ParallelConfig | None = None, **train: Any) -> RunConfig:
+    """A run on random tokens with fused AdamW, whose steps a case measures. `train` has fields of TrainConfig."""
+    return RunConfig(
+        model=model,
+        data=DataConfig(source="random"),
+        optimizer=OptimizerConfig(implementation="torch_fused"),
+        train=TrainConfig(**train),
+        parallel=parallel or ParallelConfig(),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +86,10 @@ class Workload:
         for name in ("context_length", "batch_size"):
             require(1 <= getattr(self, name) < 1 << 31, name, getattr(self, name), "at least 1 and below 2^31")
         with without_groups():
-            for check in (lambda: self.model_config, lambda: self.train_config, lambda: get_attention(self.attention)):
-                check()
+            shape, _ = self.shape, self.train_config
+            get_attention(self.attention)
             object.__setattr__(self, "device", str(select_device(self.device)))
-            object.__setattr__(self, "vocab_size", self.shape.vocab_size)
+            object.__setattr__(self, "vocab_size", shape.vocab_size)
         self.check_checkpointed()
 
     @property
@@ -177,12 +188,18 @@ class Workbench:
                 self.optimizer.step()
         self.model.zero_grad(set_to_none=True)
 
-    def step(self) -> Tensor:
-        """One step of the mode; returns its loss."""
+    def step(self, after: Callable[[str], None] = lambda phase: None) -> Tensor:
+        """One step of the mode; returns its loss. `after` is called with each phase's name when the phase is over.
+
+        If there is a backward pass, "optimizer" follows it even without an optimizer: then it only clears gradients.
+        """
         loss = self.forward()
+        after("forward")
         if self.config.mode != "forward":
             self.backward(loss)
+            after("backward")
             self.optimizer_step()
+            after("optimizer")
         return loss.detach()
 
     def read_back(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from cs336_systems.bench import ranks, runner, turns
 from cs336_systems.bench.case import configurations, is_of, is_of_fewer_rounds, row_config
 from cs336_systems.bench.cases import ddp, get_case
-from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, measure, name_of
+from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, name_of
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.turns import slowest
 from cs336_systems.cli.report import make_report
@@ -44,7 +44,7 @@ def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
 
 def test_each_variant_has_a_row_with_its_run(tmp_path: Path) -> None:
     variants = (ALONE, "bucketed:0.01+bf16", "overlap+zero1", "fsdp+zero2")
-    first, rows = split(measure(quick(*variants, rounds=2, traces=str(tmp_path))), len(variants))
+    first, rows = split(CASE.measure(quick(*variants, rounds=2, traces=str(tmp_path))), len(variants))
     assert [row.variant for row in first] == [row.variant for row in rows] == list(variants)
     assert [(row.config["rounds"], len(row.metrics["steps_ms"]), row.error) for row in first] == [(1, 2, None)] * 4
     assert [row.error for row in rows] == [None, None, None, None]
@@ -103,7 +103,7 @@ def test_a_failing_variant_is_a_row_and_the_others_are_measured(monkeypatch: pyt
             )
 
     monkeypatch.setattr(ranks, "run_processes", launch)
-    rows = list(measure(quick(ALONE, "overlap", "flat")))
+    rows = list(CASE.measure(quick(ALONE, "overlap", "flat")))
     assert [(row.variant, row.status) for row in rows] == [(ALONE, "ok"), ("overlap", "oom"), ("flat", "ok")]
     assert launches == [[ALONE, "overlap", "flat"], ["flat"]]
     assert rows[1].metrics == {"requested_bytes": 2 << 30}
@@ -121,7 +121,7 @@ def test_each_round_yields_rows_of_the_rounds_so_far(monkeypatch: pytest.MonkeyP
     measured: list[str] = []
     monkeypatch.setattr(turns, "_built", built)
     monkeypatch.setattr(turns, "time_steps", lambda trainer, steps: [float(len(measured))])
-    monkeypatch.setattr(ddp, "_trace", lambda *_: {})
+    monkeypatch.setattr(DDPBench, "look", lambda *_: {})
     monkeypatch.setattr(turns, "free_memory", lambda: None)
     configs = quick("naive", "flat", rounds=3)
     rows = list(ddp.measure_on_rank(configs, torch.device("cpu"), lambda config: None))
@@ -272,7 +272,7 @@ def test_rows_of_fewer_rounds_come_through_a_launch(monkeypatch: pytest.MonkeyPa
                 append_row(folder / "rows.jsonl", of_rounds(config, rounds))
 
     monkeypatch.setattr(ranks, "run_processes", launch)
-    rows = measure(quick("naive", "flat", rounds=2))
+    rows = CASE.measure(quick("naive", "flat", rounds=2))
     assert [(row.variant, row.config["rounds"]) for row in rows] == [
         ("naive", 1), ("flat", 1), ("naive", 2), ("flat", 2)]  # fmt: skip
 
@@ -286,7 +286,7 @@ def test_a_failure_after_the_last_row_costs_no_row(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("rank 1 was ended by SIGSEGV")
 
     monkeypatch.setattr(ranks, "run_processes", launch)
-    assert [row.status for row in measure(quick(ALONE))] == ["ok"]
+    assert [row.status for row in CASE.measure(quick(ALONE))] == ["ok"]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -1,5 +1,6 @@
 """The cases `model` and `warmup`, and their workload."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,13 @@ def test_the_rates_of_a_row_follow_from_its_time() -> None:
 def test_warm_up_steps_come_before_measured_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_case = get_case(name)
     steps: list[int] = []
-    monkeypatch.setattr(Workbench, "step", lambda self: steps.append(0))
+
+    def step(bench: Workbench, after: Callable[[str], None] | None = None) -> None:
+        for phase in bench.phases if after else ():  # the phases are timed in further steps
+            after(phase)
+        steps.extend([] if after else [0])
+
+    monkeypatch.setattr(Workbench, "step", step)
     for warmup in (0, 3):
         given = {"warmup": (warmup,), "steps": (2,), "mode": ("forward_backward",)}
         steps.clear()

@@ -4,12 +4,9 @@ This is the handout's ddp_bucketed_benchmarking: the case `ddp` with one strateg
 prediction for each size from the times of all-reduces.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ...config.checks import require
 from ...machine.hardware import gpu_name, select_device
@@ -20,12 +17,11 @@ from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_
 from ...planner.rows import card_by_name, transfer_points
 from ...planner.working import MIB
 from ...training.loop import Trainer
-from ..case import Case, row_config, swept
-from ..outcome import measured
-from ..ranks import launched
+from ..case import swept
 from ..row import Row, read_rows
-from ..turns import measure_in_turns
-from .ddp import ALONE, DDPBench, name_of, what_ran
+from .ddp import ALONE, DDPBench, measure_on_rank, strategies_case
+
+__all__ = ["CASE", "BucketBench", "measure_on_rank"]
 
 _BEST = "bucketed:best"
 
@@ -46,6 +42,8 @@ class BucketBench(DDPBench):
     rows: str = swept("", beside="all-reduce.jsonl")
     """Row file of all-reduces to which the prediction is fitted (default: all-reduce.jsonl beside the rows if it has
     rows of this many processes, otherwise the planner's numbers for the card)."""
+
+    case = "bucket-size"
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -85,6 +83,15 @@ class BucketBench(DDPBench):
         card = card_by_name(gpu_name() or "") if kind == "cuda" else None
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 
+    def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+        """The number of buckets."""
+        return {"buckets": len(trainer.strategy.groups)} if isinstance(trainer.strategy, DDP) else {}
+
+    def row(self, metrics: dict[str, Any], **ran: Any) -> Row:
+        """The row of the metrics, with the planner's prediction."""
+        ran = {"bucket_size_mb": self.bucket_size_mb, "cuda_graph": self.run_config().train.cuda_graph}
+        return super().row(metrics | self.predicted(), **ran)
+
     def predicted(self) -> dict[str, Any]:
         """The planner's prediction for this size: time added, and the best size; {} if the cost is unknown."""
         cost, size = self.transfer_cost(), self.bucket_size_mb
@@ -101,27 +108,8 @@ class BucketBench(DDPBench):
         return 4.0 * num_parameters(self.workload().shape)
 
 
-def measure_on_rank(
-    configs: Sequence[BucketBench], device: torch.device, at_work: Callable[[BucketBench], None]
-) -> Iterator[Row]:
-    """Measure all sizes in turns, together with the other ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _count_buckets):
-        assert isinstance(config, BucketBench)
-        recorded = config.run_config().train.cuda_graph
-        ran = what_ran(config) | {"bucket_size_mb": config.bucket_size_mb, "cuda_graph": recorded}
-        yield measured("bucket-size", name_of(config), row_config(config), ran, metrics | config.predicted())
-
-
-def _count_buckets(config: BucketBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    return {"buckets": len(trainer.strategy.groups)} if isinstance(trainer.strategy, DDP) else {}
-
-
-CASE = Case(
-    name="bucket-size",
-    about="A training step with gradients in buckets, by bucket size, beside one GPU alone and the planner's model.",
-    module=__name__,
-    config=BucketBench,
-    variant=name_of,
-    measure=launched(__name__),
-    together=("variant", "compile"),
+CASE = strategies_case(
+    BucketBench,
+    __name__,
+    "A training step with gradients in buckets, by bucket size, beside one GPU alone and the planner's model.",
 )

@@ -25,13 +25,13 @@ from ..case import Case, swept
 from ..instruments.live_bytes import LiveBytes
 from ..outcome import each
 from ..row import Row
-from ..workload import Workbench, Workload
-from .model import time_steps
+from ..workload import Workbench
+from .model import ModelBench, time_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointingBench(Workload):
-    """A workload and its numbers of steps. `Workload` explains the inherited fields."""
+class CheckpointingBench(ModelBench):
+    """A workload whose blocks are checkpointed; otherwise as in the case `model`."""
 
     size: str = swept("xl", sweep=("small", "medium", "large", "xl", "2.7B"), quick="quick")
     num_layers: int | None = swept(None, quick=8)
@@ -41,23 +41,17 @@ class CheckpointingBench(Workload):
     mode: Literal["forward_backward", "train_step"] = swept("forward_backward")
     """train_step: the time includes the optimizer step; memory is that of forward and backward."""
     precision: Literal["fp32", "bf16", "fp16"] = swept("bf16", sweep=("fp32", "bf16"), quick="fp32")
-    compile: bool = swept(False, sweep=(False, True))
     attention: str = swept("flash_triton", sweep=("naive", "flash_triton"), quick="flash_torch")
     activation_checkpointing: str = swept(
         "none", "block", "every_2", "every_4", *(f"groups_{k}" for k in (2, 3, 4, 6, 8, 12, 16, 24, 48)),
         quick=("none", "block", "every_2", "groups_2", "groups_3", "groups_4", "groups_8"),
     )  # fmt: skip
     """none; block: groups of one; first_K: the first K blocks; every_K: every K-th; groups_K: K blocks together."""
-    device: str = swept("auto", quick="cpu")
     warmup: int = swept(3, quick=1)
-    """Steps before the measured ones."""
-    steps: int = swept(10, quick=2)
-    """Measured steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("warmup", 0), ("steps", 1), ("num_layers", 1)):
-            require_at_least(self, "", least, name)
+        require_at_least(self, "", 1, "num_layers")
         object.__setattr__(self, "num_layers", self.shape.num_layers)
 
     def check_checkpointed(self) -> None:

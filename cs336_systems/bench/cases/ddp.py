@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ...config.checks import check_types, is_place, require, require_at_least, without_groups
-from ...config.run import SHARDED, STRATEGIES, DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...config.run import SHARDED, STRATEGIES, ParallelConfig, RunConfig
 from ...machine.hardware import select_device
 from ...parallel import get_strategy
 from ...training.launch import check_devices
@@ -26,7 +26,7 @@ from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
 from ..turns import measure_in_turns
-from ..workload import Workload
+from ..workload import Workload, random_run
 
 ALONE = "alone"
 _OF_SEVERAL = tuple(strategy for strategy in STRATEGIES if strategy != "none")
@@ -87,6 +87,7 @@ class DDPBench:
     traces: str = swept("")
     """Folder for files with the streams of each variant's profiled step."""
 
+    case = "ddp"
     options = OPTIONS
 
     def __post_init__(self) -> None:
@@ -111,18 +112,14 @@ class DDPBench:
             parallel |= dict(grad_dtype="bf16") if "bf16" in chosen else {}
             parallel |= dict(bucket_size_mb=float(bucket)) if bucket else {}
             parallel |= dict(nccl_max_ctas=self.nccl_max_ctas)
-        return RunConfig(
-            model=self.workload().model_config,
-            data=DataConfig(source="random"),
-            optimizer=OptimizerConfig(implementation="torch_fused"),
-            train=TrainConfig(
-                batch_size=self.batch_size * (1 if name == ALONE else self.devices),
-                compile=self.compile,
-                precision=self.precision,
-                device=self.device,
-                cuda_graph="graph" in chosen,
-            ),
-            parallel=ParallelConfig(**parallel),
+        return random_run(
+            self.workload().model_config,
+            ParallelConfig(**parallel),
+            batch_size=self.batch_size * (1 if name == ALONE else self.devices),
+            compile=self.compile,
+            precision=self.precision,
+            device=self.device,
+            cuda_graph="graph" in chosen,
         )
 
     def _parts(self) -> tuple[str, str | None, list[str]]:
@@ -161,6 +158,19 @@ class DDPBench:
         """Whether each process trains without communication."""
         return self.variant.partition("+")[0] == ALONE
 
+    def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+        """How one more step computes and communicates on the first rank; alone is profiled only for `traces`."""
+        file = Path(self.traces, re.sub(r"\W", "-", name_of(self)) + ".json") if self.traces else None
+        if self.is_alone and file is None:
+            return {}
+        streams = record_step(trainer.train_step, is_first, trainer.device, file)
+        return {} if self.is_alone or not is_first else totals(streams)
+
+    def row(self, metrics: dict[str, Any], **ran: Any) -> Row:
+        """The row of the metrics, with the whole configuration of the run whose steps were measured, and `ran`."""
+        ran = {"run": self.run_config().to_dict(), **ran}
+        return measured(self.case, name_of(self), row_config(self), ran, metrics)
+
 
 def _options_of(strategy: str) -> tuple[str, ...]:
     """The options of a strategy. Raises ValueError naming the variant if it cannot be imported."""
@@ -178,32 +188,23 @@ def measure_on_rank(
     configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
 ) -> Iterator[Row]:
     """Measure all variants in turns, together with the other ranks; the rows are the same on all ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
-        yield measured("ddp", name_of(config), row_config(config), what_ran(config), metrics)
+    for config, metrics in measure_in_turns(configs, device, at_work, lambda config, *of: config.look(*of)):
+        yield config.row(metrics)
 
 
-def what_ran(config: DDPBench) -> dict[str, Any]:
-    """The whole configuration of the run whose steps were measured, for the row."""
-    return {"run": config.run_config().to_dict()}
+def strategies_case(config: type[DDPBench], place: str, about: str) -> Case:
+    """The case at `place` (see `load_case`) that measures variants and compiled blocks in one launch."""
+    return Case(
+        name=config.case,
+        about=about,
+        module=place,
+        config=config,
+        variant=name_of,
+        measure=launched(place),
+        together=("variant", "compile"),
+    )
 
 
-def _trace(config: DDPBench, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    """Time in which one more step computes and communicates on the first rank; alone is profiled only for `traces`."""
-    file = Path(config.traces, re.sub(r"\W", "-", name_of(config)) + ".json") if config.traces else None
-    if config.is_alone and file is None:
-        return {}
-    streams = record_step(trainer.train_step, is_first, trainer.device, file)
-    return {} if config.is_alone or not is_first else totals(streams)
-
-
-measure = launched(__name__)
-
-CASE = Case(
-    name="ddp",
-    about="A training step on several GPUs, strategy by strategy, beside one GPU alone.",
-    module=__name__,
-    config=DDPBench,
-    variant=name_of,
-    measure=measure,
-    together=("variant", "compile"),
+CASE = strategies_case(
+    DDPBench, __name__, "A training step on several GPUs, strategy by strategy, beside one GPU alone."
 )

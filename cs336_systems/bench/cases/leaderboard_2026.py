@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...config.checks import check_types, require_at_least, without_groups
-from ...config.run import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from ...config.run import ParallelConfig, RunConfig
 from ...machine.hardware import DTYPE_NAMES, device_peak_flops, select_device
 from ...parallel import comm
 from ...planner.accounting import training_flops
@@ -25,7 +25,7 @@ from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
 from ..turns import measure_in_turns
-from ..workload import Workload, is_compiled, wrapped
+from ..workload import Workload, is_compiled, random_run, wrapped
 
 TIMER = (
     "median and mean of {steps} calls of Trainer.train_step (batch, forward, loss, backward, gradient norm, clipping, "
@@ -92,15 +92,9 @@ class Leaderboard2026Bench:
         ).model_config
         names = ("precision", "weight_dtype", "activation_checkpointing", "compile", "compile_memory_budget",
                  "loss_chunk_tokens", "device")  # fmt: skip
-        return RunConfig(
-            model=model,
-            data=DataConfig(source="random"),
-            optimizer=OptimizerConfig(implementation="torch_fused"),
-            train=TrainConfig(
-                batch_size=self.batch_size * self.devices, **{name: getattr(self, name) for name in names}
-            ),
-            parallel=ParallelConfig(devices=self.devices, strategy=self.strategy, step_timeout_s=self.step_timeout_s),
-        )
+        parallel = ParallelConfig(devices=self.devices, strategy=self.strategy, step_timeout_s=self.step_timeout_s)
+        train = {name: getattr(self, name) for name in names}
+        return random_run(model, parallel, batch_size=self.batch_size * self.devices, **train)
 
 
 def variant(config: Leaderboard2026Bench) -> str:

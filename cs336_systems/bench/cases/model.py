@@ -3,7 +3,7 @@
 `warmup` measures the first steps of a process, after none, one, two or five warm-up steps.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from ...training.metrics import summarise
 from ..case import Case, swept
 from ..instruments.timing import Stopwatch
 from ..outcome import each
-from ..workload import Workbench, Workload
+from ..workload import PHASES, Workbench, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,6 @@ class ModelBench(Workload):
         for name, least in (("warmup", 0), ("steps", 1)):
             require_at_least(self, "", least, name)
 
-    def workload(self) -> Workload:
-        """The workload of each step."""
-        return Workload(**{field.name: getattr(self, field.name) for field in fields(Workload)})
-
 
 def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration as it ran, and its metrics.
@@ -51,7 +47,7 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     Steps are timed as a whole (`step_ms`), then phase by phase. The host waits for the device after each phase and
     cannot run ahead, so the phases may add up to more than a step.
     """
-    bench = Workbench(config.workload())
+    bench = Workbench(config)
     for _ in range(config.warmup):
         bench.step()
     if bench.device.type == "cuda":
@@ -66,7 +62,7 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     if bench.device.type == "cuda":
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
     phases = _time_phases(bench, config.steps)
-    return {**bench.read_back(), "warmup": config.warmup, "steps": len(metrics["steps_ms"])}, metrics | phases
+    return {**bench.read_back(), "steps": len(metrics["steps_ms"])}, metrics | phases
 
 
 def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
@@ -81,20 +77,12 @@ def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
 
 
 def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
-    times: dict[str, list[float]] = {phase: [] for phase in bench.phases}
+    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     with objects_set_aside():
         watch = Stopwatch(bench.device)
         for _ in range(steps):
-            loss = bench.forward()
-            times["forward"].append(watch.lap_ms())
-            if "backward" in times:
-                bench.backward(loss)
-                times["backward"].append(watch.lap_ms())
-                bench.optimizer_step()
-                lap_ms = watch.lap_ms()  # even without an optimizer: clearing is no part of forward
-                if "optimizer" in times:
-                    times["optimizer"].append(lap_ms)
-    return {f"{phase}_ms": summarise(laps) for phase, laps in times.items()}
+            bench.step(after=lambda phase: times[phase].append(watch.lap_ms()))
+    return {f"{phase}_ms": summarise(times[phase]) for phase in bench.phases}
 
 
 def variant(config: ModelBench) -> str:

@@ -14,17 +14,14 @@ import torch
 
 from ...config.checks import require
 from ...training.loop import Trainer
-from ..case import Case, row_config, swept
+from ..case import swept
 from ..instruments.streams import record_step, totals
-from ..outcome import measured
-from ..ranks import launched
 from ..row import Row
-from ..turns import measure_in_turns
-from .ddp import DDPBench, name_of, what_ran
+from . import ddp
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlapTrace(DDPBench):
+class OverlapTrace(ddp.DDPBench):
     """A strategy whose step is traced; otherwise as in the case `ddp`."""
 
     variant: str = swept("naive", "overlap", quick=("naive", "overlap"))
@@ -36,11 +33,23 @@ class OverlapTrace(DDPBench):
     profiler: Literal["torch", "nsys"] = swept("torch")
     """torch; nsys: leave the step to Nsight Systems, which records it if it runs the command."""
 
+    case = "overlap-trace"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.traces != "", "traces", self.traces, "a folder")
         on_gpu = self.device == "cuda"
         require(self.profiler == "torch" or on_gpu, "profiler", self.profiler, f"torch with device {self.device!r}")
+
+    def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
+        """The times of the step's streams, and the file with everything; nothing with nsys."""
+        if self.profiler == "nsys":
+            _step_for_nsys(trainer, is_first)
+            return {}
+        stem = re.sub(r"\W+", "-", f"{self.size} {self.context_length} {ddp.name_of(self)}")
+        file = Path(self.traces, f"{stem}.json")
+        streams = record_step(trainer.train_step, is_first, trainer.device, file, named=True)
+        return totals(streams) | {"streams": str(file)} if is_first else {}
 
 
 DEFAULTS = {field.name: field.default for field in fields(OverlapTrace)}
@@ -50,20 +59,9 @@ def measure_on_rank(
     configs: Sequence[OverlapTrace], device: torch.device, at_work: Callable[[OverlapTrace], None]
 ) -> Iterator[Row]:
     """Measure each variant and trace one of its steps, together with the other ranks."""
-    for config, metrics in measure_in_turns(configs, device, at_work, _trace):
-        if config.rounds == configs[0].rounds:  # there is no trace before the last round
-            yield measured("overlap-trace", name_of(config), row_config(config), what_ran(config), metrics)
-
-
-def _trace(config: OverlapTrace, is_first: bool, trainer: Trainer) -> dict[str, Any]:
-    """The times of the step's streams, and the file with everything; nothing with nsys."""
-    if config.profiler == "nsys":
-        _step_for_nsys(trainer, is_first)
-        return {}
-    stem = re.sub(r"\W+", "-", f"{config.size} {config.context_length} {name_of(config)}")
-    file = Path(config.traces, f"{stem}.json")
-    streams = record_step(trainer.train_step, is_first, trainer.device, file, named=True)
-    return totals(streams) | {"streams": str(file)} if is_first else {}
+    for row in ddp.measure_on_rank(configs, device, at_work):
+        if row.config["rounds"] == configs[0].rounds:  # there is no trace before the last round
+            yield row
 
 
 def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
@@ -80,12 +78,6 @@ def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
     torch.cuda.profiler.stop()
 
 
-CASE = Case(
-    name="overlap-trace",
-    about="Compute and communication over one step of two strategies, drawn one above the other.",
-    module=__name__,
-    config=OverlapTrace,
-    variant=name_of,
-    measure=launched(__name__),
-    together=("variant", "compile"),
+CASE = ddp.strategies_case(
+    OverlapTrace, __name__, "Compute and communication over one step of two strategies, drawn one above the other."
 )

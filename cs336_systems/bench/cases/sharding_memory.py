@@ -8,7 +8,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,13 @@ from ...parallel.ranks import alone
 from ...planner.memory import part_bytes
 from ...planner.rows import training_job
 from ...training.loop import Trainer
-from ..case import Case, row_config, swept
+from ..case import row_config, swept
 from ..instruments.gathers import gathers_of, summary
 from ..instruments.memory_moments import fullest, measure_memory
 from ..instruments.streams import profile_step
-from ..outcome import free_memory, measured
-from ..ranks import launched
+from ..outcome import free_memory
 from ..row import Row
-from .ddp import DDPBench, name_of, what_ran
+from .ddp import DDPBench, strategies_case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +79,13 @@ def measure_on_rank(
             found, seen = measure_memory(config, device, look)
         ranks = comm.gather_objects((found, seen), "the measurements")
         metrics = fullest([metrics for metrics, _ in ranks]) | ranks[0][1]
-        asked, ran = row_config(config), what_ran(config)
-        try:
-            predicted = part_bytes(training_job(config.case, config.variant, {**asked, **ran}))
-        except ValueError:  # a strategy or an option that the planner does not know
-            pass
-        else:
+        with suppress(ValueError):  # a strategy or an option that the planner does not know
+            settings = row_config(config) | {"run": config.run_config().to_dict()}
+            predicted = part_bytes(training_job(config.case, config.variant, settings))
             if device.type != "cuda":
                 del predicted["peak"]  # mostly a GPU's workspaces
             metrics["predicted"] = predicted
-        yield measured(config.case, name_of(config), asked, ran, metrics)
+        yield config.row(metrics)
 
 
 def follow_gathers(trainer: Trainer, is_first: bool) -> dict[str, Any]:
@@ -98,22 +94,14 @@ def follow_gathers(trainer: Trainer, is_first: bool) -> dict[str, Any]:
     return summary(gathers_of(events)) if is_first else {}
 
 
-CASE = Case(
-    name="optimizer-sharding",
-    about="Memory (part by part) and time of a step with and without sharded optimizer state.",
-    module=__name__,
-    config=OptimizerShardingBench,
-    variant=name_of,
-    measure=launched(__name__),
-    together=("variant", "compile"),
+CASE = strategies_case(
+    OptimizerShardingBench,
+    __name__,
+    "Memory (part by part) and time of a step with and without sharded optimizer state.",
 )
-FSDP_ACCOUNTING = Case(
-    name="fsdp-accounting",
-    about="Memory that FSDP saves, part by part, and whether each of its gathers is over in time.",
-    module=f"{__name__}:fsdp-accounting",
-    config=FSDPBench,
-    variant=name_of,
-    measure=launched(f"{__name__}:fsdp-accounting"),
-    together=("variant", "compile"),
+FSDP_ACCOUNTING = strategies_case(
+    FSDPBench,
+    f"{__name__}:fsdp-accounting",
+    "Memory that FSDP saves, part by part, and whether each of its gathers is over in time.",
 )
 PRESETS = {FSDP_ACCOUNTING.name: FSDP_ACCOUNTING}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...config.checks import check_types, require_at_least
-from ...config.run import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from ...config.run import RunConfig
 from ...machine.garbage import objects_set_aside
 from ...machine.hardware import device_peak_flops, use_device
 from ...planner.accounting import training_flops
@@ -23,7 +23,7 @@ from ..case import Case, swept
 from ..instruments.timing import wait_for
 from ..outcome import each
 from ..turns import build_trainer, check_host_memory
-from ..workload import Workload
+from ..workload import Workload, random_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +64,9 @@ class TrainStepBench:
 
     def run_config(self) -> RunConfig:
         """The run whose step is measured."""
-        return RunConfig(
-            model=self.workload().model_config,
-            data=DataConfig(source="random"),
-            optimizer=OptimizerConfig(implementation="torch_fused"),
-            train=TrainConfig(
-                batch_size=self.batch_size,
-                compile=self.compile,
-                precision=self.precision,
-                device=self.device,
-                cuda_graph=self.variant == "cs336_graph",
-            ),
-        )
+        names = ("batch_size", "compile", "precision", "device")
+        train = {name: getattr(self, name) for name in names}
+        return random_run(self.workload().model_config, cuda_graph=self.variant == "cs336_graph", **train)
 
 
 def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
