@@ -1,8 +1,9 @@
 """The weights that FSDP shards, and the modules that gather them."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from cs336_basics.model import Embedding, Linear
@@ -49,3 +50,9 @@ def find_gathered_modules(module: nn.Module, weights: Container[nn.Parameter]) -
             yield from find(child, in_list)
 
     return [m for m in dict.fromkeys(find(module, False)) if any(p in weights for p in m.parameters())]
+
+
+def describe_shards(module: nn.Module, params: Mapping[nn.Parameter, Any]) -> dict[str, tuple[torch.Size, int]]:
+    """The sharded parameters of a module by name: the whole shape, and the first row that this rank has."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: (params[p].shape, params[p].first_row) for name, p in named if p in params}

@@ -140,6 +140,7 @@ class ParamGroup:
         self._installed = SHARDED
         self._gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
         self._is_unsharded = False  # or being gathered
+        self.kept = False  # whether forward leaves it unsharded for backward
         self._gather: comm.Transfer | None = None
         self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
         self.trainable = [p for p in params if p.full.requires_grad]
@@ -184,6 +185,7 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Release the memory of the whole weights. The tensors stay, because autograd has saved them."""
+        self.kept = False
         if self._is_unsharded:
             self.wait_for_unshard()
             if self._installed == UNSHARDED:

@@ -3,10 +3,12 @@
 `fsdp.py` gives the overview and the papers; `fsdp_param_group.py` does the communication.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container, Sequence
+from itertools import dropwhile
 from typing import NamedTuple
 
-from .fsdp_param_group import ParamGroup
+from .fsdp_modules import EMBEDDINGS
+from .fsdp_param_group import GatheredModule, ParamGroup
 
 
 class ScheduleStep(NamedTuple):
@@ -17,31 +19,57 @@ class ScheduleStep(NamedTuple):
     due: list[ParamGroup]
 
 
+def plan_forward(modules: Sequence[GatheredModule], order: Sequence[int]) -> list[ScheduleStep]:
+    """The steps of forward; `order` has the numbers of the modules."""
+    return [ScheduleStep(number, modules[number].groups, []) for number in order]
+
+
+def plan_backward(
+    modules: Sequence[GatheredModule], order: Sequence[int], reached: Container[int] = ()
+) -> list[ScheduleStep]:
+    """The steps of backward, as far back as it may go on any rank; `reached` has modules that it reached on one."""
+    seen: set[ParamGroup] = set()
+    steps: list[ScheduleStep] = []
+    for number in dropwhile(lambda number: number not in reached and not modules[number].trains, order):
+        groups = modules[number].groups
+        due = [group for group in groups if group.trainable and group not in seen]
+        seen.update(due)
+        # The backward of an embedding needs the indices, not the weight.
+        needed = [] if isinstance(modules[number].module, EMBEDDINGS) else groups
+        steps.append(ScheduleStep(number, needed, due))
+    return steps[::-1]
+
+
+def insert_uncalled_modules(order: list[int], modules: Sequence[GatheredModule]) -> None:
+    """Insert modules that were not called beside their neighbours in the same list, or in order of registration."""
+    parents = [module.name.rpartition(".")[0] for module in modules]
+    for number in set(range(len(modules))).difference(order):
+        near = [other for other in order if parents[other] == parents[number]] if parents[number] else []
+        near = near or order
+        if before := [other for other in near if other < number]:
+            order.insert(len(order) - order[::-1].index(max(before)), number)
+        else:
+            order.insert(order.index(min(near)) if near else 0, number)
+
+
 class PrefetchSchedule:
     """One pass through a schedule.
 
     Arriving at a step prefetches the groups of the next one. Gradients due at a step are sent in their order as soon as
-    they are complete, and the rest when the pass leaves the step, which also reshards its groups, except those in
-    `keep`. A rank that does not use a module passes over its step in the same way. So all ranks start the same
-    collectives in the same order. Modules called out of turn are an exception: all ranks must call them alike.
+    they are complete, and the rest when the pass leaves the step, which also reshards its groups. A rank that does not
+    use a module passes over its step in the same way. So all ranks start the same collectives in the same order.
+    Modules called out of turn are an exception: all ranks must call them alike.
     """
 
-    def __init__(
-        self,
-        steps: list[ScheduleStep],
-        reduce: Callable[[ParamGroup], None] = lambda group: None,
-        keep: Container[ParamGroup] = (),
-    ) -> None:
-        self._steps, self._at, self._reduce, self._keep = steps, -1, reduce, keep
+    def __init__(self, steps: list[ScheduleStep]) -> None:
+        self._steps, self._at = steps, -1
+        self._group_in_reduction: ParamGroup | None = None
 
     def is_at(self, number: int) -> bool:
         return self._at >= 0 and self._steps[self._at].number == number
 
     def at_end(self) -> bool:
         return self._at == len(self._steps) - 1
-
-    def knows(self, number: int) -> bool:
-        return any(step.number == number for step in self._steps)
 
     def visit(self, number: int) -> bool:
         """Go to the next step of this module and wait for its weights. False if no such step is ahead."""
@@ -50,6 +78,12 @@ class PrefetchSchedule:
                 self._advance(i)
                 return True
         return False
+
+    def visit_again(self, number: int) -> None:
+        """As `visit`, but if the module's steps lie behind, begin again: it was called more often than planned."""
+        if not self.visit(number) and any(step.number == number for step in self._steps):
+            self.restart()
+            self.visit(number)
 
     def to_end(self) -> None:
         self._advance(len(self._steps) - 1)
@@ -84,8 +118,33 @@ class PrefetchSchedule:
                 self._reduce(group)
         following = [] if self.at_end() else self._steps[self._at + 1].needed
         for group in here.needed:
-            if group not in following and group not in self._keep:
+            if group not in following and not group.kept:
                 group.reshard()
+
+    def finish_gradients(self) -> None:
+        """Go to the end, as other ranks may have, send gradients that came after their turn, and wait for all."""
+        self.to_end()
+        for step in self._steps:
+            for group in step.due:
+                if group.num_gradients or not group.reduced:
+                    self._reduce(group)
+        self._wait_for_gradients()
+
+    def drop_gradients(self) -> None:
+        """Discard gradients that are being sent."""
+        if self._group_in_reduction is not None:
+            self._group_in_reduction.drop_gradients()
+
+    def _reduce(self, group: ParamGroup) -> None:
+        # Wait for the previous group's gradients only now: their reduce-scatter overlapped this group's backward.
+        self._wait_for_gradients()
+        group.reduce_gradients()
+        self._group_in_reduction = group
+
+    def _wait_for_gradients(self) -> None:
+        if self._group_in_reduction is not None:
+            self._group_in_reduction.wait_for_gradients()
+            self._group_in_reduction = None
 
     def _advance(self, to: int) -> None:
         while self._at < to:

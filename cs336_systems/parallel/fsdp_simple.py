@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_modules import Holders, find_gathered_modules, find_weights
+from .fsdp_modules import Holders, describe_shards, find_gathered_modules, find_weights
 from .strategy import Strategy, mark_as_shard, weak_hook
 
 
@@ -113,6 +113,4 @@ class SimpleFSDP(Strategy):
         return whole | {p: keep(w.all_gather(p.new_empty(w.padded.shape))) for p, w in self._weights.items()}
 
     def shards(self) -> dict[str, tuple[torch.Size, int]]:
-        """The sharded parameters by name: the whole shape, and the first row that this rank has."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: (self._weights[p].shape, self._weights[p].first_row) for name, p in named if p in self._weights}
+        return describe_shards(self.module, self._weights)

@@ -141,7 +141,7 @@ class Strategy(nn.Module):
         return {}
 
     def gathered_bytes(self) -> int:
-        """Bytes of whole weights at the moment, besides this rank's shards of them."""
+        """Bytes of the weights that are whole at the moment or being gathered, besides this rank's shards of them."""
         return 0
 
     @property
