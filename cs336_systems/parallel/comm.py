@@ -21,11 +21,6 @@ from .heartbeat import Heartbeats
 from .meeting import check_environment, meeting_place
 from .ranks import rank, world_size
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Start and stop
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
 _spare_events: list[torch.cuda.Event] = []
@@ -81,8 +76,7 @@ def process_group(
     except BaseException:
         _stop_watching()
         # Aborted, not destroyed: that would wait for transfers that the other ranks may not have sent.
-        if hasattr(c10d, "_abort_process_group"):
-            c10d._abort_process_group()
+        c10d._abort_process_group()
         raise
     _stop_watching()
     dist.destroy_process_group()
@@ -103,11 +97,6 @@ def awaiting(name: str) -> contextlib.AbstractContextManager[None]:
     For waits without a time limit, between ranks that an agent has started.
     """
     return _heartbeats.awaiting(name) if _heartbeats is not None else contextlib.nullcontext()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Transfers
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Transfer:
@@ -284,7 +273,8 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], name: str) -> Transf
                 once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
                 tensor = once.contiguous()
                 copies.append((once, tensor))
-            works.append(group.broadcast([_as_sent(tensor)], options))
+            # As bytes, because a backend may not know the dtype; a single element may have any stride.
+            works.append(group.broadcast([tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)], options))
 
         def apply() -> None:
             for tensor, dense in copies:
@@ -292,16 +282,6 @@ def start_broadcasts(sources: Iterable[tuple[Tensor, int]], name: str) -> Transf
 
         # Coalesced broadcasts share one work, which can be asked whether it is done.
         return Transfer(name, [group._end_coalescing(device)] if coalesced else works, apply if copies else None)
-
-
-_SENT_AS_THEY_ARE = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-
-
-def _as_sent(tensor: Tensor) -> Tensor:
-    """The same memory, viewed as bytes if a backend may not know the dtype."""
-    if tensor.dtype in _SENT_AS_THEY_ARE:
-        return tensor
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _by_nccl(tensor: Tensor) -> bool:

@@ -29,17 +29,15 @@ class ShardedOptimizer(Optimizer):
 
     Any optimizer works that updates each parameter from its own gradient and state alone. Whole parameters are assigned
     to ranks (`owner_of`), so that the element counts of two ranks differ by at most the size of the largest parameter.
-    Frozen parameters are assigned at the first step after they are unfrozen; until then all ranks keep the state that
-    is loaded for them.
+    Frozen parameters are assigned at the first step after they are unfrozen.
 
     `step` goes bucket by bucket. Each rank's share of a bucket is at most `bucket_size_mb` times 2^20 bytes, or one
     parameter. While the ranks update the next bucket, this one is broadcast. All ranks must have equal parameters and
-    gradients beforehand, and must call `step`, `add_param_group` and `consolidate_state_dict` together.
+    gradients beforehand, and must call `step` and `add_param_group` together.
 
     With more than one rank, parameters are moved when they are assigned: each rank's share of a bucket becomes one flat
-    tensor per dtype, which is one transfer (and which torch.save of one parameter saves whole). Parameters stay the
-    same objects. Anything that knows their addresses, as a CUDA graph does, or shares their memory, as a state dict
-    does, must be made afterwards. A parameter in a larger storage on any rank stays there and is sent by itself.
+    tensor per dtype, except for parameters in a larger storage, which stay there. Parameters stay the same objects, but
+    build anything that knows their addresses or shares their memory afterwards, and do not move them again.
 
     `param_groups` hold all parameters, and changes to them take effect, so a scheduler sees an ordinary optimizer.
     `state`, and so `state_dict`, hold this rank's own part.
@@ -70,8 +68,7 @@ class ShardedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # copy.deepcopy and torch.save call this too. A copy would send parameters that its model does not have.
-        raise TypeError("a ShardedOptimizer cannot be copied or pickled: save its state_dict, or the result of "
-                        "consolidate_state_dict")  # fmt: skip
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled: save its state_dict")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters and assign them to ranks. Earlier ones stay where they are."""
@@ -99,7 +96,8 @@ class ShardedOptimizer(Optimizer):
         if any(p.requires_grad for p in self._unassigned):
             self._assign()
         assert self._local is not None
-        self._refresh_moved()
+        for bucket in self._buckets:
+            bucket.check_addresses()
         self._local.state = self.state  # loading a state dict replaces `self.state`
         transfers = []
         for i, bucket in enumerate(self._buckets):
@@ -108,60 +106,15 @@ class ShardedOptimizer(Optimizer):
             if self._local.param_groups:
                 self._local.step(**kwargs)
             # Parameters without a gradient here are sent too: all ranks must start the same transfers.
-            transfers.append(comm.start_broadcasts(bucket.prepare_to_send(), f"updated parameters, bucket {i + 1}"))
-        for bucket, transfer in zip(self._buckets, transfers, strict=True):
+            transfers.append(comm.start_broadcasts(bucket.sent, f"updated parameters, bucket {i + 1}"))
+        for transfer in transfers:
             transfer.wait()
-            for p, slot in bucket.moved:
-                p.copy_(slot)
         return loss
 
-    def _refresh_moved(self) -> None:
-        """Look for parameters that were moved out of their buckets. Ensure that none overlaps another one or a slot."""
-        moved = [p for bucket in self._buckets for p in bucket.refresh_moved()]
-        if not moved:
-            return
-        at: dict[int, Tensor] = {}
-        for p in filter(Tensor.numel, dict.fromkeys(self._parameters())):
-            if at.setdefault(p.data_ptr(), p) is not p:
-                shapes = " and ".join(str(tuple(x.shape)) for x in (at[p.data_ptr()], p))
-                raise ValueError(f"parameters of shapes {shapes} now share memory: each must have its own")
-        flat = {slot.untyped_storage().data_ptr() for bucket in self._buckets for _, slot in bucket.slots}
-        inside = [p for p in moved if p.untyped_storage().data_ptr() in flat]
-        for p, values in zip(inside, [p.detach().clone() for p in inside], strict=True):
-            p.data = values
-
-    def consolidate_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """The state dict that `optimizer_cls` in one process would have, on the CPU of rank `to`; None elsewhere.
-
-        All ranks call it together. Raises ValueError if there is no such rank.
-        """
-        if not 0 <= to < comm.world_size():
-            raise ValueError(f"to is {to}: there are ranks 0 to {comm.world_size() - 1}")
-        parameters = self._parameters()
-        # All ranks have the state loaded for a parameter without an owner; rank 0 reports it.
-        reported = [p in self.state and self._owners.get(p, 0) == comm.rank() for p in parameters]
-        own = {i: self.state[p] for i, p in enumerate(parameters) if reported[i]}
-        outlines = {i: {k: _outline(v, parameters[i]) for k, v in state.items()} for i, state in own.items()}
-        everyone = comm.gather_objects(outlines, "outline of the optimizer's state")
-        merged = {i: (state, owner) for owner, part in enumerate(everyone) for i, state in part.items()}
-        full: dict[int, dict[str, Any]] = {}
-        for i in sorted(merged):
-            full[i], owner = merged[i]
-            for key, value in full[i].items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    mine, device = owner == comm.rank(), parameters[i].device
-                    tensor = own[i][key].contiguous() if mine else torch.empty_like(value, device=device)
-                    comm.start_broadcasts([(tensor, owner)], "state of the optimizer").wait()
-                    if to == comm.rank():
-                        full[i][key] = tensor.to("cpu", copy=True)
-        groups = self.state_dict()["param_groups"]
-        return {"state": full, "param_groups": groups} if to == comm.rank() else None
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's own part of a state dict, which may be a full one or hold only that part.
+        """Take this rank's own part of a state dict, which may be a full one, and the state of parameters still frozen.
 
-        It may come from `consolidate_state_dict`, from `optimizer_cls` in one process, or from `state_dict` on this
-        rank. Raises ValueError if its groups do not match those of this optimizer.
+        Raises ValueError if its groups do not match those of this optimizer.
         """
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         rank = comm.rank()
@@ -212,11 +165,3 @@ class ShardedOptimizer(Optimizer):
                     group.setdefault(key, value)
         else:  # some optimizers create state on construction; state loaded while frozen stays
             self.state.update({p: state for p, state in made.state.items() if p not in self.state})
-
-
-def _outline(value: Any, parameter: Tensor) -> Any:
-    """A small state value itself; a meta tensor in place of a large one, so that ranks can allocate memory for it."""
-    if not isinstance(value, Tensor):
-        return value
-    large = value.ndim > 0 and value.device == parameter.device
-    return value.detach().to("meta" if large else "cpu", copy=True)

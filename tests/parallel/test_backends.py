@@ -25,6 +25,9 @@ PLACES = [
 ]
 
 
+SENT_TYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.uint32)
+
+
 def values(rank: int, device: str) -> list[Tensor]:
     """Three tensors of two dtypes, other values on each rank."""
     return [
@@ -48,9 +51,11 @@ def every_transfer(device: str) -> dict[str, list[Any]]:
         values(rank, device)[0].T,
         torch.tensor([rank == 1, True], device=device),
         torch.tensor([rank, 7], device=device, dtype=torch.uint16)[::2],
+        *(torch.full((3,), 1.0 + rank, device=device).to(dtype) for dtype in SENT_TYPES),
     ]
     comm.start_broadcasts([(tensor, 1) for tensor in sent], "broadcast").wait()
     comm.check_same({"length": 3}, "facts")
+    sent = [t.to(torch.complex64) for t in sent]
     result = dict(averaged=averaged, sent_in_half=sent_in_half, gathered=gathered, parts=parts, sent=sent)
     return {name: [t.tolist() for t in tensors] for name, tensors in result.items()}
 
@@ -65,7 +70,7 @@ def test_transfers(backend: str, device: str) -> None:
             sent_in_half=mean[:2],
             gathered=[torch.cat(pair) for pair in list(zip(*ranks, strict=True))[:2]],
             parts=[t.chunk(2)[rank] for t in mean[:2]],
-            sent=[ranks[1][0].T, torch.tensor([True, True]), torch.tensor([1], dtype=torch.uint16)],
+            sent=[ranks[1][0].T, torch.ones(2), torch.ones(1), *[torch.full((3,), 2.0)] * len(SENT_TYPES)],
         )
         for name, tensors in expected.items():
             for actual, right in zip(found[name], tensors, strict=True):
