@@ -3,19 +3,19 @@
 A token file is a plain .npy array of uint16 (uint32 where the vocabulary needs it) with a JSON sidecar beside it.
 """
 
-import contextlib
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from .files import replaced, sha256_of_file, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,38 +27,6 @@ class TokenFileInfo:
     sha256: str
     tokenizer_sha256: str
     source: str
-
-
-_COUNTS = ("count", "vocab_size")
-
-
-def sha256_of_file(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the file's name to an OSError that lacks one, such as that of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
-    """Write a JSON file atomically: a reader sees either the old content or the new. Raises OSError naming the file."""
-    beside = Path(f"{path}.tmp")
-    try:
-        with naming_file(path):
-            beside.write_text(json.dumps(value, indent=2) + "\n")
-            os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def sidecar_path(path: str | os.PathLike[str]) -> Path:
@@ -97,44 +65,35 @@ def write_tokens(
     Both files appear complete or not at all; the sidecar is written last. Raises ValueError for an ID that is not an
     integer from 0 to vocab_size - 1, and OSError naming the file.
     """
-    path, dtype = Path(path), token_dtype(vocab_size)
-    beside = path.with_name(f"{path.name}.tmp")
-    count = 0
-    try:
-        with naming_file(path), beside.open("wb") as file:
+    dtype = token_dtype(vocab_size)
+    count, sidecar = 0, sidecar_path(path)
+    with replaced(path) as beside:
+        with beside.open("wb") as file:
             # NumPy leaves room in the header for the count to grow, so the header can be rewritten at the end.
             _write_header(file, 0, dtype)
             for chunk in chunks:
-                ids = _checked_ids(chunk, vocab_size, path).astype(dtype)
-                file.write(ids.tobytes())
+                ids = np.asarray(chunk)
+                if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+                    raise ValueError(
+                        f"tokens for {path} are {ids.dtype} of shape {ids.shape}: they must be lists of integers"
+                    )
+                wrong = ids[(ids < 0) | (ids >= vocab_size)]
+                if wrong.size:
+                    raise ValueError(f"token ID {wrong[0]} for {path}: it must be from 0 to {vocab_size - 1}")
+                file.write(ids.astype(dtype).tobytes())
                 count += len(ids)
             file.seek(0)
             _write_header(file, count, dtype)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    info = TokenFileInfo(
-        count=count,
-        vocab_size=vocab_size,
-        sha256=sha256_of_file(beside),
-        tokenizer_sha256=tokenizer_sha256,
-        source=source,
-    )
-    sidecar = sidecar_path(path)
-    sidecar.unlink(missing_ok=True)  # never an old sidecar beside a new array
-    os.replace(beside, path)
+        info = TokenFileInfo(
+            count=count,
+            vocab_size=vocab_size,
+            sha256=sha256_of_file(beside),
+            tokenizer_sha256=tokenizer_sha256,
+            source=source,
+        )
+        sidecar.unlink(missing_ok=True)  # never an old sidecar beside a new array
     write_json(sidecar, asdict(info))
     return info
-
-
-def _checked_ids(chunk: npt.ArrayLike, vocab_size: int, path: Path) -> npt.NDArray[Any]:
-    ids = np.asarray(chunk)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"tokens for {path} are {ids.dtype} of shape {ids.shape}: they must be lists of integers")
-    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"token ID {wrong} for {path}: it must be from 0 to {vocab_size - 1}")
-    return ids
 
 
 def _write_header(file: BinaryIO, count: int, dtype: np.dtype) -> None:
@@ -148,24 +107,10 @@ def read_info(path: str | os.PathLike[str]) -> TokenFileInfo:
     if not sidecar.is_file():
         raise FileNotFoundError(f"token file {path} has no sidecar {sidecar}")
     try:
-        content = json.loads(sidecar.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"token sidecar {sidecar} is not JSON: {error}") from error
-    names = [field.name for field in fields(TokenFileInfo)]
-    accepted = f"it must be an object with {', '.join(names)}"
-    if not isinstance(content, dict):
-        raise ValueError(f"token sidecar {sidecar} is no JSON object: {accepted}")
-    for name in names:
-        if name not in content:
-            raise ValueError(f"token sidecar {sidecar} has no {name}: {accepted}")
-    for name, value in content.items():
-        if name not in names:
-            raise ValueError(f"token sidecar {sidecar} has {name!r}: {accepted} only")
-        if name not in _COUNTS and not isinstance(value, str):
-            raise ValueError(f"token sidecar {sidecar}: {name} is {value!r}: it must be text")
-        if name in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"token sidecar {sidecar}: {name} is {value!r}: it must be an integer of at least 0")
-    return TokenFileInfo(**content)
+        return TokenFileInfo(**json.loads(sidecar.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        names = ", ".join(field.name for field in fields(TokenFileInfo))
+        raise ValueError(f"token sidecar {sidecar} must be a JSON object with {names}: {error}") from error
 
 
 def load_tokens(path: str | os.PathLike[str], vocab_size: int, min_count: int = 1) -> npt.NDArray[np.unsignedinteger]:
@@ -234,8 +179,8 @@ def gather_sequences(tokens: npt.NDArray[np.integer], starts: npt.NDArray[np.int
 def sequence_starts(seed: int, first: int, count: int, num_starts: int) -> npt.NDArray[np.int64]:
     """Where sequences first .. first+count-1 of a run start: a pure function of (seed, k), uniform below num_starts.
 
-    So the position in the data is one integer, no sampler state has to be saved, and any split of a batch over
-    processes gives the same sequences. The function is SplitMix64 (Steele, Lea & Flood 2014): its k-th output is a
+    So the position in the data is one integer, and any division of a batch over processes gives the same sequences. The
+    function is SplitMix64 (Steele, Lea & Flood 2014): its k-th output is a
     mix of seed' + k * gamma and does not depend on earlier outputs.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended

@@ -54,15 +54,6 @@ def _check_prompts(model: TransformerLM, prompts: Sequence[Sequence[int]], max_n
         )
 
 
-def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}: it must be at least 0 (0 takes the likeliest token)")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}: it must be at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}: it must be above 0 and at most 1")
-
-
 @torch.no_grad()
 def generate(
     model: TransformerLM,
@@ -74,16 +65,14 @@ def generate(
     top_p: float | None = None,
     stop_token: int | None = None,
     seed: int = 0,
-    use_cache: bool = True,
 ) -> list[list[int]]:
     """Continue each prompt; returns the new tokens of each, without the prompt and without the stop token.
 
     A row ends at its stop token or after max_new_tokens; with max_new_tokens=None, where the model's context is full.
-    temperature 0 takes the most likely token. The same seed gives the same tokens on the same device, with and without
-    the cache. Raises ValueError for an empty or too long prompt and for impossible limits.
+    temperature 0 takes the most likely token. The same seed gives the same tokens on the same device. Raises ValueError
+    for an empty or too long prompt and for impossible limits.
     """
     _check_prompts(model, prompts, max_new_tokens)
-    _check_sampling(temperature, top_k, top_p)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -93,11 +82,10 @@ def generate(
         row[: len(prompt)] = torch.tensor(prompt, device=device)
 
     position = int(lengths.min())  # the first position at which some row is sampled
-    seen = 0
-    cache = model.new_cache() if use_cache else None
+    seen, cache = 0, model.new_cache()
     while position < int(ends.max()):
         logits = model(rows[:, seen:position], cache)[:, -1]
-        seen = position if use_cache else 0
+        seen = position
         sampled = _sample(logits, temperature, top_k, top_p, generator)
         in_prompt = position < lengths
         rows[:, position] = torch.where(in_prompt, rows[:, position], sampled)

@@ -7,7 +7,6 @@ do not change.
 """
 
 import json
-import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .data import write_json
+from .files import replaced, write_json
 from .model import TransformerLM
 from .shape import ModelShape
 from .tokenizer import END_OF_TEXT, Tokenizer
-
-logger = logging.getLogger(__name__)
 
 _NORM_EPS = 1e-5  # of cs336_basics.model.RMSNorm
 
@@ -88,13 +85,11 @@ def export_hf(
     for ours, theirs in _names(shape.num_layers).items():
         weight = state_dict[ours].detach().cpu()
         weights[theirs] = _to_halves(weight, shape.num_heads) if ours.endswith(_TURNED) else weight.contiguous()
-    beside = folder / "model.safetensors.tmp"
-    try:
-        safetensors.torch.save_file(weights, beside, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # a full disk, for example
-        beside.unlink(missing_ok=True)
-        raise OSError(f"{folder / 'model.safetensors'} could not be written: {error}") from error
-    os.replace(beside, folder / "model.safetensors")
+    with replaced(folder / "model.safetensors") as beside:
+        try:
+            safetensors.torch.save_file(weights, beside, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # a full disk, for example
+            raise OSError(f"{folder / 'model.safetensors'} could not be written: {error}") from error
 
     end = None if tokenizer is None else tokenizer.end_of_text_id
     write_json(folder / "config.json", _llama_config(shape, end, weights["lm_head.weight"].dtype))
@@ -155,20 +150,32 @@ def import_hf(folder: str | os.PathLike[str]) -> tuple[ModelShape, dict[str, Ten
 
     Raises FileNotFoundError or ValueError naming the file and the field if the model is of another kind: grouped
     queries, tied embeddings, biases, scaled rotary frequencies, another norm epsilon, missing or misshapen weights.
-    Rotary frequencies among the weights, which older versions of transformers wrote, are checked and left out.
     """
     folder = Path(folder)
     shape = _read_config(folder / "config.json")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no .safetensors file")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            weights.update(safetensors.torch.load_file(file))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+    with torch.device("meta"):
+        model = TransformerLM(**asdict(shape)).state_dict()
     names = _names(shape.num_layers)
-    weights = _read_weights(folder)
-    _drop_rotary_frequencies(folder, shape, weights)
-    if missing := sorted(set(names.values()) - set(weights)):
-        raise ValueError(f"{folder} has no weight {missing[0]} ({len(missing)} of {len(names)} are missing)")
-    if extra := sorted(set(weights) - set(names.values())):
-        raise ValueError(f"{folder} has a weight {extra[0]} that this model has no place for")
+    expected = {theirs: tuple(model[ours].shape) for ours, theirs in names.items()}
+    # Older versions of transformers also saved the rotary frequencies, which follow from rope_theta.
+    found = {name: tuple(w.shape) for name, w in weights.items() if not name.endswith("rotary_emb.inv_freq")}
+    for name in sorted(found.keys() | expected.keys()):
+        here, there = found.get(name, "none"), expected.get(name, "none")
+        if here != there:
+            raise ValueError(f"{folder}: {name} has shape {here}, and config.json means {there}")
     state = {ours: weights[theirs].float() for ours, theirs in names.items()}
-    _check_shapes(folder, shape, state)
     state = {name: _to_pairs(w, shape.num_heads) if name.endswith(_TURNED) else w for name, w in state.items()}
+
     tokenizer_path = folder / "tokenizer.json"
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path.is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > shape.vocab_size:
@@ -226,46 +233,3 @@ def _fixed_settings(config: dict[str, Any], shape: ModelShape) -> dict[str, tupl
         "tie_word_embeddings": (False, config.get("tie_word_embeddings", False)),
         "rope type": ("default", scaling.get("rope_type", scaling.get("type", rope.get("rope_type", "default")))),
     }
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no .safetensors file")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights.update(safetensors.torch.load_file(file))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-    return weights
-
-
-def _drop_rotary_frequencies(folder: Path, shape: ModelShape, weights: dict[str, Tensor]) -> None:
-    """Remove buffers of rotary frequencies, because our model computes them from rope_theta.
-
-    Raises ValueError if the model was trained with other frequencies.
-    """
-    head_size = shape.d_model // shape.num_heads
-    expected = shape.rope_theta ** (-torch.arange(0, head_size, 2) / head_size)
-    buffers = [name for name in weights if name.endswith("rotary_emb.inv_freq")]
-    for name in buffers:
-        found = weights.pop(name).float()
-        # The tolerance of 16 bits, because they may have been saved in half precision.
-        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=2**-7, atol=2**-24):
-            raise ValueError(
-                f"{folder}: {name} does not hold the frequencies of rope_theta {shape.rope_theta:g} in config.json: "
-                "the model was trained with others"
-            )
-    if buffers:
-        logger.info("import: %s (%d in all) is left out, it follows from rope_theta", buffers[0], len(buffers))
-
-
-def _check_shapes(folder: Path, shape: ModelShape, state: dict[str, Tensor]) -> None:
-    with torch.device("meta"):
-        model = TransformerLM(**asdict(shape))
-    for name, expected in model.state_dict().items():
-        if state[name].shape != expected.shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {tuple(state[name].shape)}, config.json means {tuple(expected.shape)}"
-            )

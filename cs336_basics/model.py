@@ -174,8 +174,6 @@ class CausalMultiHeadSelfAttention(nn.Module):
     """Multi-head causal self-attention with rotary positions on queries and keys."""
 
     def __init__(self, d_model: int, num_heads: int, rope: RotaryEmbedding, attention: Attention) -> None:
-        if d_model % num_heads:
-            raise ValueError(f"d_model is {d_model}: it must be divisible by num_heads, which is {num_heads}")
         super().__init__()
         self.num_heads = num_heads
         self.rope = rope

@@ -27,15 +27,6 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        for name, value, low, high in (
-            ("lr", lr, 0.0, math.inf),
-            ("betas[0]", betas[0], 0.0, 1.0),
-            ("betas[1]", betas[1], 0.0, 1.0),
-            ("eps", eps, 0.0, math.inf),
-            ("weight_decay", weight_decay, 0.0, math.inf),
-        ):
-            if not low <= value < high:
-                raise ValueError(f"{name} is {value}: it must be at least {low:g} and below {high:g}")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()

@@ -15,6 +15,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from .files import replaced
+
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and END_OF_TEXT
 
@@ -223,15 +225,10 @@ class Tokenizer:
             raise ValueError(f"tokenizer file {path} cannot be loaded: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json atomically: a reader never sees a partial file."""
-        beside = Path(f"{path}.tmp")
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        """Write tokenizer.json whole. Raises OSError naming the file."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as beside:
             beside.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
-            os.replace(beside, path)
-        except OSError as error:  # it may not name the file
-            beside.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(path)) from error
 
     @property
     def vocab_size(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_basics.data import write_json
+from cs336_basics.files import write_json
 from cs336_basics.huggingface import export_hf, import_hf
 from cs336_basics.model import TransformerLM
 from cs336_basics.shape import ModelShape

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cs336_basics.data import sha256_of_file
+from cs336_basics.files import sha256_of_file
 
 logger = logging.getLogger(__name__)
 

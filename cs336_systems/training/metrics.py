@@ -14,7 +14,7 @@ import rich
 from rich.live import Live
 from rich.text import Text
 
-from cs336_basics.data import naming_file
+from cs336_basics.files import naming_file
 
 from ..config.run import RunConfig
 from ..machine.console import READER_GONE, say

@@ -11,11 +11,11 @@ from cs336_basics.data import (
     has_sidecar,
     load_tokens,
     read_info,
-    sha256_of_file,
     sidecar_path,
     token_dtype,
     write_tokens,
 )
+from cs336_basics.files import sha256_of_file
 from cs336_basics.tokenizer import Tokenizer, check_vocab_size, sample_evenly
 
 from ..config.checks import shown

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cs336_basics.data import sha256_of_file, write_json
+from cs336_basics.files import sha256_of_file, write_json
 from cs336_basics.optimizer import get_cosine_lr
 
 from ..config.checks import require

@@ -9,7 +9,8 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy, write_json
+from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
+from cs336_basics.files import write_json
 
 from ..machine.files import write_whole
 from ..machine.garbage import objects_set_aside

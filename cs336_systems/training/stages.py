@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cs336_basics.data import sha256_of_file, write_json
+from cs336_basics.files import sha256_of_file, write_json
 
 from ..config.run import DataConfig
 

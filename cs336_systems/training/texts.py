@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336_basics import stories
-from cs336_basics.data import sha256_of_file, token_dtype
+from cs336_basics.data import token_dtype
+from cs336_basics.files import sha256_of_file
 from cs336_basics.tokenizer import END_OF_TEXT, read_utf8
 
 from ..config.run import RunConfig

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,43 +130,16 @@ def test_a_model_made_by_transformers_is_imported(tmp_path: Path) -> None:
     check_logits(shape, state, llama)
 
 
-OLD = transformers.LlamaConfig(**LLAMA, num_attention_heads=2, rope_theta=500_000.0)
-
-
-def save_with_frequencies(folder: Path, names: list[str], frequencies: torch.Tensor) -> transformers.LlamaForCausalLM:
-    """A Llama's folder with buffers among its weights, as older versions of transformers wrote them."""
-    llama = transformers.LlamaForCausalLM(OLD)
-    llama.save_pretrained(folder)
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    buffers = {name: frequencies.clone() for name in names}
-    safetensors.torch.save_file(weights | buffers, folder / "model.safetensors", metadata={"format": "pt"})
-    return llama
-
-
-IN_EACH_BLOCK = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
-
-
-@pytest.mark.parametrize("names", [IN_EACH_BLOCK, ["model.rotary_emb.inv_freq"]], ids=["of each block", "of the model"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rotary_frequencies_among_the_weights_are_left_out_with_a_message(
-    tmp_path: Path, names: list[str], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "cs336_basics")
-    inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq
-    llama = save_with_frequencies(tmp_path, names, inside.to(dtype))
+@pytest.mark.parametrize("place", ["model.layers.1.self_attn.rotary_emb", "model.rotary_emb"])
+def test_rotary_frequencies_among_the_weights_are_left_out(tmp_path: Path, place: str) -> None:
+    """Older versions of transformers wrote them."""
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, num_attention_heads=2, rope_theta=5e5))
+    llama.save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    weights[f"{place}.inv_freq"] = torch.ones(16)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     shape, state, _ = import_hf(tmp_path)
-    assert names[0] in caplog.text
     check_logits(shape, state, llama)
-
-
-@pytest.mark.parametrize("change", [lambda f: f / 2, lambda f: f[:-1], lambda f: f.pow(0.95)])
-def test_rotary_frequencies_that_contradict_the_configuration_are_refused(
-    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    inside = transformers.LlamaForCausalLM(OLD).model.rotary_emb.inv_freq
-    save_with_frequencies(tmp_path, IN_EACH_BLOCK, change(inside).contiguous())
-    with pytest.raises(ValueError, match=r"layers\.\d\.self_attn\.rotary_emb\.inv_freq does not hold .* 500000 in"):
-        import_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +159,9 @@ def test_rotary_frequencies_that_contradict_the_configuration_are_refused(
         ("partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5"),
         ("max_position_embeddings", 16.5, "max_position_embeddings is 16.5: it must be a positive integer"),
         ("num_hidden_layers", "3", "num_hidden_layers is '3': it must be a positive integer"),
-        ("intermediate_size", 96, r"w1.weight has shape \(160, 64\)"),
-        ("num_hidden_layers", 4, "has no weight model.layers.3"),
-        ("num_hidden_layers", 2, "has a weight model.layers.2"),
+        ("intermediate_size", 96, r"down_proj.weight has shape \(64, 160\), and config.json means \(64, 96\)"),
+        ("num_hidden_layers", 4, r"model.layers.3.\S* has shape none"),
+        ("num_hidden_layers", 2, r"model.layers.2.\S* has shape \(64,\), and config.json means none"),
         ("hidden_size", None, "hidden_size is None: it must be a positive integer"),
         ("num_attention_heads", 0, "num_attention_heads is 0: it must be a positive integer"),
         ("num_attention_heads", True, "num_attention_heads is True: it must be a positive integer"),

@@ -33,11 +33,6 @@ def test_softmax_of_extreme_values_is_finite_and_exact():
     torch.testing.assert_close(softmax(x), expected)
 
 
-def test_softmax_is_the_same_after_a_shift():
-    x = torch.randn(4, 6)
-    torch.testing.assert_close(softmax(x + 1024), softmax(x), rtol=1e-3, atol=1e-6)
-
-
 def test_softmax_gives_no_probability_to_minus_infinity():
     x = torch.tensor([0.0, -math.inf, math.log(3)])
     torch.testing.assert_close(softmax(x), torch.tensor([0.25, 0.0, 0.75]))
@@ -62,15 +57,6 @@ def test_cross_entropy_and_its_gradient_equal_torch(leading, reduction, scale):
     d_loss = torch.randn_like(ours)
     d_ours, d_theirs = (torch.autograd.grad(loss, logits, d_loss)[0] for loss in (ours, theirs))
     torch.testing.assert_close(d_ours, d_theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_cross_entropy_takes_the_mean_by_default():
-    logits, targets = torch.randn(6, 5), torch.randint(5, (6,))
-    torch.testing.assert_close(cross_entropy(logits, targets), F.cross_entropy(logits, targets))
-
-
-def test_cross_entropy_of_equal_logits_is_the_log_of_their_number():
-    assert cross_entropy(torch.full((3, 1000), 7.0), torch.tensor([0, 1, 999])).item() == pytest.approx(math.log(1000))
 
 
 @pytest.mark.parametrize("target, expected", [(0, 0.0), (1, 2e4), (2, 1e4)])
@@ -115,26 +101,12 @@ def test_clipping_equals_torch(max_norm, scale):
     assert ours[-1].grad is None
 
 
-def test_clipping_returns_the_norm_before_and_leaves_max_norm_behind():
-    p = nn.Parameter(torch.zeros(2))
-    p.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradient([p], 1.0).item() == 5.0
-    torch.testing.assert_close(p.grad, torch.tensor([0.6, 0.8]))
-
-
 @pytest.mark.parametrize("max_norm", [5.1, math.inf])
 def test_gradients_within_the_limit_stay_bit_equal(max_norm):
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])
     assert clip_gradient([p], max_norm).item() == 5.0
     assert p.grad.tolist() == [3.0, 4.0]
-
-
-def test_clipping_takes_a_generator():
-    module = nn.Linear(2, 2)
-    module(torch.ones(1, 2)).sum().backward()
-    clip_gradient(module.parameters(), 0.5)
-    assert math.hypot(*(p.grad.norm().item() for p in module.parameters())) == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("parameters", [[], [nn.Parameter(torch.ones(3))]], ids=["no parameter", "no gradient"])

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -126,17 +125,6 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned():
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
-def test_step_without_closure_returns_nothing():
-    ours = parameters()
-    assert AdamW(ours).step() is None
-
-
-def test_a_step_builds_no_graph():
-    ours = parameters()
-    walk(AdamW(ours), ours, 0, 1)
-    assert all(p.is_leaf and p.requires_grad and p.grad_fn is None for p in ours)
-
-
 @pytest.mark.parametrize("first", [AdamW, torch.optim.AdamW], ids=["own", "torch"])
 @pytest.mark.parametrize("second", [AdamW, torch.optim.AdamW], ids=["own", "torch"])
 def test_a_state_dict_continues_in_either_optimizer(first, second, tmp_path):
@@ -166,25 +154,6 @@ def test_the_state_has_torchs_names_and_kinds():
             torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(lr=-1e-3), r"lr is -0.001: it must be at least 0"),
-        (dict(lr=math.inf), r"lr is inf"),
-        (dict(lr=math.nan), r"lr is nan"),
-        (dict(betas=(-0.1, 0.9)), r"betas\[0\] is -0.1: it must be at least 0 and below 1"),
-        (dict(betas=(1.0, 0.9)), r"betas\[0\] is 1.0"),
-        (dict(betas=(0.9, 1.0)), r"betas\[1\] is 1.0"),
-        (dict(betas=(0.9, math.nan)), r"betas\[1\] is nan"),
-        (dict(eps=-1e-8), r"eps is -1e-08"),
-        (dict(weight_decay=-0.1), r"weight_decay is -0.1"),
-    ],
-)
-def test_a_bad_option_is_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdamW(parameters(), **options)
-
-
 # The schedule
 
 
@@ -207,22 +176,16 @@ def test_the_schedule_has_these_values(step, expected):
     assert get_cosine_lr(step, 1.0, 0.1, 4, 12) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("step, expected", [(0, 2.0), (5, 1.5), (10, 1.0), (11, 1.0)])
-def test_the_schedule_without_warmup_starts_at_the_top(step, expected):
-    assert get_cosine_lr(step, 2.0, 1.0, 0, 10) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("step, expected", [(0, 0.0), (4, 0.8), (5, 0.3), (6, 0.3)])
-def test_a_schedule_that_is_all_warmup_ends_at_the_minimum(step, expected):
-    assert get_cosine_lr(step, 1.0, 0.3, 5, 5) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_schedule_of_no_steps_is_the_minimum():
-    assert get_cosine_lr(0, 1.0, 0.25, 0, 0) == 0.25
-
-
-def test_the_schedule_rises_and_then_falls():
-    values = [get_cosine_lr(step, 3e-4, 3e-5, 100, 1000) for step in range(1001)]
-    assert all(a < b for a, b in pairwise(values[:101]))
-    assert all(a > b for a, b in pairwise(values[100:]))
-    assert max(values) == values[100] == 3e-4
+@pytest.mark.parametrize(
+    "steps, warmup_steps, total_steps, expected",
+    [
+        ((0, 5, 10, 11), 0, 10, [1.0, 0.65, 0.3, 0.3]),  # starts at the top
+        ((0, 4, 5, 6), 5, 5, [0.0, 0.8, 0.3, 0.3]),  # rises, and never reaches it
+        ((0,), 0, 0, [0.3]),
+    ],
+    ids=["no warm-up", "all warm-up", "no steps"],
+)
+def test_schedules_at_the_edges(steps, warmup_steps, total_steps, expected):
+    assert [get_cosine_lr(step, 1.0, 0.3, warmup_steps, total_steps) for step in steps] == pytest.approx(
+        expected, rel=1e-12
+    )

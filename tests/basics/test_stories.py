@@ -10,7 +10,6 @@ import pytest
 from cs336_basics.stories import stories, story
 
 END = "<|endoftext|>"
-PLURALS = {"fox": "foxes", "mouse": "mice"}
 
 
 def text_of(seed: int, min_chars: int) -> str:
@@ -27,22 +26,14 @@ def many() -> list[str]:
 
 
 def test_the_text_of_seed_zero_never_changes():
+    state = random.getstate()
     digest = hashlib.sha256(text_of(0, 10_000)[:10_000].encode()).hexdigest()
     assert digest == "04480a02d962231dc0dc3df972e23a54ee088bd58966d97f29ea436eb621ce83"
+    assert random.getstate() == state  # the global generator is not touched
 
 
-def test_the_same_seed_gives_the_same_text():
-    random.seed(1)
-    first = text_of(3, 20_000)
-    random.seed(2)
-    assert text_of(3, 20_000) == first
-
-
-def test_generating_leaves_the_global_generator_alone():
-    random.seed(1)
-    state = random.getstate()
-    text_of(0, 5000)
-    assert random.getstate() == state
+def test_different_seeds_give_different_stories():
+    assert len({text_of(seed, 1) for seed in range(20)}) == 20
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -51,12 +42,6 @@ def test_a_longer_text_begins_with_the_shorter_one(seed):
     for shorter, longer in itertools.pairwise(texts):
         assert len(shorter) < len(longer)
         assert longer.startswith(shorter)
-
-
-def test_different_seeds_give_different_texts():
-    texts = [text_of(seed, 3000) for seed in range(20)]
-    assert len(set(texts)) == 20
-    assert len({text.split(END)[0] for text in texts}) == 20
 
 
 @pytest.mark.parametrize("min_chars", [0, 1, 100, 10_000])
@@ -121,39 +106,3 @@ def test_the_child_keeps_name_and_pronoun(many):
         words = set(re.findall(r"[a-z]+", text.lower()))
         assert not words & set(wrong)
         assert f"put {their} " in text or " in a bag " not in text
-
-
-def test_the_animal_that_comes_is_the_one_that_helps(many):
-    for text in many:
-        article, animal, name = only(r"\b(An?) (\w+) named (\w+) came by\.", text)
-        assert article == ("An" if animal[0] in "aeiou" else "A")
-        assert only(r'" asked the (\w+)\.', text) == (animal,)
-        assert only(r'"I will help you," said (\w+)\.', text) == (name,)
-        assert only(r"\bThen (\w+) looked ", text) == (name,)
-        assert only(r'"Thank you, (\w+)!"', text) == (name,)
-        for eater, eaten in re.findall(r"and the (\w+) ate .*? at the \w+\. (\w+) liked", text):
-            assert (eater, eaten) == (animal, name)
-        for count, animals, again, animals_again in re.findall(r"saw (\w+) (\w+) there\. All (\w+) (\w+) looked", text):
-            assert count == again
-            assert animals == animals_again == PLURALS.get(animal, f"{animal}s")
-    assert 300 < sum(" there. All " in text for text in many) < 700
-
-
-def test_it_is_looked_for_in_two_spots_of_one_place(many):
-    places_of_spot: dict[str, set[str]] = {}
-    for text in many:
-        (place,) = only(r"took it to the (\w+)\.", text)
-        (wrong,) = only(r"They looked (.+?), but the", text)
-        (right,) = only(r"\bThen \w+ looked (.+?), and there was", text)
-        assert wrong != right
-        for spot in (wrong, right):
-            places_of_spot.setdefault(spot, set()).add(place)
-        assert all(again == place for again in re.findall(r"\bate .*? at the (\w+)\.", text))
-    assert len(places_of_spot) == 30
-    assert all(len(places) == 1 for places in places_of_spot.values())
-
-
-def test_the_food_that_is_eaten_is_the_food_that_is_liked(many):
-    meals = [match for text in many for match in re.findall(r"\bate (.*?) at the \w+\. \w+ liked the (\w+)\.", text)]
-    assert 500 < len(meals) < 700
-    assert all(food.endswith(liked) for food, liked in meals)

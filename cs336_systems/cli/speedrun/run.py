@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cs336_basics.data import write_json
+from cs336_basics.files import write_json
 from cs336_basics.shape import ModelShape
 
 from ...bench.row import Row, append_row
