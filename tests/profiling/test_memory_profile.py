@@ -246,7 +246,7 @@ def test_counted_bytes_are_those_of_the_shapes() -> None:
         (["--compile", "true"], "compile is true"),
         (["--out", "TMP/file"], "out is 'TMP/file'"),
         (["--snapshot", "TMP/no.pickle"], "snapshot TMP/no.pickle does not exist"),
-        (["--snapshot", "TMP/file"], "snapshot TMP/file is no pickle"),
+        (["--snapshot", "TMP/file"], "snapshot TMP/file is not a memory snapshot"),
         (["--snapshot", "TMP/file", "--precision", "bf16"], "precision is 'bf16'"),
         (["--snapshot", "TMP/file", "--warmup", "3"], "warmup is 3"),
         (["--detial", "3"], "unknown field detial: did you mean detail?"),
