@@ -28,7 +28,7 @@ from ..planner.job import Job
 from ..planner.memory import peak_bytes
 from ..planner.rows import workload_job
 from ..training.build import build_optimizer, checkpoint_activations, compile_model, compiled
-from .instruments.ranges import named_range
+from .instruments.trace import named_range
 
 QUICK_SIZE = "quick"
 _QUICK = dict(vocab_size=300, d_model=32, d_ff=64, num_layers=2, num_heads=2)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench.cases.overlap_trace import DEFAULTS
-from ..bench.instruments.intervals import merge
 from ..bench.instruments.streams import Streams, totals
+from ..bench.instruments.trace import merge
 from ..bench.profiling.nsys import record_command
 from ..bench.profiling.page import fill_page
 from ..bench.row import Row

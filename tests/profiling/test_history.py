@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from cs336_systems.bench.profiling.captions import size_text
-from cs336_systems.bench.profiling.history import MARKER, History, history_of
+from cs336_systems.bench.profiling.history import History, history_of
 from cs336_systems.bench.profiling.phases import Held, Phases, read_phases
-from cs336_systems.bench.profiling.recording import mark_boundary
 from cs336_systems.bench.profiling.snapshot import Frame, read_snapshot
 from cs336_systems.bench.profiling.timeline import Timeline, code_lines, facts, levels, timeline_of
 
@@ -22,8 +21,13 @@ def history(content: dict[str, Any], folder: Path, phases: Phases | None = None)
     return history_of(read_snapshot(save(folder / "snapshot.pickle", content)), phases)
 
 
+def step_by_hand(folder: Path) -> History:
+    content, phases = one_step()
+    return history(content, folder, phases)
+
+
 def test_a_step_by_hand_has_the_memory_over_time_that_was_worked_out(tmp_path: Path) -> None:
-    step = history(*_swap(one_step(), tmp_path))
+    step = step_by_hand(tmp_path)
     assert levels(step).total.tolist() == (
         [3050] * 4 + [3450, 4150, 4150, 3450] + [3750] * 4 + [4750, 5350, 5350, 4950, 4950, 4350, 4350]
         + [4050] * 4 + [4950, 4950, 4050, 4050] + [3050] * 4
@@ -33,12 +37,8 @@ def test_a_step_by_hand_has_the_memory_over_time_that_was_worked_out(tmp_path: P
     assert step.warnings == ()
 
 
-def _swap(made: tuple[dict[str, Any], Phases], folder: Path) -> tuple[dict[str, Any], Path, Phases]:
-    return made[0], folder, made[1]
-
-
 def test_a_step_by_hand_has_the_peak_the_categories_and_the_largest_that_were_worked_out(tmp_path: Path) -> None:
-    found = facts(history(*_swap(one_step(), tmp_path)))
+    found = facts(step_by_hand(tmp_path))
     assert (found["peak_bytes"], found["peak_phase"], found["peak_ms"]) == (5350, "backward", 0.12)
     assert found["at_peak_bytes"] == {
         "parameters": 1000,
@@ -61,8 +61,8 @@ def test_a_step_by_hand_has_the_peak_the_categories_and_the_largest_that_were_wo
 
 
 def test_a_step_by_hand_has_the_timeline_that_was_worked_out(tmp_path: Path) -> None:
-    drawn = Timeline(**facts(history(*_swap(one_step(), tmp_path)))["timeline"])
-    assert drawn.total.tolist() == levels(history(*_swap(one_step(), tmp_path))).total.tolist()
+    drawn = Timeline(**facts(step_by_hand(tmp_path))["timeline"])
+    assert drawn.total.tolist() == levels(step_by_hand(tmp_path)).total.tolist()
     assert drawn.in_use["gradients"] == [0] * 12 + [1000] * 15 + [0] * 4
     assert sum(drawn.in_use["temporaries"]) == 2 * 700 + 4 * 600 + 2 * 900
     assert drawn.phases == {"forward": [0.0, 0.08], "backward": [0.08, 0.19], "optimizer": [0.19, 0.27]}
@@ -155,10 +155,8 @@ def test_any_trace_has_the_levels_of_a_simulation(seed: int, tmp_path: Path) -> 
     assert drawn.total.tolist() == expected  # with a column for each moment, all of them
 
 
-def test_a_trace_that_contradicts_itself_is_a_warning(tmp_path: Path) -> None:
+def test_an_address_that_is_given_again_without_a_free_counts_once(tmp_path: Path) -> None:
     made = history(Trace().alloc(1, 100).alloc(1, 50).alloc(3, 9).snapshot((1, 50)), tmp_path)
-    assert "1 addresses are given twice" in made.warnings[0]
-    assert "1 are in use in the end by the trace but not by the segments" in made.warnings[0]
     assert levels(made).total.tolist() == [0, 100, 50, 59]
 
 
@@ -178,13 +176,6 @@ def test_a_round_number_of_entries_without_phases_is_suspected(tmp_path: Path) -
     for i in range(10_000):
         trace.note("segment_alloc", i, 1)
     assert "it may have been full" in history(trace.snapshot(), tmp_path).warnings[0]
-
-
-def test_without_markers_the_clock_shows_the_boundaries(tmp_path: Path) -> None:
-    content, phases = one_step()
-    for event in content["device_traces"][0]:
-        event["frames"] = []
-    assert history(content, tmp_path, phases).boundaries == (0, 8, 19, 27)  # as the markers', to one event
 
 
 def test_a_step_that_failed_has_the_phases_that_began(tmp_path: Path) -> None:
@@ -243,16 +234,8 @@ def test_the_line_is_the_projects_innermost_else_one_outside_pytorch() -> None:
     assert code_lines(()) == []
 
 
-def test_the_marker_is_known_by_the_name_of_the_function_that_leaves_it() -> None:
-    assert mark_boundary.__name__ == MARKER
-
-
-@pytest.mark.parametrize(
-    "num_bytes, text",
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (2**20, "1.00 MiB"), (3 * 2**30, "3.00 GiB")],
-)
-def test_sizes_in_words(num_bytes: int, text: str) -> None:
-    assert size_text(num_bytes) == text
+def test_sizes_are_shown_in_the_unit_that_suits() -> None:
+    assert [size_text(size) for size in (0, 1023, 1536, 3 << 30)] == ["0 bytes", "1023 bytes", "1.50 KiB", "3.00 GiB"]
 
 
 def test_phases_come_back_as_they_were_saved(tmp_path: Path) -> None:

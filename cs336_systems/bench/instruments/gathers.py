@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .trace import Event, gpu_events
+from .trace import Event, gpu_events, launched, thread_of
 
 _GATHER, _WAIT, _GLOO = "gather of ", "wait for gather of ", "gloo:all_gather"
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,6 @@ def _by_unit(ranges: Iterable[Event], prefix: str) -> dict[str, list[Event]]:
     return found
 
 
-def _thread(event: Event) -> tuple[Any, Any]:
-    return event.get("pid"), event.get("tid")
-
-
 class _OnCPU:
     """gloo's transfers, which its threads carry out in the order of the requests."""
 
@@ -96,28 +91,24 @@ class _OnCPU:
 
 
 class _OnGPU:
-    """Kernels by their launches: both have the same `correlation`."""
+    """Kernels by their launches."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        kernels = {event.get("args", {}).get("correlation"): event for event in gpu_events(events)}
-        kernels.pop(None, None)
         self._launched: dict[tuple[Any, Any], list[tuple[float, Event]]] = {}
-        for event in events:
-            kernel = kernels.get(event.get("args", {}).get("correlation")) if event.get("cat") in _LAUNCHES else None
-            if kernel is not None:
-                self._launched.setdefault(_thread(event), []).append((event["ts"], kernel))
-        for launches in self._launched.values():
-            launches.sort(key=lambda launch: launch[0])
         self._ends: dict[Any, list[tuple[float, float]]] = {}  # of compute kernels, by stream: start and end
-        for kernel in kernels.values():
+        for kernel, launch in launched(events):
+            if launch is not None:
+                self._launched.setdefault(thread_of(launch), []).append((launch["ts"], kernel))
             if not _communicates(kernel):
                 span = kernel["ts"], kernel["ts"] + kernel["dur"]
                 self._ends.setdefault(_stream(kernel), []).append(span)
+        for launches in self._launched.values():
+            launches.sort(key=lambda launch: launch[0])
         for spans in self._ends.values():
             spans.sort()
 
     def _after(self, event: Event, moment: float) -> list[tuple[float, Event]]:
-        launches = self._launched.get(_thread(event), [])
+        launches = self._launched.get(thread_of(event), [])
         return launches[bisect_left(launches, moment, key=lambda launch: launch[0]) :]
 
     def transfer(self, start: Event) -> tuple[float, float] | None:

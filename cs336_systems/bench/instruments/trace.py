@@ -1,52 +1,37 @@
-"""`torch.profiler` without its notices, and the events of its Chrome traces."""
+"""Traces of `torch.profiler`: ranges that name work in them, their events, and intervals of time."""
 
-import contextlib
 import gzip
 import json
-import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Event = dict[str, Any]
+Interval = tuple[float, float]
+"""Start and end."""
 
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-_NOTICE = b"USDT:"
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 
-class Profiler(torch.profiler.profile):
-    """`torch.profiler.profile` without the lines on stderr that PyTorch 2.13 prints at each start and stop.
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Name the work inside for PyTorch's profiler, and by NVTX for Nsight Systems.
 
-    `KINETO_LOG_LEVEL` could silence them only together with errors, and only before PyTorch is imported.
+    Without a profiler this costs the host microseconds.
     """
-
-    def start_trace(self) -> None:
-        with _without_notices():
-            super().start_trace()
-
-    def stop_trace(self) -> None:
-        with _without_notices():
-            super().stop_trace()
-
-
-@contextlib.contextmanager
-def _without_notices() -> Iterator[None]:
-    """Hold back all output to file descriptor 2, also C++'s; write it afterwards without the notices."""
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    on_gpu = torch.cuda.is_initialized()
+    with torch.profiler.record_function(name):
+        if on_gpu:
+            torch.cuda.nvtx.range_push(name)
         try:
             yield
         finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            for line in held:
-                if not line.startswith(_NOTICE):
-                    os.write(2, line)
+            if on_gpu:
+                torch.cuda.nvtx.range_pop()
 
 
 def read_trace(path: Path) -> list[Event]:
@@ -61,3 +46,47 @@ def read_trace(path: Path) -> list[Event]:
 def gpu_events(events: Iterable[Event]) -> list[Event]:
     """The GPU's kernels, copies and memsets, without the ranges of `record_function`, in which the GPU may be idle."""
     return [event for event in events if event.get("cat") in _GPU_CATEGORIES and event.get("ph") == "X"]
+
+
+def launched(events: Sequence[Event]) -> Iterator[tuple[Event, Event | None]]:
+    """Each of the `gpu_events` and its launch on the host, which has the same `correlation`; None if it is missing."""
+    launches: dict[Any, Event] = {}
+    for event in events:
+        if event.get("cat") in _LAUNCH_CATEGORIES:
+            launches.setdefault(event.get("args", {}).get("correlation"), event)
+    for event in gpu_events(events):
+        yield event, launches.get(event.get("args", {}).get("correlation"))
+
+
+def thread_of(event: Event) -> tuple[Any, Any]:
+    """Process and thread of an event on the host."""
+    return event.get("pid"), event.get("tid")
+
+
+def merge(spans: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """The union of spans, in order; spans at most `gap` apart become one."""
+    merged: list[Interval] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1] + gap:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
+    """Length of the intersection of two lists of merged spans."""
+    a, b, total = list(a), list(b), 0.0
+    i = j = 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def length(spans: Iterable[Interval]) -> float:
+    """Total length of merged spans."""
+    return sum(end - start for start, end in spans)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_basics.model import without_autocast
 
 from ...planner.accounting import PLAIN_ATTENTION
-from ..instruments.ranges import named_range
+from ..instruments.trace import named_range
 from ..workload import Workbench
 
 SCORES, SOFTMAX, VALUES = "attention scores", "attention softmax", "attention values"

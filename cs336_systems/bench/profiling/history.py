@@ -1,6 +1,5 @@
 """The history of a snapshot: its allocations, each with its lifetime and its category."""
 
-from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
@@ -53,7 +52,7 @@ class History:
 def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
     """Follow the trace. With phases, categories come from the known tensors; without, from lifetimes alone."""
     walk = _Walk(snapshot)
-    warnings = [*snapshot.warnings, *walk.warnings]
+    warnings = list(snapshot.warnings)
     last = len(snapshot.events)
     if phases is None:
         if last % 10_000 == 0:
@@ -64,8 +63,11 @@ def history_of(snapshot: Snapshot, phases: Phases | None) -> History:
             a.category = LIFETIMES[2 * (a.start > 0) + (a.end <= last)]
     else:
         names = phases.names[: len(phases.boundaries_us)]
-        boundaries = _boundaries(snapshot, phases, walk.markers)
-        is_cut = 0 < len(walk.markers) < len(phases.boundaries_us)
+        expected = len(phases.boundaries_us)
+        boundaries = (*[0] * (expected - len(walk.markers)), *walk.markers[-expected:])
+        if expected == len(names):  # the last phase did not end
+            boundaries = (*boundaries, last)
+        is_cut = len(walk.markers) < expected
         if is_cut or (phases.max_entries is not None and last >= phases.max_entries):
             warnings.append(
                 f"the trace was full after {last:,} entries and its beginning is lost: memory allocated there counts "
@@ -92,10 +94,8 @@ class _Walk:
     def __init__(self, snapshot: Snapshot) -> None:
         self.allocations: list[Allocation] = []
         self.markers: list[int] = []
-        self.warnings: list[str] = []
         self._alive: dict[int, Allocation] = {}
         self._requested: dict[int, tuple[int, int]] = {}  # frees that have not been completed
-        self._twice = 0
         self._never = len(snapshot.events) + 1  # the end of an allocation that is not freed
         for moment, event in enumerate(snapshot.events, start=1):
             if event.action == "alloc":
@@ -106,7 +106,6 @@ class _Walk:
 
     def _alloc(self, moment: int, event: Event) -> None:
         if event.address in self._alive:  # its free was not completed in the trace
-            self._twice += event.address not in self._requested
             self._close(event.address, *self._requested.get(event.address, (moment, event.time_us)))
         new = Allocation(
             event.address, event.size, moment, self._never, event.time_us, None, event.frames, event.stream
@@ -135,35 +134,13 @@ class _Walk:
     def _finish(self, snapshot: Snapshot) -> None:
         """Match the allocations alive at the end with the blocks in use then."""
         blocks = {block.address: block for block in snapshot.blocks}
-        never_freed = 0
-        for address in [a for a in self._alive if a not in blocks]:
-            if address in self._requested:
-                self._close(address, *self._requested[address])
-            else:
-                never_freed += 1
+        for address in [address for address in self._requested if address not in blocks]:
+            self._close(address, *self._requested[address])
         for address, block in blocks.items():
             if address not in self._alive:
                 self.allocations.append(
                     Allocation(address, block.size, 0, self._never, None, None, block.frames, block.stream)
                 )
-        if self._twice or never_freed:
-            self.warnings.append(
-                f"the trace is not whole: {self._twice:,} addresses are given twice without a free between, "
-                f"{never_freed:,} are in use in the end by the trace but not by the segments"
-            )
-
-
-def _boundaries(snapshot: Snapshot, phases: Phases, markers: list[int]) -> tuple[int, ...]:
-    """The moments of the boundaries: at their markers, or without any, by the clock."""
-    expected = len(phases.boundaries_us)
-    if markers:
-        found = [0] * (expected - len(markers)) + markers[-expected:]
-    else:
-        times = [event.time_us for event in snapshot.events]
-        found = [bisect_left(times, time) for time in phases.boundaries_us]
-    if expected == len(phases.names):  # the last phase did not end
-        found.append(len(snapshot.events))
-    return tuple(found)
 
 
 def _categorize(allocations: list[Allocation], phases: Phases, boundaries: tuple[int, ...], failed: int) -> int:

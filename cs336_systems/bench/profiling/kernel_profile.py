@@ -12,9 +12,8 @@ from ...config.checks import require, require_at_least
 from ...machine.files import written_whole
 from ...machine.hardware import check_precision, select_device, use_device
 from ...planner.accounting import attention_product_flops, softmax_flops
-from ..instruments.ranges import named_range
 from ..instruments.timing import Stopwatch, wait_for
-from ..instruments.trace import Profiler, read_trace
+from ..instruments.trace import named_range, read_trace
 from ..outcome import current_gpu_state, failure, free_memory, with_gpu_states
 from ..row import Row, append_row
 from ..workload import Workbench, Workload
@@ -169,7 +168,7 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
     # In its first step the profiler sets itself up; that step is not recorded.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     times = []
-    with Profiler(activities=activities, schedule=schedule) as profiler:
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
         for _ in range(steps + 1):
             watch = Stopwatch(bench.device)
             bench.step()

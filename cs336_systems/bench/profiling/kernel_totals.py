@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..instruments.intervals import length, merge
+from ..instruments.trace import length, merge
 from .annotated_attention import ATTENTION_RANGES
 from .kernel_classes import CLASSES, kernel_class
 from .kernel_trace import OUTSIDE, Kernel

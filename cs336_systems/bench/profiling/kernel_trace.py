@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..instruments.trace import Event, gpu_events
+from ..instruments.trace import Event, launched, thread_of
 from ..workload import PHASES
 from .annotated_attention import ATTENTION_RANGES
 
 OUTSIDE = "outside"
-_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 # Autograd's own work around its operators is host time, as is Python's.
 _AUTOGRAD = re.compile(r"^autograd::engine|torch::autograd::|Backward\d*$|^TorchDynamo|^AOTDispatcher|^Pregraph")
 
@@ -43,14 +42,9 @@ class Kernel:
 def gpu_kernels(events: Sequence[Event]) -> list[Kernel]:
     """All work of the GPU, in order of time. Raises RuntimeError for a trace without any kernel."""
     ranges = _Ranges(events)
-    launches: dict[Any, Event] = {}
-    for event in events:
-        if event.get("cat") in _LAUNCH_CATEGORIES:
-            launches.setdefault(event.get("args", {}).get("correlation"), event)
     found = []
-    for event in gpu_events(events):
+    for event, launch in launched(events):
         args = event.get("args", {})
-        launch = launches.get(args.get("correlation"))
         phase, part = (OUTSIDE, None) if launch is None else ranges.of(launch)
         stream = f"{args.get('device')}:{args.get('stream')}"
         found.append(Kernel(event["name"], event["ts"], event["dur"], phase, part, stream))
@@ -70,7 +64,7 @@ def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
     own = [float(event["dur"]) for event in operators]
     open_calls: dict[Thread, list[int]] = {}
     for i, event in enumerate(operators):
-        stack = open_calls.setdefault(_thread(event), [])
+        stack = open_calls.setdefault(thread_of(event), [])
         while stack and event["ts"] >= operators[stack[-1]]["ts"] + operators[stack[-1]]["dur"]:
             stack.pop()
         if stack:
@@ -81,10 +75,6 @@ def cpu_kernels(events: Sequence[Event]) -> list[Kernel]:
         for event, time in zip(operators, own, strict=True)
         if not _AUTOGRAD.search(event["name"])
     ]
-
-
-def _thread(event: Event) -> Thread:
-    return event.get("pid"), event.get("tid")
 
 
 class _Spans:
@@ -112,22 +102,22 @@ class _Ranges:
     def __init__(self, events: Sequence[Event]) -> None:
         named = [event for event in events if event.get("cat") == "user_annotation"]
         self._phases = _Spans((self._ANY, e["ts"], e["dur"], e["name"]) for e in named if e["name"] in PHASES)
-        self._parts = _Spans((_thread(e), e["ts"], e["dur"], e["name"]) for e in named if e["name"] in ATTENTION_RANGES)
+        self._parts = _Spans((thread_of(e), e["ts"], e["dur"], e["name"]) for e in named if e["name"] in ATTENTION_RANGES)
         self._differentiated = _Spans(self._backward_nodes(events))
 
     def _backward_nodes(self, events: Sequence[Event]) -> Iterator[tuple[Thread, float, float, str]]:
         """Backward operations: thread, start, duration, and the range of their forward operations."""
         links = [event for event in events if event.get("cat") == "fwdbwd"]
-        forward = {event["id"]: self._parts.at(_thread(event), event["ts"]) for event in links if event["ph"] == "s"}
-        backward = {(_thread(event), event["ts"]): forward.get(event["id"]) for event in links if event["ph"] == "f"}
+        forward = {event["id"]: self._parts.at(thread_of(event), event["ts"]) for event in links if event["ph"] == "s"}
+        backward = {(thread_of(event), event["ts"]): forward.get(event["id"]) for event in links if event["ph"] == "f"}
         for event in events:
             if event.get("cat") == "cpu_op" and event.get("ph") == "X":
-                part = backward.get((_thread(event), event["ts"]))
+                part = backward.get((thread_of(event), event["ts"]))
                 if part is not None:
-                    yield _thread(event), event["ts"], event["dur"], part
+                    yield thread_of(event), event["ts"], event["dur"], part
 
     def of(self, event: Event) -> tuple[str, str | None]:
         """Phase and range of attention of an operator or a launch."""
-        thread, moment = _thread(event), event["ts"]
+        thread, moment = thread_of(event), event["ts"]
         part = self._parts.at(thread, moment) or self._differentiated.at(thread, moment)
         return self._phases.at(self._ANY, moment) or OUTSIDE, part
