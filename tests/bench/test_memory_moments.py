@@ -8,13 +8,13 @@ import torch
 
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import sharding_memory
+from cs336_systems.bench.instruments.live_bytes import LiveBytes
 from cs336_systems.bench.instruments.memory_moments import (
     AFTER,
     BEFORE,
     FORWARD,
     INITIALISED,
     MOMENTS,
-    StorageMeter,
     fullest,
 )
 from cs336_systems.bench.row import Row, read_rows
@@ -32,21 +32,21 @@ STEPS = 4 * TENSORS  # AdamW counts the steps of each tensor in 4 bytes
 
 
 def test_a_storage_counts_at_its_current_size() -> None:
-    meter = StorageMeter()
+    meter = LiveBytes()
     before = torch.zeros(1000)
     with meter:
         a = torch.zeros(100)
         view = a[:50]
         b = before + 1
-        assert meter.live_bytes() == 400 + 4000
+        assert meter.now == 400 + 4000
         b.untyped_storage().resize_(0)
-        assert (meter.live_bytes(), meter.peak_bytes()) == (400, 4400)
+        assert (meter.now, meter.peak) == (400, 4400)
         b.untyped_storage().resize_(800)
         del a
-        assert meter.live_bytes() == 400 + 800  # the view keeps it
+        assert meter.now == 400 + 800  # the view keeps it
         del view
         meter.restart()
-        assert (meter.live_bytes(), meter.peak_bytes()) == (800, 800)
+        assert (meter.now, meter.peak) == (800, 800)
 
 
 @pytest.mark.usefixtures("in_this_process", "ranks_forked")

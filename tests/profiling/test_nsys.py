@@ -143,12 +143,12 @@ def test_nsys_records_only_the_steps_after_the_warm_up(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-    monkeypatch.setattr(Workbench, "step", lambda self: calls.append("step"))
+    monkeypatch.setattr(Workbench, "step", lambda self, after=None: calls.append("step"))
     workload = Workload(size="quick", context_length=16, batch_size=1, device="cpu", optimizer="own")
     command = nsys_command(KernelProfile(workload=workload, warmup=2, steps=3), "train_step", tmp_path)
     monkeypatch.setattr("sys.argv", command[-3:])
     nsys.main()
-    assert calls == ["step"] * 2 + ["step"] * 3 + ["start", "step", "step", "step", "wait", "stop"]
+    assert calls == ["step"] * (2 + 3 + 3) + ["start", "step", "step", "step", "wait", "stop"]
     facts = json.loads((tmp_path / "nsys_train_step.json").read_text())
     assert (facts["ran"]["optimizer"], facts["ran"]["attention_ranges"]) == ("own", True)
     assert list(facts["times"]["phase_wall_ms"]) == ["forward", "backward", "optimizer"]

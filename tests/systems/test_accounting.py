@@ -220,7 +220,7 @@ def test_plain_attention_holds_the_counted_bytes(batch: int, n_q: int, n_k: int,
     with LiveBytes() as live:
         o = scaled_dot_product_attention(q, k, v, is_causal)
         assert live.peak == counted["forward_peak"] + o.nbytes
-        live.peak = live.now
+        live.restart()
         o.backward(do)
         assert live.peak == counted["backward_peak"] + o.nbytes
 

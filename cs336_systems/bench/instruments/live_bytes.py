@@ -57,22 +57,31 @@ class StorageFollower(TorchDispatchMode):
 
 
 class LiveBytes(StorageFollower):
-    """Bytes of the storages that operations make while it is active, now and at the peak."""
+    """Bytes of the storages that operations make while it is active, each at its current size: FSDP resizes some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
+        self._peak = 0
+
+    @property
+    def now(self) -> int:
         """Bytes alive now."""
-        self.peak = 0
-        """Most bytes alive at one time."""
+        storages = (reference() for reference in list(self._followed.values()))
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive when a storage was made, or now."""
+        return max(self._peak, self.now)
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self._peak = 0
 
     def made(self, storage: torch.UntypedStorage) -> int:
-        """Count the storage; `freed` gets its size."""
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        return size
+        """Update the peak."""
+        self._peak = max(self._peak, self.now + storage.nbytes())
+        return 0
 
     def freed(self, number: int) -> None:
-        """Subtract the size."""
-        self.now -= number
+        """Do nothing: the storage is no longer among those followed."""

@@ -6,7 +6,7 @@ On a GPU the allocator gives the numbers. On a CPU the storages that operators m
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,61 +14,26 @@ from torch import Tensor
 from ...training.loop import Trainer
 from ...training.metrics import summarise
 from ..turns import StepBench, build_trainer, time_steps
-from .live_bytes import StorageFollower
+from .live_bytes import LiveBytes
 
 INITIALISED, FORWARD, BEFORE, AFTER = "initialised", "end of forward", "before the step", "after the step"
 MOMENTS = (INITIALISED, FORWARD, BEFORE, AFTER)
 PARTS = ("parameters", "gradients", "optimizer_state", "activations", "gathered", "other")
 
 
-class Meter(Protocol):
-    """Memory in use, and its peak since `restart`."""
-
-    def live_bytes(self) -> int: ...
-    def peak_bytes(self) -> int: ...
-    def restart(self) -> None: ...
-
-
-class StorageMeter(StorageFollower):
-    """For a CPU: the storages made while it is active, each at its current size because FSDP resizes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._peak = 0
-
-    def made(self, storage: torch.UntypedStorage) -> int:
-        """Update the peak."""
-        self._peak = max(self._peak, self.live_bytes() + storage.nbytes())
-        return 0
-
-    def freed(self, number: int) -> None:
-        """Do nothing: the storage is no longer among those followed."""
-
-    def live_bytes(self) -> int:
-        """Bytes of the storages alive."""
-        storages = (reference() for reference in list(self._followed.values()))
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-    def peak_bytes(self) -> int:
-        """Most bytes alive when a storage was made, or now."""
-        return max(self._peak, self.live_bytes())
-
-    def restart(self) -> None:
-        """Forget the peak."""
-        self._peak = 0
-
-
-class _AllocatorMeter:
-    """For a GPU: memory beyond the bytes allocated when the meter was made."""
+class _AllocatedBytes:
+    """As LiveBytes, for a GPU: memory beyond the bytes allocated when this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, torch.cuda.memory_allocated(device)
         self.restart()
 
-    def live_bytes(self) -> int:
+    @property
+    def now(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._before
 
-    def peak_bytes(self) -> int:
+    @property
+    def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def restart(self) -> None:
@@ -104,7 +69,7 @@ def parts_of(trainer: Trainer) -> dict[str, int]:
 class Moments:
     """A trainer's memory by moment: INITIALISED at once, the others in a step inside `note`."""
 
-    def __init__(self, trainer: Trainer, meter: Meter) -> None:
+    def __init__(self, trainer: Trainer, meter: LiveBytes | _AllocatedBytes) -> None:
         self.found: dict[str, dict[str, Any]] = {}
         self._trainer, self._meter, self._at_start = trainer, meter, 0
         self._note(INITIALISED)
@@ -125,15 +90,15 @@ class Moments:
             yield
 
     def _begin(self) -> None:
-        self._at_start = self._meter.live_bytes() - self._trainer.strategy.gathered_bytes()
+        self._at_start = self._meter.now - self._trainer.strategy.gathered_bytes()
 
     def _note(self, name: str) -> None:
-        live, parts = self._meter.live_bytes(), parts_of(self._trainer)
+        live, parts = self._meter.now, parts_of(self._trainer)
         activations = live - parts["gathered"] - self._at_start if name == FORWARD else 0
         parts |= {"activations": activations}
         parts["other"] = live - sum(parts.values())
         ordered = {part: parts[part] for part in PARTS}
-        self.found[name] = {"live_bytes": live, "peak_bytes": self._meter.peak_bytes(), "parts": ordered}
+        self.found[name] = {"live_bytes": live, "peak_bytes": self._meter.peak, "parts": ordered}
         self._meter.restart()
 
 
@@ -142,8 +107,8 @@ def measure_memory(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's memory by moment in the step after the warm-up, times of more steps, and the result of `look`."""
     on_gpu = device.type == "cuda"
-    counter = StorageMeter()
-    meter: Meter = _AllocatorMeter(device) if on_gpu else counter
+    counter = LiveBytes()
+    meter: LiveBytes | _AllocatedBytes = _AllocatedBytes(device) if on_gpu else counter
     with ExitStack() as stack:
         with nullcontext() if on_gpu else counter:  # off while steps are timed, because it slows each operator
             trainer = stack.enter_context(closing(build_trainer(config.run_config(), device)))

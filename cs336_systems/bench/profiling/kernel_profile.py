@@ -16,7 +16,7 @@ from ..instruments.timing import Stopwatch, wait_for
 from ..instruments.trace import named_range, read_trace
 from ..outcome import current_gpu_state, failure, free_memory, with_gpu_states
 from ..row import Row, append_row
-from ..workload import Workbench, Workload
+from ..workload import PHASES, Workbench, Workload
 from .annotated_attention import SCORES, SOFTMAX, VALUES, annotate_attention
 from .kernel_totals import KERNELS_FILE, SPANS, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
 from .kernel_trace import cpu_kernels, gpu_kernels
@@ -117,18 +117,10 @@ def wall_times(bench: Workbench, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         bench.step()
     step_ms = watch.lap_ms() / steps
-    laps: dict[str, float] = dict.fromkeys(bench.phases, 0.0)
+    laps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(steps):
-        loss = bench.forward()
-        laps["forward"] += watch.lap_ms()
-        if "backward" in laps:
-            bench.backward(loss)
-            laps["backward"] += watch.lap_ms()
-            bench.optimizer_step()  # without an optimizer it clears the gradients, which is not a phase
-            cleared = watch.lap_ms()
-            if "optimizer" in laps:
-                laps["optimizer"] += cleared
-    return {"wall_ms": step_ms, "phase_wall_ms": {phase: laps[phase] / steps for phase in bench.phases}}
+        bench.step(after=lambda phase: laps[phase].append(watch.lap_ms()))
+    return {"wall_ms": step_ms, "phase_wall_ms": {phase: sum(laps[phase]) / steps for phase in bench.phases}}
 
 
 def attention_operations(workload: Workload) -> dict[str, int]:

@@ -102,7 +102,9 @@ class _Ranges:
     def __init__(self, events: Sequence[Event]) -> None:
         named = [event for event in events if event.get("cat") == "user_annotation"]
         self._phases = _Spans((self._ANY, e["ts"], e["dur"], e["name"]) for e in named if e["name"] in PHASES)
-        self._parts = _Spans((thread_of(e), e["ts"], e["dur"], e["name"]) for e in named if e["name"] in ATTENTION_RANGES)
+        self._parts = _Spans(
+            (thread_of(e), e["ts"], e["dur"], e["name"]) for e in named if e["name"] in ATTENTION_RANGES
+        )
         self._differentiated = _Spans(self._backward_nodes(events))
 
     def _backward_nodes(self, events: Sequence[Event]) -> Iterator[tuple[Thread, float, float, str]]:

@@ -82,17 +82,9 @@ class _Step:
 
     def run(self) -> str | None:
         """Run the step; return why it stopped early, if it did."""
-        bench = self.bench
         try:
             self._boundary()
-            loss = bench.forward()
-            self._boundary()
-            if "backward" in bench.phases:
-                bench.backward(loss)
-                self._boundary()
-            if "optimizer" in bench.phases:
-                bench.optimizer_step()
-                self._boundary()
+            self.bench.step(after=lambda phase: self._boundary() if phase in self.bench.phases else None)
         except torch.OutOfMemoryError as error:
             return str(error).splitlines()[0]
         return None
