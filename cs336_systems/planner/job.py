@@ -32,21 +32,21 @@ class Job:
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of weights, gradients and optimizer state."""
     attention: str = "flash"
-    """naive, or a kernel that keeps no scores."""
+    """naive, flash, or a kernel's registered name."""
     activation_checkpointing: str = "none"
     """none, block, first_K, every_K or groups_K."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at a time (default: all)."""
     compile: bool = False
-    """torch.compile, block by block."""
+    """Use torch.compile, block by block."""
     compile_memory_budget: float = 1.0
     """Share of a compiled block's activations that may be kept."""
     cuda_graph: bool = False
     """Record the step as a CUDA graph."""
     strategy: str = "none"
-    """How GPUs share the work."""
+    """How GPUs share the work (default: none; `cs336 plan` takes overlap with bucket_size_mb 100 for several)."""
     world_size: int = 1
-    """GPUs."""
+    """Number of GPUs."""
     shard_optimizer: bool = False
     """ZeRO stage 1: each GPU keeps the optimizer state of its part."""
     reshard_after_forward: bool = True

@@ -61,10 +61,16 @@ class Mesh:
     """Bytes/s per axis, in both directions."""
     flops: float = 4.6e14
     """Operations/s per device."""
+    device_gb: float = 95.0
+    """Memory of a device in part (b), in 10^9 bytes."""
+    gpu_gb: float = 80.0
+    """Memory of a GPU in part (a), in 10^9 bytes."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
         require_at_least(self, "", 1, "x", "y", "m_x", "m_y")
+        for name in ("device_gb", "gpu_gb"):
+            require(1e-6 <= getattr(self, name) < 1e9, name, getattr(self, name), "at least 1e-6 and below 1e9")
         for name in ("w_ici", "flops"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
 
@@ -130,11 +136,9 @@ def best_split(model: FeedForward, mesh: Mesh, batch: float) -> float:
     return math.sqrt(batch * mesh.devices * mesh.m_x / (model.d_ff * mesh.m_y))
 
 
-def parallelism_sections(
-    model: FeedForward, mesh: Mesh, device_gb: float = 95.0, gpu_gb: float = 80.0
-) -> list[Section]:
+def parallelism_sections(model: FeedForward, mesh: Mesh) -> list[Section]:
     """The handout's parts (a), (b) and (c). GB are 10^9 bytes."""
-    p, a = model.parameters, model.activation_bytes
+    p, a, device_gb, gpu_gb = model.parameters, model.activation_bytes, mesh.device_gb, mesh.gpu_gb
     gpus = 16 * p / gpu_gb / 1e9
     sizes = f"2 x {model.d_model} x {model.d_ff} x {model.num_blocks}"
     terms = [

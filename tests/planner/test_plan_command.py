@@ -16,6 +16,7 @@ from cs336_systems.cli.main import main
 from cs336_systems.planner.working import Section, Term, as_json, as_text, show, shown
 
 RESULTS = Path(__file__).parents[2] / "results/h200"
+NARROW = ("--d_model", "64", "--d_ff", "64", "--num_heads", "1")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -25,39 +26,39 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return stopped.value.code, *capsys.readouterr()
 
 
-def test_memory_shows_its_working(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "memory", "--size", "xl", "--context", "512", "--compile", "--memory_gib", "80")
+def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Any]:
+    """The sections that a command prints as JSON."""
+    code, out, _ = run(capsys, *arguments, "--json")
     assert code == 0
-    assert "4 N = 4 x 1,998,235,200" in out
-    assert "Largest batch" in out
-    assert "peak" in out
+    return json.loads(out)
 
 
-def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "memory", "--size", "small", "--json")
-    assert code == 0
-    first = json.loads(out)["sections"][0]["terms"]
-    assert first[-1]["name"] == "peak"
-    assert first[-1]["value"] == pytest.approx(sum(term["value"] for term in first[:-1]))
-    assert all(isinstance(term["value"], int) for term in first)
+def values(section: dict[str, Any]) -> dict[str, Any]:
+    return {term["name"]: term["value"] for term in section["terms"]}
 
 
-def test_json_has_stable_names_and_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
-    for given in ((), ("--attention", "naive", "--batch_size", "64")):  # whose peaks are at other moments
-        found = json.loads(run(capsys, "memory", "--size", "xl", *given, "--json")[1])
-        summary, terms = found["summary"], found["sections"][0]["terms"]
-        assert summary["peak_bytes"] == terms[-1]["value"]
-        assert summary["card_memory_bytes"] == found["planned"]["card_memory_bytes"] == 139 * 2**30
-        assert summary["usable_bytes"] == round(0.9 * 139 * 2**30)
-        assert summary["largest_batch"] == found["sections"][-1]["terms"][0]["value"] > 4
-        assert found["sections"][0]["title"].endswith(summary["peak_moment"])
-        assert summary["fits"] == (not given) == (summary["verdict"] == "fits")
-    assert found["planned"]["batch_size"] == 64
-    assert found["planned"]["context_length"] == 512
-    step = json.loads(run(capsys, "step", "--size", "xl", "--json")[1])
-    assert step["summary"]["step_s"] == step["sections"][1]["terms"][-1]["value"]
-    assert 0 < step["summary"]["mfu"] < 1
-    assert step["summary"]["peak_bytes"] < step["planned"]["card_memory_bytes"]
+def test_json_has_the_assumptions_and_the_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, verdict in (((), "fits"), (("--attention", "naive", "--batch_size", "64"), "does not fit")):
+        planned, peak, moments, largest = sections(capsys, "memory", "--size", "xl", *given)
+        terms = values(peak)
+        assert planned["notes"][-1].startswith(f"{verdict}: the peak of ")
+        assert all(isinstance(value, int) for value in terms.values())
+        assert terms.pop("peak") == pytest.approx(sum(terms.values())) == max(values(moments).values())
+        assert values(largest)["sequences a GPU"] > 4
+
+
+@pytest.mark.parametrize(
+    "given, tokens",
+    [
+        (("--size", "8B"), "4 x 32,768"),
+        (("--size", "8B", "--context", "1024"), "4 x 1,024"),
+        (("--size", "xl"), "4 x 512"),
+        ((), "4 x 512"),
+        (("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2"), "4 x 512"),
+    ],
+)
+def test_a_size_has_its_own_context(given: tuple[str, ...], tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "memory", *given)[1].splitlines()[2].startswith(f"  {tokens} tokens a GPU")
 
 
 @pytest.mark.parametrize("command", ["memory", "step"])
@@ -89,31 +90,9 @@ def test_the_verdict_says_whether_a_step_fits(command: str, capsys: pytest.Captu
     assert verdict(*more).startswith("may not fit: the peak of 39.64 GiB is above 39.6 GiB")
 
 
-def test_a_size_has_its_own_context(capsys: pytest.CaptureFixture[str]) -> None:
-    def context(*given: str) -> int:
-        return json.loads(run(capsys, "memory", *given, "--json")[1])["planned"]["context_length"]
-
-    assert context("--size", "8B") == 32_768
-    assert context("--size", "8B", "--context", "1024") == 1024
-    assert context("--size", "xl") == context() == 512
-    assert context("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2") == 512
-
-
-def test_a_note_says_why_weights_take_more_than_their_formula_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(
-        run(capsys, "memory", "--size", "xl", "--strategy", "flashddp", "--world_size", "2", "--json")[1]
-    )["sections"]
-    (weights,) = (term for term in found[0]["terms"] if term["name"] == "weights")
-    more = weights["value"] / (4 * 1_998_235_200) - 1
-    assert 0.02 < more < 0.03
-    assert f"float32 weights take {more:.1%} more than 4 N bytes" in found[0]["notes"][0]
-    assert any(term["name"] == "gradients in buckets" for term in found[0]["terms"])  # flashddp is bucketed
-
-
 def test_step_takes_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
     def step(*more: str) -> float:
-        terms = json.loads(run(capsys, "step", "--size", "small", "--json", *more)[1])["sections"][1]["terms"]
-        return terms[-1]["value"]
+        return values(sections(capsys, "step", "--size", "small", *more)[2])["step"]
 
     assert step("--bandwidth_tb_s", "1") > step() > step("--bandwidth_tb_s", "8")
     assert step("--matmul_tflops", "100") > step() == step("--matmul_tflops", "790", "--bandwidth_tb_s", "4.3")
@@ -122,16 +101,8 @@ def test_step_takes_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.5 < step(*link, "--link_gb_s", "1") < 0.55
 
 
-def test_an_activation_of_2_7b_in_single_precision(capsys: pytest.CaptureFixture[str]) -> None:
-    # 4 sequences x 1024 tokens x 2560 x 4 bytes = 41,943,040 bytes = 40 MB of 1024^2.
-    terms = json.loads(run(capsys, "activation", "--size", "2.7B", "--context", "1024", "--json")[1])[0]["terms"]
-    assert terms[0]["value"] == 41_943_040
-    assert (terms[1]["value"], terms[1]["unit"]) == (40.0, "MB")
-
-
 def test_checkpointing_in_float32_is_best_near_the_square_root(capsys: pytest.CaptureFixture[str]) -> None:
-    out = json.loads(run(capsys, "checkpointing", "--size", "xl", "--precision", "fp32", "--json")[1])
-    sizes, found = ({term["name"]: term["value"] for term in section["terms"]} for section in out)
+    sizes, found = map(values, sections(capsys, "checkpointing", "--size", "xl", "--precision", "fp32"))
     assert sizes["none"] > sizes["groups_48"] > sizes["groups_1"]
     assert abs(found["least memory"] - found["by calculus"]) <= 1
 
@@ -145,12 +116,9 @@ def test_ddp_overhead_fits_rows_and_draws(capsys: pytest.CaptureFixture[str], tm
         lines.append({"case": "all-reduce", "variant": "nccl", "config": config, "status": "ok", "metrics": metrics,
                       "env": {}, "error": None})  # fmt: skip
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, out, _ = run(capsys, "ddp-overhead", "--gradient_bytes", "8e9", "--rows", str(rows), "--plot", str(plot),
-                       "--measured", str(RESULTS / "first/ddp.jsonl"), "--json")  # fmt: skip
-    assert code == 0
-    optimum = {term["name"]: term["value"] for term in json.loads(out)[1]["terms"]}
-    assert optimum["buckets"] == pytest.approx(28.284, abs=1e-3)  # sqrt(8e9 / (2e11 x 5e-5)), as by hand elsewhere
-    measured = json.loads(out)[3]
+    files = ("--rows", str(rows), "--plot", str(plot), "--measured", str(RESULTS / "first/ddp.jsonl"))
+    _, optimum, _, measured, _ = sections(capsys, "ddp-overhead", "--gradient_bytes", "8e9", *files)
+    assert values(optimum)["buckets"] == pytest.approx(28.284, abs=1e-3)  # sqrt(8e9 / (2e11 x 5e-5)), as by hand
     assert measured["title"] == "Measured"
     assert len(measured["terms"]) >= 5
     assert "waits for the host" in measured["notes"][1]
@@ -234,6 +202,8 @@ def test_check_reads_all_row_files_below_a_folder(capsys: pytest.CaptureFixture[
         (("ddp-overhead", "--plot", "/proc/plot.png"), "plot is '/proc/plot.png': it must be a file"),
         (("parallelism", "--x", "0"), "x is 0: it must be at least 1"),
         (("parallelism", "--device_gb", "0"), "device_gb is 0.0: it must be at least 1e-6"),
+        (("parallelism", "--gpu_gb", "1e-320"), "gpu_gb is 1e-320: it must be at least 1e-6"),
+        (("checkpointing", *NARROW, "--num_layers", "100000000"), "num_layers is 100000000: it must be at most"),
         (("check", "nothing.jsonl"), "row file nothing.jsonl does not exist"),
     ],
 )
@@ -298,9 +268,8 @@ def test_columns_are_aligned_and_infinite_values_are_null() -> None:
 
 def test_more_gpus_send_more_and_a_call_costs_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     def given(world_size: str) -> dict[str, float]:
-        arguments = ("ddp-overhead", "--gradient_bytes", "1e9", "--world_size", world_size, "--json")
-        sections = json.loads(run(capsys, *arguments)[1])
-        return {term["name"]: term["value"] for section in (sections[0], sections[-1]) for term in section["terms"]}
+        first, *_, rings = sections(capsys, "ddp-overhead", "--gradient_bytes", "1e9", "--world_size", world_size)
+        return values(first) | values(rings)
 
     text = run(capsys, "ddp-overhead", "--gradient_bytes", "1e9")[1]
     assert re.search(r"s, gradients +0\.93 GiB  as given", text)
@@ -349,12 +318,6 @@ def test_a_wrong_row_is_one_line_with_the_file(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["gpu_gb", "device_gb"])
-def test_memory_of_a_device_is_not_next_to_nothing(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "parallelism", f"--{option}", "1e-320")
-    assert (code, err) == (2, f"cs336: {option} is 1e-320: it must be at least 1e-6 and below 1e9\n")
-
-
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     """`cs336 plan ... | head`."""
     read, write = os.pipe()
@@ -363,9 +326,3 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_so_many_blocks_that_every_group_cannot_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--d_model", "64", "--d_ff", "64", "--num_heads", "1", "--num_layers", "100000000")
-    code, _, err = run(capsys, "checkpointing", *sizes)
-    assert (code, err) == (2, "cs336: num_layers is 100000000: it must be at most 100,000\n")
