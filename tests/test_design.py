@@ -261,7 +261,7 @@ def test_what_is_said_to_work_as_it_is_does_what_stands_beside_it(monkeypatch: p
 
 
 def begins(text: str, parts: Sequence[str | None], fillings: Collection[str]) -> bool:
-    """Whether an f-string can begin with the text. A part of it that is None is a hole: it takes one of the fillings."""
+    """Whether an f-string can begin with the text. A part that is None is a hole, which takes one of the fillings."""
     if not text or not parts:
         return not text
     if parts[0] is None:

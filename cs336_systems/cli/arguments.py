@@ -1,13 +1,11 @@
 """Command-line parsing with jsonargparse. A mistake becomes one line that names the field."""
 
-import contextlib
 import difflib
-import json
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
@@ -29,12 +27,8 @@ _OURS = {
     "output_dir": "out",
     "out_dir": "out",
 }
-_DTYPES = {f"{module}{theirs}": ours for module in ("", "torch.")
-           for theirs, ours in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"))}  # fmt: skip
-_OUR_VALUES = {
-    **dict.fromkeys(("dtype", "precision", "weight_dtype", "grad_dtype"), _DTYPES),
-    "mode": {"full_step": "train_step"},
-}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPE_FIELDS = ("dtype", "precision", "weight_dtype", "grad_dtype")
 
 
 def make_parser(command: str, description: str) -> ArgumentParser:
@@ -77,21 +71,19 @@ def run_subcommand(command: str, description: str, commands: Commands, arguments
 
 
 def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Translate arguments: other solutions' names of options and values to ours, and whole numbers to integers.
+    """Translate other solutions' names of options and values to ours.
 
     A name that the parser itself knows is kept: `--config` is a file in `cs336 train`. Raises ValueError for an option
     given under two names, and for a list option given twice, because only the last would count.
     """
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     lists = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
-    hints = {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
-    integers = {name for name, hint in hints.items() if hint is int or int in get_args(hint)}
     names: dict[str, str] = {}
     words: list[str] = []
     field = ""
     for word in arguments:
         if not word.startswith("--"):
-            words.append(_our_value(field, word, integers))
+            words.append(_our_value(field, word))
             continue
         option, equals, value = word.partition("=")
         ours = f"--{_OURS.get(option[2:])}"
@@ -102,28 +94,14 @@ def in_our_words(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
             raise ValueError(f"{given} is given twice: give all its values after one")
         if names.setdefault(name, given) != given:
             raise ValueError(f"{names[name]} and {given} are one option: give one of them")
-        words.append(f"{option}{equals}{_our_value(field, value, integers)}")
+        words.append(f"{option}{equals}{_our_value(field, value)}")
     return words
 
 
-def _our_value(field: str, text: str, integers: set[str]) -> str:
-    """Translate the value of a field: float32 is fp32, and for an integer 3.0 and 1e3 are 3 and 1000, also in JSON."""
-
-    def plain(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(f"{name}.{key}" if name else key, inner) for key, inner in value.items()}
-        if name in integers and isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = json.loads(value)
-        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1 << 63
-        return int(value) if name in integers and is_whole else value
-
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return _OUR_VALUES.get(field, {}).get(text, text)
-    changed = plain("" if field == "config" else field, value)
-    return text if json.dumps(changed) == json.dumps(value) else json.dumps(changed)
+def _our_value(field: str, text: str) -> str:
+    if field in _DTYPE_FIELDS:
+        return _DTYPES.get(text.removeprefix("torch."), text)
+    return "train_step" if (field, text) == ("mode", "full_step") else text
 
 
 def _positionals_first(words: Sequence[str], parser: ArgumentParser) -> list[str]:

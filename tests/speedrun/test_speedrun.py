@@ -20,7 +20,7 @@ from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.cli.main import main
 from cs336_systems.cli.speedrun import command
 from cs336_systems.cli.speedrun import run as speedrun_run
-from cs336_systems.cli.speedrun.choice import SIZES, Timing, Trial, TrialFailed
+from cs336_systems.cli.speedrun.choice import SIZES, Trial
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import RunConfig
 from tests.distributed import processes_of
@@ -37,15 +37,14 @@ class Machine:
     def step_s(self, trial: Trial) -> float:
         return 0.02 * trial.sequences * (1 + list(SIZES).index(trial.size))
 
-    def time_trial(self, trial: Trial, run: RunConfig, device: str, tell: Any) -> Timing:
+    def time_trial(self, trial: Trial, run: RunConfig, device: str) -> Row:
         self.trials.append(trial)
         self.runs.append(run)
-        row = Row(case="speedrun", variant=trial.size, config={}, env={})
+        fields: dict[str, Any] = dict(case="speedrun", variant=trial.size, config={}, env={})
         if self.broken and getattr(run.train, self.broken):
-            tell(Row(case="speedrun", variant=trial.size, config={}, env={}, status="error", error="no compiler"))
-            raise TrialFailed("no compiler")
-        tell(row)
-        return Timing(step_s=self.step_s(trial), startup_s=2.0, peak_memory_bytes=1)
+            return Row(**fields, status="error", error="no compiler")
+        step_ms = {"p50": 1e3 * self.step_s(trial)}
+        return Row(**fields, metrics={"step_ms": step_ms, "startup_s": 2.0, "peak_memory_bytes": 1})
 
 
 @pytest.fixture

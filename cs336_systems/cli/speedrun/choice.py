@@ -4,11 +4,12 @@ This is arithmetic. The caller measures how fast each size trains.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from cs336_basics.shape import ModelShape
 
+from ...bench.row import Row
 from ...config.model import MODEL_SIZES
 from ...planner.accounting import num_parameters, training_flops
 
@@ -59,10 +60,6 @@ def learning_rate(flops: float) -> float:
     return min(_LARGEST_LR, 0.3118 * flops**-0.1250)
 
 
-class TrialFailed(RuntimeError):
-    """A trial failed for a reason other than memory."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A step to time: size, kernel and batch."""
@@ -76,26 +73,19 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """The result of a trial."""
-
-    step_s: float
-    startup_s: float
-    peak_memory_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A trial that worked, and the run it would lead to."""
 
     trial: Trial
-    timing: Timing
+    step_s: float
+    """Time of a step."""
+    row: Row
     shape: ModelShape
     tokens: float
     """Tokens that the run would train on."""
     loss: float
     """`expected_loss` of the run, to compare candidates."""
-    why: str = field(default="", compare=False)
+    why: str = ""
     """Reason for the size, batch and kernel. Set for the candidate to train."""
 
     @property
@@ -119,14 +109,16 @@ class Task:
     devices: int
     unique_tokens: int
     """Tokens in the training text."""
-    seconds: float | None = None
-    """Time for the steps of the run, which makes at most MOST_EPOCHS passes. None if `tokens` is given."""
+    seconds: float = math.inf
+    """Time for the steps of the run, which makes at most MOST_EPOCHS passes."""
     tokens: float | None = None
-    """Tokens that the run trains on."""
+    """Tokens that the run trains on. None: as many as the time allows."""
     most_sequences: Callable[[ModelShape], int]
     """Returns how many sequences fit on a GPU at once; 0 if not even one fits."""
-    measure: Callable[[Trial], Timing | None]
-    """Times a trial. Returns None if it runs out of memory, and raises TrialFailed for any other failure."""
+    measure: Callable[[Trial], Row]
+    """Times a trial."""
+    tell: Callable[[Candidate], None]
+    """Called for each candidate that is found."""
     is_time_left: Callable[[float], bool]
     """Whether there is time for a trial whose steps take this many seconds each."""
 
@@ -136,8 +128,8 @@ def run_flops(shape: ModelShape, tokens: float) -> float:
     return training_flops(shape, 1, shape.context_length) * tokens / shape.context_length
 
 
-def search(task: Task) -> Iterator[Candidate]:
-    """Yield candidates as they are found. The last one is the one to train.
+def search(task: Task) -> Candidate:
+    """The candidate to train.
 
     Sizes are tried from the smallest up, as long as the expected loss falls; then the kernels are tried at the best
     size. With a number of tokens, only the largest size with `TOKENS_A_PARAMETER` tokens per parameter is tried (or the
@@ -162,7 +154,6 @@ def search(task: Task) -> Iterator[Candidate]:
         if found is None:  # a larger size needs even more memory
             why = f"{size} cannot be trained here"
             break
-        yield found
         if best is not None and found.loss > best.loss - _LEAST_GAIN:
             why = f"{size}, with {found.tokens_a_parameter:.2g} tokens a parameter, is no better by Chinchilla's law"
             break
@@ -171,24 +162,21 @@ def search(task: Task) -> Iterator[Candidate]:
         raise RuntimeError("no model of any size could be trained here; the reasons stand above")
 
     if not task.is_time_left(_expected_step_s(task, best.trial.size, best)):
-        yield replace(best, why=f"{why}; there is no time to time another batch")
-        return
-    tried = (_try(task, best.trial.size, kernel, best.flops, known=best) for kernel in task.kernels)
+        return replace(best, why=f"{why}; there is no time to time another batch")
+    tried = [_try(task, best.trial.size, kernel, best.flops, known=best) for kernel in task.kernels]
     of_best = [found for found in tried if found is not None]
-    yield from (found for found in of_best if found is not best)
     if not of_best:
-        yield replace(best, why=f"{why}; no other batch works")
-        return
+        return replace(best, why=f"{why}; no other batch works")
     why += f"; the batch is DeepSeek LLM's for {best.flops:.1e} operations"
     why += "; of its kernels it is the fastest" if len(task.kernels) > 1 else ""
-    yield replace(min(of_best, key=lambda found: found.timing.step_s / found.trial.sequences), why=why)
+    return replace(min(of_best, key=lambda found: found.step_s / found.trial.sequences), why=why)
 
 
 def _expected_step_s(task: Task, size: str, known: Candidate) -> float:
     """Time of a step if this size computes at the same rate as a known candidate."""
     shape = task.shapes[size]
     ratio = run_flops(shape, shape.context_length) / run_flops(known.shape, known.shape.context_length)
-    return known.timing.step_s * ratio * _batch(task, shape, known.flops) / known.trial.sequences
+    return known.step_s * ratio * _batch(task, shape, known.flops) / known.trial.sequences
 
 
 def _batch(task: Task, shape: ModelShape, flops: float | None) -> int:
@@ -209,17 +197,17 @@ def _try(task: Task, size: str, kernel: str, flops: float | None, known: Candida
         trial = Trial(size=size, kernel=kernel, sequences=whole, micro_batches=whole // at_once)
         if known is not None and trial == known.trial:
             return known
-        try:
-            timing = task.measure(trial)
-        except TrialFailed:
+        row = task.measure(trial)
+        if row.status == "error":
             return None
-        if timing is not None:
-            rate = whole * task.devices * shape.context_length / timing.step_s
-            tokens = task.tokens
-            if task.seconds is not None:
+        if row.status == "ok":
+            step_s, tokens = row.metrics["step_ms"]["p50"] / 1e3, task.tokens
+            if tokens is None:
+                rate = whole * task.devices * shape.context_length / step_s
                 tokens = min(task.seconds * rate, MOST_EPOCHS * task.unique_tokens)
-            assert tokens is not None
             loss = expected_loss(num_parameters(shape), tokens, task.unique_tokens)
-            return Candidate(trial=trial, timing=timing, shape=shape, tokens=tokens, loss=loss)
+            found = Candidate(trial=trial, step_s=step_s, row=row, shape=shape, tokens=tokens, loss=loss)
+            task.tell(found)
+            return found
         at_once //= 2
     return None

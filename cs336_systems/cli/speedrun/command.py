@@ -1,5 +1,6 @@
 """`cs336 speedrun`: the best model for a time budget. Reads arguments; `speedrun/run.py` does the work."""
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ _FIELD = re.compile(rf"--((?:{'|'.join(GROUPS)})\.\w+)(=.*)?", re.S)
 
 
 def speedrun(arguments: Sequence[str]) -> int:
-    """Run `cs336 speedrun` and return its exit code. Raises ValueError for wrong arguments."""
+    """Run `cs336 speedrun` and return its exit code."""
     parser = make_parser(
         "speedrun",
         "The best model for a time budget: times some sizes, chooses one and trains it. Also takes the fields of "
@@ -29,14 +30,14 @@ def speedrun(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry_run", action="store_true", help="Search (up to a fifth of the minutes), print the "
                         "commands and stop before training.")  # fmt: skip
 
-    # Separate the fields of `cs336 train` from the command's own options.
-    own, fields, given, left = [], [], set(), list(arguments)
-    while left:
-        word = left.pop(0)
+    own: list[str] = []
+    fields: list[str] = []  # of `cs336 train`, with their values
+    given: set[str] = set()
+    words = iter(arguments)
+    for word in words:
         if found := _FIELD.fullmatch(word):
             given.add(found[1])
-            fields += [word] if found[2] else [word, *left[:1]]
-            left = left if found[2] else left[1:]
+            fields += [word] if found[2] else [word, *itertools.islice(words, 1)]
         else:
             own.append(word)
     if any(word.partition("=")[0] == "--config" for word in own):
@@ -48,7 +49,14 @@ def speedrun(arguments: Sequence[str]) -> int:
     require(minutes is None or epochs is None, "epochs", epochs, "left out where minutes is given")
     from .run import Speedrun  # imports PyTorch, which --help does not need
 
-    names = {name: getattr(options, name) for name in ("size", "devices", "out", "epochs")}
-    minutes = 20.0 if epochs is None and minutes is None else minutes
-    file = Speedrun(lambda chosen: parse_run_config([*chosen, *fields])[0], given, minutes=minutes, **names).prepare()
+    search = Speedrun(
+        lambda chosen: parse_run_config([*chosen, *fields])[0],
+        given,
+        minutes=20.0 if epochs is None and minutes is None else minutes,
+        epochs=epochs,
+        size=options.size,
+        devices=options.devices,
+        out=options.out,
+    )
+    file = search.prepare()
     return 0 if options.dry_run else train(["--config", str(file)])

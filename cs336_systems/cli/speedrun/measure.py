@@ -13,7 +13,7 @@ from ...bench.row import Row
 from ...bench.turns import measure_in_turns
 from ...bench.worker import Worker, WorkerEndedError
 from ...config.run import RunConfig
-from .choice import Timing, Trial, TrialFailed
+from .choice import Trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,8 @@ def trial_s(step_s: float, device: str) -> float:
     return (sum(_STEPS[device]) + 1) * step_s
 
 
-def time_trial(trial: Trial, run: RunConfig, device: str, write_row: Callable[[Row], None]) -> Timing | None:
-    """Time a trial's run on `device` (cpu or cuda) and pass its row to `write_row`.
-
-    Returns None if memory runs out. Raises TrialFailed for any other failure.
-    """
+def time_trial(trial: Trial, run: RunConfig, device: str) -> Row:
+    """Time a trial's run on `device` (cpu or cuda)."""
     warmup, steps = _STEPS[device]
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
                        devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
@@ -76,15 +73,5 @@ def time_trial(trial: Trial, run: RunConfig, device: str, write_row: Callable[[R
         with Worker(CASE.module) as worker:  # an interrupt ends it at once
             (row,) = worker.measure([config])
     except WorkerEndedError as error:
-        row = failed(CASE.name, config.name, row_config(config), error)
-    write_row(row)
-    if row.status == "error":
-        raise TrialFailed(row.error)
-    if row.status == "oom":
-        return None
-    metrics = row.metrics
-    return Timing(
-        step_s=metrics["step_ms"]["p50"] / 1e3,
-        startup_s=metrics["startup_s"],
-        peak_memory_bytes=metrics["peak_memory_bytes"],
-    )
+        return failed(CASE.name, config.name, row_config(config), error)
+    return row

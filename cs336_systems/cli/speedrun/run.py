@@ -17,7 +17,7 @@ from cs336_basics.shape import ModelShape
 
 from ...bench.row import Row, append_row
 from ...config.checks import folder_to_write, require
-from ...config.model import SIZE_FIELDS
+from ...config.model import DEFAULT_VOCAB_SIZE, SIZE_FIELDS
 from ...config.run import RunConfig
 from ...kernels.attention import get_attention
 from ...machine.console import program, say
@@ -27,7 +27,7 @@ from ...planner.memory import largest_batch, peak_bytes
 from ...planner.rows import training_job
 from ...training.launch import check_devices
 from ...training.prepare import prepare_data
-from .choice import MOST_EPOCHS, SIZES, Candidate, Task, Timing, Trial, TrialFailed, learning_rate, search
+from .choice import MOST_EPOCHS, SIZES, Candidate, Task, Trial, learning_rate, search
 from .measure import time_trial, trial_s
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _CHOSEN = {
     **dict.fromkeys(("train.max_steps", "train.max_minutes"), "--minutes or --epochs sets it"),
 }
 # By source: the size of the vocabulary, and the prompt for the sample at the end.
-_VOCAB_SIZES = {"tinystories": 10_000, "text": 4096, "stories": 768, "random": 10_000}
+_VOCAB_SIZES = {"text": 4096, "stories": 768}
 _PROMPTS = {"tinystories": "Once upon a time", "stories": "One day"}
 _GIVEN = "given"  # the name of a size that the user gives field by field
 _SEARCH_SHARE = 0.2  # of the time goes to the search, at most
@@ -63,10 +63,10 @@ class Speedrun:
         given: Set[str],
         *,
         minutes: float | None,
-        epochs: float | None = None,
-        size: str | None = None,
-        devices: int | None = None,
-        out: str | None = None,
+        epochs: float | None,
+        size: str | None,
+        devices: int | None,
+        out: str | None,
     ) -> None:
         self.make_config, self.minutes, self.epochs = make_config, minutes, epochs
         require(size in (None, *SIZES), "size", size, f"one of {', '.join(SIZES)}")
@@ -83,7 +83,10 @@ class Speedrun:
         }
         first = self._config(self.sizes[0])
         source = first.data.source
-        self.fields |= {"model.vocab_size": _VOCAB_SIZES[source], "sample.prompt": _PROMPTS.get(source, "")}
+        self.fields |= {
+            "model.vocab_size": _VOCAB_SIZES.get(source, DEFAULT_VOCAB_SIZE),
+            "sample.prompt": _PROMPTS.get(source, ""),
+        }
         self.device = select_device(first.train.device)
         accepted = "auto, cpu or cuda (CUDA_VISIBLE_DEVICES selects cards)"
         require(self.device.index is None, "train.device", first.train.device, accepted)
@@ -97,24 +100,19 @@ class Speedrun:
         if "model.attention" in given:
             self.kernels = (first.model.attention,)
             get_attention(*self.kernels)
-        # Ways to compute a step, fastest first. Trials drop those that do not work here: not every machine can compile.
-        ways = [("bf16", True, True), ("bf16", True, False), ("bf16", False, False)]
-        if self.device.type != "cuda":
-            ways = [("fp32", False, False)]
-        else:
+        # Ways to compute a step, fastest first: precision, compiled, as a CUDA graph. Trials drop those that do not
+        # work here: not every machine can compile.
+        self.ways = [("fp32", False, False)]
+        if self.device.type == "cuda":
+            self.ways = [("bf16", True, True), ("bf16", True, False), ("bf16", False, False)]
             try:
                 check_precision(self.device, "bf16")
             except ValueError:  # a T4 has only float16, whose loss scaling no graph can record
-                ways = [("fp16", True, False), ("fp16", False, False)]
-        self.ways = [
-            {"train.precision": dtype, "train.compile": compiled, "train.cuda_graph": graph}
-            for dtype, compiled, graph in ways
-        ]
+                self.ways = [("fp16", True, False), ("fp16", False, False)]
         self.out = Path("runs")
         if out is not None:
             self.out = folder_to_write(out)
             self.fields["data.data_dir"] = f"{out}/data/{source}"
-        self.folder = self.out
         self.started = 0.0
         self.not_planned = ""  # why the planner cannot predict the memory of a trial
 
@@ -131,7 +129,12 @@ class Speedrun:
         shapes = {size: self._config(size).model.shape for size in self.sizes}
         tokens = len(prepare_data(self._config(self.sizes[0])).train)
         self.started = time.perf_counter()
-        self.folder = _new_folder(self.out)
+        stamp = f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
+        for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 100))):
+            self.folder = self.out / name
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
         self.fields["run_dir"] = str(self.folder / "run")
         config = self._final(self._search(shapes, tokens), tokens)
         file = self.folder / "speedrun.json"
@@ -149,36 +152,36 @@ class Speedrun:
         return file
 
     def _search(self, shapes: Mapping[str, ModelShape], unique_tokens: int) -> Candidate:
-        """Search, printing each candidate once. Returns the candidate to train."""
-        seconds = None if self.minutes is None else 60 * self.minutes
+        """Search, printing each candidate. Returns the candidate to train."""
+        seconds = math.inf if self.minutes is None else 60 * self.minutes
 
         def is_time_left(step_s: float) -> bool:
             end = time.perf_counter() - self.started + trial_s(step_s, self.device.type)
-            return seconds is None or end < _SEARCH_SHARE * seconds
+            return end < _SEARCH_SHARE * seconds
 
-        task = Task(
-            shapes=shapes,
-            kernels=self.kernels,
-            devices=self.devices,
-            unique_tokens=unique_tokens,
-            seconds=None if seconds is None else (1 - _SEARCH_SHARE / 2) * seconds,
-            tokens=None if self.epochs is None else self.epochs * unique_tokens,
-            most_sequences=self._most_sequences,
-            measure=self._measure,
-            is_time_left=is_time_left,
-        )
+        def tell(found: Candidate) -> None:
+            say(
+                f"  {found.trial.size:<7}{num_parameters(found.shape) / 1e6:7,.1f} M parameters, {self._step(found)}: "
+                f"{found.step_s * 1e3:,.1f} ms, {found.row.metrics['peak_memory_bytes'] / 2**30:.1f} GiB; would train "
+                f"on {found.tokens / 1e6:,.1f} M tokens, {found.tokens_a_parameter:.2g} a parameter"
+            )
+
         where = f"{self.devices} x {gpu_name()}" if self.device.type == "cuda" else "the CPU"
         say(f"searching, on {where}, with {unique_tokens:,} tokens of text:")
-        found: list[Candidate] = []
-        for each in search(task):
-            if each not in found:
-                say(
-                    f"  {each.trial.size:<7}{num_parameters(each.shape) / 1e6:7,.1f} M parameters, {self._step(each)}: "
-                    f"{each.timing.step_s * 1e3:,.1f} ms, {each.timing.peak_memory_bytes / 2**30:.1f} GiB; would train "
-                    f"on {each.tokens / 1e6:,.1f} M tokens, {each.tokens_a_parameter:.2g} a parameter"
-                )
-            found.append(each)
-        return found[-1]
+        return search(
+            Task(
+                shapes=shapes,
+                kernels=self.kernels,
+                devices=self.devices,
+                unique_tokens=unique_tokens,
+                seconds=(1 - _SEARCH_SHARE / 2) * seconds,
+                tokens=None if self.epochs is None else self.epochs * unique_tokens,
+                most_sequences=self._most_sequences,
+                measure=self._measure,
+                tell=tell,
+                is_time_left=is_time_left,
+            )
+        )
 
     def _step(self, found: Candidate) -> str:
         """The kernel and the batch of a step, in words."""
@@ -188,33 +191,35 @@ class Speedrun:
         return f"{trial.kernel}, {batch} x {found.shape.context_length} tokens a step{pieces}"
 
     def _fields_of(self, trial: Trial) -> dict[str, Any]:
-        """The fields of a run that a trial sets."""
+        """The fields of a run that a trial and the fastest way set."""
+        precision, compiled, graph = self.ways[0]
         return {
             "model.attention": trial.kernel,
             "train.batch_size": trial.sequences * self.devices,
             "train.gradient_accumulation_steps": trial.micro_batches,
-            **self.ways[0],
+            "train.precision": precision,
+            "train.compile": compiled,
+            "train.cuda_graph": graph,
         }
 
-    def _measure(self, trial: Trial) -> Timing | None:
+    def _measure(self, trial: Trial) -> Row:
         """Time a trial in the first way that works. All later trials use that way."""
-
-        def write_row(row: Row) -> None:
-            append_row(self.folder / "rows.jsonl", row)
-            if row.status != "ok":
-                say(f"  {row.variant}: {row.status} {row.error}")
-
         while True:
+            is_last = len(self.ways) == 1
             try:
                 config = self._config(trial.size, self._fields_of(trial))
-                timing = time_trial(trial, config, self.device.type, write_row)
-            except (ValueError, TrialFailed):
-                if len(self.ways) == 1:
+            except ValueError:  # fields that the user gave do not allow this way
+                if is_last:
                     raise
-                self.ways = self.ways[1:]
-                continue
-            self.ways = self.ways[:1]
-            return timing
+            else:
+                row = time_trial(trial, config, self.device.type)
+                append_row(self.folder / "rows.jsonl", row)
+                if row.status != "ok":
+                    say(f"  {row.variant}: {row.status} {row.error}")
+                if row.status != "error" or is_last:
+                    self.ways = self.ways[:1]
+                    return row
+            self.ways = self.ways[1:]
 
     def _most_sequences(self, shape: ModelShape) -> int:
         """How many sequences fit on a GPU at once, according to the planner."""
@@ -225,11 +230,13 @@ class Speedrun:
         if self.device.type == "cpu":
             there //= 2 * self.devices  # half of main memory, shared by the processes
         shape_fields = {f"model.{name}": value for name, value in dataclasses.asdict(shape).items()}
-        way = {name: value for name, value in self.ways[0].items() if name != "train.cuda_graph"}
-        config = self._config(_GIVEN, {**shape_fields, **way, "train.batch_size": self.devices})
-        fields = {"run": config.to_dict(), "devices": self.devices}
+        precision, compiled, _ = self.ways[0]
+        fields = shape_fields | {"train.precision": precision, "train.compile": compiled}
+        config = self._config(_GIVEN, fields | {"train.batch_size": self.devices})
         try:
-            job = training_job("speedrun", "alone" if self.devices == 1 else "", fields)
+            job = training_job(
+                "speedrun", "alone" if self.devices == 1 else "", {"run": config.to_dict(), "devices": self.devices}
+            )
         except ValueError as error:  # the planner does not know this configuration
             if str(error) != self.not_planned:  # say it once, not for every trial
                 self.not_planned = str(error)
@@ -243,7 +250,7 @@ class Speedrun:
 
     def _final(self, best: Candidate, unique_tokens: int) -> RunConfig:
         """The run of the candidate, with as many steps as fit into the remaining time or as its tokens need."""
-        step_s, start_s = best.timing.step_s, best.timing.startup_s
+        step_s, start_s = best.step_s, best.row.metrics["startup_s"]
         batch = best.trial.sequences * self.devices * best.shape.context_length
         fields = self._fields_of(best.trial) | {"optimizer.lr": round(learning_rate(best.flops), 6)}
         if self.minutes is None:
@@ -277,13 +284,3 @@ class Speedrun:
         duration = f"{whole / 60:.1f} minutes" if whole >= 60 else f"{whole:.0f} seconds"
         say(f"{steps:,} step{'s' * (steps != 1)} on {steps * batch / 1e6:,.1f} M tokens, about {duration}")
         return self._config(best.trial.size, fields)
-
-
-def _new_folder(out: Path) -> Path:
-    """Make a new folder named after the time."""
-    stamp = f"speedrun-{datetime.now():%Y%m%d-%H%M%S}"
-    for name in (stamp, *(f"{stamp}-{i}" for i in range(2, 100))):
-        with contextlib.suppress(FileExistsError):
-            (out / name).mkdir(parents=True)
-            return out / name
-    raise ValueError(f"out is {str(out)!r}: it already has a hundred speedruns of this second")
