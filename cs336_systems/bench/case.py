@@ -7,11 +7,13 @@ field and measures their product.
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+
+import torch
 
 from ..machine.console import say
 from ..machine.hardware import gpu_count
@@ -53,6 +55,9 @@ class Case:
     """The dataclass of one configuration; it raises ValueError naming a wrong field."""
     measure: Callable[[Sequence[Any]], Iterable[Row]]
     """Yields at least one row per configuration, each as soon as it is measured. A failure is a row too."""
+    measure_on_rank: Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]] | None = None
+    """If several ranks measure together (`measure` is then `ranks.launched`): yields the rows, the same on all ranks.
+    Its last argument is called with each configuration that begins."""
     variant: Callable[[Any], str]
     """The name of a configuration in tables and plots."""
     together: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
 """Cases that several ranks measure together: one launch starts the ranks, all measure, and rank 0 writes the rows.
 
-The module of such a case has a function `measure_on_rank` (see `OnRank`). Its configurations have `devices`, the number
-of processes, and `device`, cpu or cuda. They may have the process group's options `step_timeout_s` and `nccl_max_ctas`,
-the same throughout a launch.
+Such a case has a `measure_on_rank`. Its configurations have `devices`, the number of processes, and `device`, cpu or
+cuda. They may have the process group's options `step_timeout_s` and `nccl_max_ctas`, the same throughout a launch.
 """
 
 import json
@@ -12,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,6 @@ from .outcome import current_gpu_state, failed, with_gpu_states
 from .row import Row, append_row, read_rows
 from .worker import SCRATCH
 
-OnRank = Callable[[Sequence[Any], torch.device, Callable[[Any], None]], Iterator[Row]]
-"""Yields rows of configurations, the same on all ranks. Calls its last argument with each configuration it begins."""
 _PROGRAM = ["-m", "cs336_systems.bench.ranks"]
 _GROUP_OPTIONS = ("step_timeout_s", "nccl_max_ctas")
 _CONFIGS, _ROWS, _AT_WORK = "configs.json", "rows.jsonl", "at_work"
@@ -96,7 +92,9 @@ def write_rows(place: str, folder: Path, device: torch.device) -> None:
             (folder / _AT_WORK).write_text(str(configs.index(config)))
 
     before = current_gpu_state()
-    for row in import_module(place.partition(":")[0]).measure_on_rank(configs, device, at_work):
+    measure_on_rank = load_case(place).measure_on_rank
+    assert measure_on_rank is not None
+    for row in measure_on_rank(configs, device, at_work):
         after = current_gpu_state()
         if comm.rank() == 0:
             append_row(folder / _ROWS, with_gpu_states(row, before, after))

@@ -1,7 +1,7 @@
 """The case `ddp`: the configured runs are measured, and the streams of a step are drawn correctly."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from cs336_systems.cli.report import make_report
 from cs336_systems.planner.rows import job_of
 from cs336_systems.report.step_streams import plot_streams, streams_table
 from cs336_systems.report.views import rows_table
-from tests.bench.conftest import Bench
 
 
 def quick(*variants: str, **fields: Any) -> list[DDPBench]:
@@ -69,40 +68,35 @@ def test_each_variant_has_a_row_with_its_run(tmp_path: Path) -> None:
         assert sent > 0
 
 
-def test_communication_times_have_a_table() -> None:
-    config = row_config(quick(ALONE)[0])
-
-    def row(variant: str, **metrics: float) -> Row:
-        return Row(case="ddp", variant=variant, config=config,
-                   metrics={"step_ms": {"p50": 160.0}, "peak_memory_bytes": 1 << 30, **metrics}, env={})  # fmt: skip
-
-    rows = [row("alone"), row("naive", communication_ms=200.0, both_ms=10.0, span_ms=250.0)]
-    table = rows_table(rows).split("\n\n")[-1]
-    assert (
-        "| variant | profiled, uncompiled | communicating, uncompiled | share, uncompiled | not hidden, uncompiled |"
-        in table
-    )
-    assert "| naive | 250.0 | 200.0 | 80% | 190.0 |" in table, "a share of the profiled step"
-    assert "alone" not in table
-    assert "communicating" not in rows_table(rows[:1])
+Launched = Callable[[list[DDPBench], Path], None]
 
 
-def test_a_failing_variant_is_a_row_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Launched], None]:
+    """Replaces the launch of ranks by a function of the configurations and the folder for their rows."""
+
+    def replace_by(run: Launched) -> None:
+        def run_processes(program: list[str], devices: int, folder: Path) -> None:
+            run([DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())], folder)
+
+        monkeypatch.setattr(ranks, "run_processes", run_processes)
+
+    return replace_by
+
+
+def test_a_failing_variant_is_a_row_and_the_others_are_measured(launch: Callable[[Launched], None]) -> None:
     launches: list[list[str]] = []
 
-    def launch(program: list[str], devices: int, folder: Path) -> None:
-        """A launch in which `overlap` runs out of memory after the variants before it are measured."""
-        configs = [DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())]
+    def run(configs: list[DDPBench], folder: Path) -> None:
         launches.append([config.variant for config in configs])
         for number, config in enumerate(configs):
             (folder / "at_work").write_text(str(number))
             if config.variant == "overlap":
                 raise RuntimeError("rank 1: CUDA out of memory. Tried to allocate 2.00 GiB")
-            append_row(
-                folder / "rows.jsonl", Row(case="ddp", variant=config.variant, config=row_config(config), env={})
-            )
+            append_row(folder / "rows.jsonl", of_rounds(config, 1))
+        raise RuntimeError("rank 1 was ended by SIGSEGV")  # after the last row, which costs no row
 
-    monkeypatch.setattr(ranks, "run_processes", launch)
+    launch(run)
     rows = list(CASE.measure(quick(ALONE, "overlap", "flat")))
     assert [(row.variant, row.status) for row in rows] == [(ALONE, "ok"), ("overlap", "oom"), ("flat", "ok")]
     assert launches == [[ALONE, "overlap", "flat"], ["flat"]]
@@ -264,52 +258,24 @@ def test_a_failure_in_a_later_round_keeps_earlier_rounds_and_restarts_the_others
     assert left(KeyboardInterrupt()) == [("naive", 2, "ok"), ("flat", 1, "ok"), ("flat", 3, "oom")]
 
 
-def test_rows_of_fewer_rounds_come_through_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(program: list[str], devices: int, folder: Path) -> None:
-        configs = [DDPBench(**fields) for fields in json.loads((folder / "configs.json").read_text())]
+def test_rows_of_fewer_rounds_come_through_a_launch(launch: Callable[[Launched], None]) -> None:
+    def run(configs: list[DDPBench], folder: Path) -> None:
         for rounds in (1, 2):
             for config in configs:
                 append_row(folder / "rows.jsonl", of_rounds(config, rounds))
 
-    monkeypatch.setattr(ranks, "run_processes", launch)
+    launch(run)
     rows = CASE.measure(quick("naive", "flat", rounds=2))
     assert [(row.variant, row.config["rounds"]) for row in rows] == [
         ("naive", 1), ("flat", 1), ("naive", 2), ("flat", 2)]  # fmt: skip
-
-
-def test_a_failure_after_the_last_row_costs_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(program: list[str], devices: int, folder: Path) -> None:
-        (fields,) = json.loads((folder / "configs.json").read_text())
-        (folder / "at_work").write_text("0")
-        config = row_config(DDPBench(**fields))
-        append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, env={}))
-        raise RuntimeError("rank 1 was ended by SIGSEGV")
-
-    monkeypatch.setattr(ranks, "run_processes", launch)
-    assert [row.status for row in CASE.measure(quick(ALONE))] == ["ok"]
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_the_command_writes_to_out(tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(program: list[str], devices: int, folder: Path) -> None:
-        (fields,) = json.loads((folder / "configs.json").read_text())
-        metrics = {"step_ms": {"p50": 1.0}, "peak_memory_bytes": 1 << 30}
-        config = row_config(DDPBench(**fields))
-        append_row(folder / "rows.jsonl", Row(case="ddp", variant=fields["variant"], config=config, metrics=metrics))
-
-    monkeypatch.setattr(ranks, "run_processes", launch)
-    code, said, _ = bench("ddp", "--quick", "--variant", "alone", "--out", str(tmp_path))
-    assert code == 0
-    assert [row.variant for row in read_rows(tmp_path / "ddp.jsonl")] == [ALONE]
-    assert str(tmp_path / "ddp.jsonl") in said
 
 
 def test_rows_of_ranks_have_the_states_of_the_first_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = [{"sm_mhz": number} for number in (1, 2, 3)]
     monkeypatch.setattr(ranks, "current_gpu_state", lambda: states.pop(0))
     rows = [Row(case="ddp", variant=name, config={}) for name in "ab"]
-    module = SimpleNamespace(CASE=SimpleNamespace(config=dict), measure_on_rank=lambda *_: iter(rows))
-    monkeypatch.setattr(ranks, "import_module", lambda name: module)
+    case = SimpleNamespace(config=dict, measure_on_rank=lambda *_: iter(rows))
+    monkeypatch.setattr(ranks, "load_case", lambda place: case)
     (tmp_path / ranks._CONFIGS).write_text("[]")
     ranks.write_rows("module", tmp_path, torch.device("cpu"))
     first, second = read_rows(tmp_path / ranks._ROWS)
@@ -337,38 +303,46 @@ def test_the_slowest_rank_counts() -> None:
     }  # fmt: skip
 
 
-def test_the_table_has_the_time_added_to_a_step_alone() -> None:
-    def row(variant: str, p50: float, gib: int) -> Row:
-        config = row_config(quick(ALONE)[0]) | {"device": "cuda"}
-        metrics = {"step_ms": {"p20": 0.9 * p50, "p50": p50, "p80": 1.2 * p50}, "peak_memory_bytes": gib << 30}
-        return Row(case="ddp", variant=variant, config=config, metrics=metrics, env={"gpu": "NVIDIA H200"})
+# Tables
 
-    oom = Row(case="ddp", variant="fsdp", config=row("x", 1, 1).config, status="oom", error="too much", env={})
-    rows = [row("alone", 100, 3), row("naive", 150, 4), oom, row("alone compiled", 50, 2), row("naive compiled", 60, 2)]
-    table = rows_table(rows)
-    assert "2 x NVIDIA H200" in table
+
+def made_up(variant: str, p50: float, gib: int = 1, status: Any = "ok", gpu: str = "A", **fields: Any) -> Row:
+    config = {**row_config(quick(ALONE)[0]), "device": "cuda", **fields}
+    metrics = {"step_ms": {"p20": 0.9 * p50, "p50": p50, "p80": 1.2 * p50}, "peak_memory_bytes": gib << 30}
+    metrics = metrics if status == "ok" else {}
+    return Row(case="ddp", variant=variant, config=config, metrics=metrics, status=status, env={"gpu": gpu})
+
+
+def test_communication_times_have_a_table() -> None:
+    times = {"communication_ms": 200.0, "both_ms": 10.0, "span_ms": 250.0}
+    alone, naive = made_up("alone", 160), made_up("naive", 160)
+    table = rows_table([alone, replace(naive, metrics=naive.metrics | times)]).split("\n\n")[-1]
+    assert "| variant | profiled, uncompiled | communicating, uncompiled | share, uncompiled | not hidden," in table
+    assert "| naive | 250.0 | 200.0 | 80% | 190.0 |" in table, "a share of the profiled step"
+    assert "alone" not in table
+    assert "communicating" not in rows_table([alone])
+
+
+def test_the_table_has_the_time_added_to_a_step_alone() -> None:
+    alone, naive, oom = made_up("alone", 100, 3), made_up("naive", 150, 4), made_up("fsdp", 1, status="oom")
+    table = rows_table([alone, naive, oom, made_up("alone compiled", 50, 2), made_up("naive compiled", 60, 2)])
+    assert "2 x A" in table
     assert "peak memory per GPU in GiB:" in table
-    on_cpu = replace(rows[0], config=rows[0].config | {"device": "cpu"})
+    on_cpu = replace(alone, config=alone.config | {"device": "cpu"})
     assert "peak memory per process, loaded libraries included, in GiB:" in rows_table([on_cpu])
     assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% | 4.0 | 60.0 | 54.0 to 72.0 | +20.0% | 2.0 |" in table
     assert "| fsdp | out of memory | - | - | - |" in table
     # Each launch has its own `alone`; rows before the first one are compared with the last.
-    launches = [row("flat", 300, 4), row("alone", 100, 3), row("naive", 150, 4), row("alone", 200, 3), row("a", 300, 4)]
-    table = rows_table(launches)
+    table = rows_table([made_up("flat", 300), alone, naive, made_up("alone", 200), made_up("a", 300)])
     assert [line.split(" | ")[3] for line in table.splitlines()[4:]] == ["+50.0%", "+0.0%", "+50.0%", "+50.0%"]
 
 
 def test_each_setting_and_machine_has_a_table_and_a_failure_is_not_an_oom() -> None:
-    def row(variant: str, p50: float, gpu: str = "A", status: Any = "ok", **fields: Any) -> Row:
-        metrics = {"step_ms": {"p50": p50}, "peak_memory_bytes": 1 << 30} if status == "ok" else {}
-        config = {**row_config(quick(ALONE)[0]), "device": "cuda", **fields}
-        return Row(case="ddp", variant=variant, config=config, metrics=metrics, status=status, env={"gpu": gpu})
-
-    rows = [row("alone", 100), row("naive", 150), row("alone", 10, size="xl"), row("naive", 30, gpu="B"),
-            row("flat", 0, status="error"), row("naive", 40, devices=4)]  # fmt: skip
-    tables = rows_table(rows).split("\n\n")[1::2]
+    here = [made_up("alone", 100), made_up("naive", 150), made_up("flat", 0, status="error")]
+    elsewhere = [made_up("alone", 10, size="xl"), made_up("naive", 30, gpu="B"), made_up("naive", 40, devices=4)]
+    tables = rows_table(here + elsewhere).split("\n\n")[1::2]
     assert len(tables) == 4
-    assert "| naive | 150.0 | - | +50.0% |" in tables[0]
+    assert "| naive | 150.0 | 135.0 to 180.0 | +50.0% |" in tables[0]
     assert "| flat | failed |" in tables[0]
     assert "| alone | 10.0 |" in tables[1]
     assert all("| naive | " in table and "%" not in table for table in tables[2:])
@@ -386,21 +360,24 @@ def test_streams_have_totals_and_a_picture(tmp_path: Path) -> None:
     assert "| overlap |" in make_report(["streams", str(step), "--plot", str(tmp_path / "again.png")])
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"compute": 3, "communication": []}', '{"compute": [[1]]}'])
-def test_a_file_without_streams_is_named(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "does not hold the intervals of a step"),
+        ("[]", "does not hold the intervals of a step"),
+        ('{"compute": 3, "communication": []}', "does not hold the intervals of a step"),
+        ('{"compute": [[1]]}', "does not hold the intervals of a step"),
+        ('{"compute": [[2, 1]], "communication": []}', "must not end before it begins"),
+        ('{"compute": [[NaN, 1]], "communication": []}', "must not end before it begins"),
+        ('{"compute": [[0, Infinity]], "communication": []}', "must not end before it begins"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_file_without_streams_is_named(content: str | None, message: str, tmp_path: Path) -> None:
     step = tmp_path / "step.json"
-    step.write_text(content)
-    with pytest.raises(ValueError, match=r"step\.json does not hold the intervals of a step"):
-        streams_table([step])
-    with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
-        streams_table([tmp_path / "missing.json"])
-
-
-@pytest.mark.parametrize("interval", ["[2, 1]", "[NaN, 1]", "[0, Infinity]"])
-def test_an_interval_that_ends_before_it_begins_is_refused(interval: str, tmp_path: Path) -> None:
-    step = tmp_path / "step.json"
-    step.write_text(f'{{"compute": [{interval}], "communication": []}}')
-    with pytest.raises(ValueError, match=r"step\.json: compute has the interval .* must not end before it begins"):
+    if content is not None:
+        step.write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=rf"step\.json.*{message}"):
         streams_table([step])
 
 

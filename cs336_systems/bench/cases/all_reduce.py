@@ -95,6 +95,7 @@ CASE = Case(
     config=CollectiveBench,
     variant=variant,
     measure=launched(__name__),
+    measure_on_rank=measure_on_rank,
     together=("collective", "bytes"),
     check=check_machine,
 )

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -59,22 +60,14 @@ _LONGEST_MS = 3.6e6
 def parse_sizes(text: str, name: str, form: str, separator: str, count: int) -> tuple[int, ...]:
     """Parse sizes from the command line. Raises ValueError naming field, value and form."""
     parts = text.lower().split(separator)
-    # Ten digits suffice, and int() refuses thousands of them.
-    if len(parts) != count or not all(
-        re.fullmatch(r"\d{1,10}", part, re.ASCII) and 0 < int(part) < _SIZE_LIMIT for part in parts
-    ):
+    are_numbers = all(re.fullmatch(r"\d{1,10}", part, re.ASCII) for part in parts)  # int() refuses thousands of digits
+    if len(parts) != count or not are_numbers or not all(0 < int(part) < _SIZE_LIMIT for part in parts):
         raise ValueError(f"{name} is {text!r}: it must be {form}, of numbers from 1 to 2^31 - 1")
     return tuple(map(int, parts))
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Parse a shape written as BxHxNxD. Raises ValueError for any other form."""
-    return parse_sizes(text, "shape", "BxHxNxD, such as 1x16x1024x64", "x", 4)
-
-
-def parse_tier(text: str) -> tuple[int, ...]:
-    """Parse a tier written as QUERIES:KEYS. Raises ValueError for any other form."""
-    return parse_sizes(text, "tier", "QUERIES:KEYS, such as 256:128", ":", 2)
+parse_shape = partial(parse_sizes, name="shape", form="BxHxNxD, such as 1x16x1024x64", separator="x", count=4)
+parse_tier = partial(parse_sizes, name="tier", form="QUERIES:KEYS, such as 256:128", separator=":", count=2)
 
 
 class AttentionBench:
@@ -122,9 +115,8 @@ class AttentionBench:
             with without_groups({"model.attention": "kernel"}):
                 get_attention(self.kernel)
         else:  # a registered kernel may still fail to import: that is a row of status error
-            require(
-                self.kernel in ATTENTION, "kernel", self.kernel, f"one of {', '.join(ATTENTION)}, or module:function"
-            )
+            accepted = f"one of {', '.join(ATTENTION)}, or module:function"
+            require(self.kernel in ATTENTION, "kernel", self.kernel, accepted)
         require_at_least(self, "", 1, "rounds", "repeats")
         require_at_least(self, "", 0, "warmup")
         for name in ("warmup_ms", "rep_ms"):
@@ -295,12 +287,8 @@ def measure_passes(config: PlainBench) -> tuple[dict[str, Any], dict[str, Any]]:
     if device.type == "cuda":
         metrics["memory_before_backward_bytes"] = in_use - held
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - held
-    ran = {
-        "compile": hasattr(attention, "_torchdynamo_orig_callable"),
-        "repeats": len(times["forward"]),
-        "device": str(device),
-    }
-    return config.read_back(o, k) | ran, metrics
+    ran = {"repeats": len(times["forward"]), "device": str(device)}
+    return config.read_back(o, k) | ran | {"compile": hasattr(attention, "_torchdynamo_orig_callable")}, metrics
 
 
 def eager_or_compiled(config: PlainBench) -> str:

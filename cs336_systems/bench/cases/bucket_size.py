@@ -19,9 +19,7 @@ from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import swept
 from ..row import Row, read_rows
-from .ddp import ALONE, DDPBench, measure_on_rank, strategies_case
-
-__all__ = ["CASE", "BucketBench", "measure_on_rank"]
+from .ddp import ALONE, DDPBench, strategies_case
 
 _BEST = "bucketed:best"
 

@@ -89,6 +89,8 @@ class DDPBench:
 
     case = "ddp"
     options = OPTIONS
+    every_round = True
+    """Whether rounds before the last one have rows too."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
@@ -129,24 +131,22 @@ class DDPBench:
         chosen = options.split("+")[1:]
         is_known = name in (ALONE, *_OF_SEVERAL) or is_place(name)
         taken = _options_of(name) if is_known and name != ALONE else ()
+        impossible = {
+            "zero1": name == ALONE or name in SHARDED,  # it shards the optimizer's state anyway
+            "zero2": is_known and "reshard_after_forward" not in taken,  # it does not gather weights
+            "bf16": name == ALONE,
+        }
+        accepted = [option for option in self.options if not impossible.get(option)]
         takes_bucket = "bucket_size_mb" in taken and float(bucket or 1) > 0
-        accepted = set(self.options) if name != ALONE else set(self.options) & {"graph"}
-        if (
-            not is_known
-            or not (takes_bucket or bucket is None)
-            or not (set(chosen) <= accepted and len(set(chosen)) == len(chosen))
-        ):
+        is_right = is_known and (takes_bucket or bucket is None)
+        if not is_right or not set(chosen) <= set(accepted) or len(set(chosen)) < len(chosen):
             others = [*_OF_SEVERAL, *([name] if is_place(name) else [])]
             without = [ALONE, *(other for other in others if "bucket_size_mb" not in _options_of(other))]
             raise ValueError(
                 f"variant is {self.variant!r}: it must be {ALONE}, one of {', '.join(_OF_SEVERAL)} or module:Class; "
-                f"then :BUCKET_MB, but not after {', '.join(without)}; then any of +{', +'.join(self.options)}, once"
+                f"then :BUCKET_MB, but not after {', '.join(without)}; "
+                f"then {name if is_known else 'a strategy'} may have +{', +'.join(accepted)}, each once"
             )
-        other = f"a strategy other than {name}, which"
-        require("zero1" not in chosen or name not in SHARDED, "variant", self.variant,
-                f"{other} shards the optimizer's state anyway, or without +zero1")  # fmt: skip
-        require("zero2" not in chosen or "reshard_after_forward" in taken, "variant", self.variant,
-                f"{other} does not gather weights, or without +zero2")  # fmt: skip
         return name, bucket, chosen
 
     def workload(self) -> Workload:
@@ -184,15 +184,14 @@ def name_of(config: DDPBench) -> str:
     return f"{config.variant}{ctas}{' compiled' if config.compile else ''}"
 
 
-def measure_on_rank(
-    configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[DDPBench], None]
-) -> Iterator[Row]:
+def measure_on_rank(configs: Sequence[DDPBench], device: torch.device, at_work: Callable[[Any], None]) -> Iterator[Row]:
     """Measure all variants in turns, together with the other ranks; the rows are the same on all ranks."""
     for config, metrics in measure_in_turns(configs, device, at_work, lambda config, *of: config.look(*of)):
-        yield config.row(metrics)
+        if config.every_round or config.rounds == configs[0].rounds:
+            yield config.row(metrics)
 
 
-def strategies_case(config: type[DDPBench], place: str, about: str) -> Case:
+def strategies_case(config: type[DDPBench], place: str, about: str, on_rank: Any = measure_on_rank) -> Case:
     """The case at `place` (see `load_case`) that measures variants and compiled blocks in one launch."""
     return Case(
         name=config.case,
@@ -201,6 +200,7 @@ def strategies_case(config: type[DDPBench], place: str, about: str) -> Case:
         config=config,
         variant=name_of,
         measure=launched(place),
+        measure_on_rank=on_rank,
         together=("variant", "compile"),
     )
 

@@ -152,4 +152,5 @@ CASE = Case(
     config=Leaderboard2026Bench,
     variant=variant,
     measure=launched(__name__),
+    measure_on_rank=measure_on_rank,
 )

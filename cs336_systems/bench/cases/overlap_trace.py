@@ -5,7 +5,6 @@ more is profiled on the first rank, and drawn.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from ...config.checks import require
 from ...training.loop import Trainer
 from ..case import swept
 from ..instruments.streams import record_step, totals
-from ..row import Row
 from . import ddp
 
 
@@ -34,6 +32,7 @@ class OverlapTrace(ddp.DDPBench):
     """torch; nsys: leave the step to Nsight Systems, which records it if it runs the command."""
 
     case = "overlap-trace"
+    every_round = False  # the step is traced in the last one
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,15 +52,6 @@ class OverlapTrace(ddp.DDPBench):
 
 
 DEFAULTS = {field.name: field.default for field in fields(OverlapTrace)}
-
-
-def measure_on_rank(
-    configs: Sequence[OverlapTrace], device: torch.device, at_work: Callable[[OverlapTrace], None]
-) -> Iterator[Row]:
-    """Measure each variant and trace one of its steps, together with the other ranks."""
-    for row in ddp.measure_on_rank(configs, device, at_work):
-        if row.config["rounds"] == configs[0].rounds:  # there is no trace before the last round
-            yield row
 
 
 def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:

@@ -103,11 +103,7 @@ def measure(config: ResidualsBench) -> tuple[dict[str, Any], dict[str, Any]]:
     for tensor, count in Counter(activations).items():
         operation = tensor.operation or (config.attention if tensor.module else "compiled")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        line: dict[str, Any] = {
-            "what": f"{tensor.module} {operation}".strip(),
-            "shape": list(tensor.shape),
-            "dtype": dtype,
-        }
+        line = {"what": f"{tensor.module} {operation}".strip(), "shape": list(tensor.shape), "dtype": dtype}
         tensors.append({**line, "count": count, "bytes": tensor.bytes})  # the bytes of one of them
     metrics |= {
         "saved_bytes": saved.bytes("activation"),

@@ -98,10 +98,12 @@ CASE = strategies_case(
     OptimizerShardingBench,
     __name__,
     "Memory (part by part) and time of a step with and without sharded optimizer state.",
+    measure_on_rank,
 )
 FSDP_ACCOUNTING = strategies_case(
     FSDPBench,
     f"{__name__}:fsdp-accounting",
     "Memory that FSDP saves, part by part, and whether each of its gathers is over in time.",
+    measure_on_rank,
 )
 PRESETS = {FSDP_ACCOUNTING.name: FSDP_ACCOUNTING}

@@ -69,55 +69,13 @@ class TrainStepBench:
         return random_run(self.workload().model_config, cuda_graph=self.variant == "cs336_graph", **train)
 
 
-def measure_cs336(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
-    """Times of `Trainer.train_step`, step by step."""
-    device = use_device(config.train.device)
-    started = time.perf_counter()
-    trainer = build_trainer(config, device)
-    trainer.train_step()
-    wait_for(device)
-    startup_s = time.perf_counter() - started
-    for _ in range(warmup):
-        trainer.train_step()
-    wait_for(device)
-    with objects_set_aside():
-        trainer.reset_clock()
-        rows = [trainer.train_step() for _ in range(steps)]
-    trainer.close()
-    times = summarise([row["step_ms"] for row in rows[1:]])  # the first began on an idle device
-    data_wait_ms = float(np.mean([row["data_wait_ms"] for row in rows]))
-    return {
-        "step_ms": times,
-        "startup_s": startup_s,
-        "data_wait_ms": data_wait_ms,
-        "peak_memory_bytes": trainer.memory_bytes(),
-    }
-
-
-def measure_hf_llama(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
-    """The mean time of a step of transformers' LlamaForCausalLM of the same shape; one wait for all steps."""
-    try:  # before the clock starts, because our own imports are not timed either
+def hf_llama() -> Any:
+    """transformers' LlamaForCausalLM. Raises ValueError without the package."""
+    try:
         from transformers import LlamaForCausalLM
     except ImportError as error:
         raise ValueError("variant hf_llama needs the package transformers: pip install transformers") from error
-
-    device = use_device(config.train.device)
-    started = time.perf_counter()
-    step = hf_llama_step(LlamaForCausalLM, config, device)
-    step()
-    wait_for(device)
-    startup_s = time.perf_counter() - started
-    for _ in range(warmup):
-        step()
-    wait_for(device)
-    with objects_set_aside():
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait_for(device)
-    mean = (time.perf_counter() - begin) / steps * 1e3
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"step_ms": {"mean": mean}, "startup_s": startup_s, "peak_memory_bytes": peak}
+    return LlamaForCausalLM
 
 
 def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callable[[], None]:
@@ -155,12 +113,39 @@ def hf_llama_step(llama: Any, config: RunConfig, device: torch.device) -> Callab
 
 
 def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The measured run, and its metrics: step time, tokens/s, MFU, start-up with compilation, peak memory."""
-    run = config.run_config()
-    take = measure_hf_llama if config.variant == "hf_llama" else measure_cs336
-    metrics = take(run, config.warmup, config.steps)
+    """The measured run, and its metrics: step time, tokens/s, MFU, start-up with compilation, peak memory.
+
+    The loop times its steps one by one. The peer's steps have one wait at the end, so only their mean is known.
+    """
+    run, device = config.run_config(), use_device(config.device)
+    is_peer = config.variant == "hf_llama"
+    llama = hf_llama() if is_peer else None  # before the clock starts, because our own imports are not timed either
+    started = time.perf_counter()
+    trainer = None if is_peer else build_trainer(run, device)
+    step: Callable[[], Any] = hf_llama_step(llama, run, device) if trainer is None else trainer.train_step
+    step()
+    wait_for(device)
+    metrics: dict[str, Any] = {"startup_s": time.perf_counter() - started}
+    for _ in range(config.warmup):
+        step()
+    wait_for(device)
+    with objects_set_aside():
+        begin = time.perf_counter()
+        if trainer is not None:
+            trainer.reset_clock()
+        rows = [step() for _ in range(config.steps)]
+        wait_for(device)
+        mean_ms = (time.perf_counter() - begin) / config.steps * 1e3
+    if trainer is None:
+        metrics["step_ms"] = {"mean": mean_ms}
+        metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    else:
+        trainer.close()
+        metrics["step_ms"] = summarise([row["step_ms"] for row in rows[1:]])  # the first began on an idle device
+        metrics["data_wait_ms"] = float(np.mean([row["data_wait_ms"] for row in rows]))
+        metrics["peak_memory_bytes"] = trainer.memory_bytes()
     shape, seconds = run.model.shape, metrics["step_ms"]["mean"] / 1e3
-    peak = device_peak_flops(torch.device(config.device), config.precision)
+    peak = device_peak_flops(device, config.precision)
     metrics["tokens_per_s"] = config.batch_size * shape.context_length / seconds
     flops = training_flops(shape, config.batch_size, shape.context_length)
     metrics["mfu"] = flops / seconds / peak if peak else None

@@ -52,6 +52,7 @@ CASE = Case(
     config=StepTimes,
     variant=lambda config: config.name,
     measure=launched(__name__),
+    measure_on_rank=measure_on_rank,
 )
 
 
