@@ -10,13 +10,14 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import subprocess
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,16 +86,9 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 
 
 def _rank_main(
-    pipe: Any,
-    rank: int,
-    world_size: int,
-    store: str,
-    device: str,
-    backend: str | None,
-    timeout_s: float,
-    function: Any,
-    args: Any,
-) -> None:
+    pipe: Any, rank: int, world_size: int, store: str, device: str, backend: str | None, timeout_s: float,
+    function: Any, args: Any,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     try:
         where = torch.device(device)
@@ -122,15 +116,39 @@ def _group(backend: str | None, device: torch.device, timeout_s: float, **where:
         dist.destroy_process_group()
 
 
-def processes_of(folder: str) -> list[str]:
-    """Command lines of living processes that work in the folder, as ranks do, or name it."""
+class Process(NamedTuple):
+    """A living process."""
+
+    pid: int
+    parent: int
+    group: int
+    words: str  # its command line
+    folder: str  # in which it works
+
+
+def processes() -> list[Process]:
+    """All living processes, as /proc has them."""
     found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            try:
-                text = (process / "cmdline").read_text()
-                if folder in f"{text} {(process / 'cwd').readlink()}":
-                    found.append(text)
-            except OSError:
-                continue
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            _, parent, group, *_ = (place / "stat").read_text().rpartition(")")[2].split()
+            words, folder = (place / "cmdline").read_text(), str((place / "cwd").readlink())
+            found.append(Process(int(place.name), int(parent), int(group), words, folder))
+    return found
+
+
+def processes_of(folder: str) -> list[str]:
+    """Command lines of other processes that work in the folder, as ranks do, or name it."""
+    return [p.words for p in processes() if folder in f"{p.words} {p.folder}" and p.pid != os.getpid()]
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen | None = None, timeout_s: float = 60) -> Any:
+    """Wait until a condition is true, and return it. Fails at the time limit, or if the process ends before."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"the process ended with {process.returncode}: {process.communicate()[1]}")
+        if time.monotonic() > end:
+            pytest.fail(f"not within {timeout_s} s")
+        time.sleep(0.005)
     return found

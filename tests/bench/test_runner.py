@@ -27,6 +27,7 @@ from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
 from cs336_systems.cli.bench import _disturbed, _parser
 from cs336_systems.machine.console import by_command
+from tests.distributed import processes, wait_until
 
 from . import accidents_together
 from .accidents import CASE, Accident, measure
@@ -332,6 +333,11 @@ def test_only_an_incomplete_row_is_cut_off(tmp_path: Path) -> None:
     assert path.read_text().startswith("somebody's notes\nmore of them\n{")
 
 
+def members(group: int) -> list[int]:
+    """The processes of a group."""
+    return [process.pid for process in processes() if process.group == group]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cs336_systems", "bench", "model", "--quick", "--mode", "forward"]
@@ -340,19 +346,13 @@ def test_an_interrupt_ends_a_sweep_with_a_line_and_no_process_is_left(tmp_path: 
         command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        end, begun = time.monotonic() + 60, False
-        while not begun and time.monotonic() < end:  # until a worker has started
-            time.sleep(0.05)
-            begun = len(members(sweep.pid)) > 1
-        assert begun
+        wait_until(lambda: len(members(sweep.pid)) > 1)  # a worker has started
         os.killpg(sweep.pid, signal.SIGINT)
         said, complained = sweep.communicate(timeout=60)
         assert sweep.returncode == 130
         assert "--resume goes on" in said
         assert complained == "cs336: interrupted\n"
-        while members(sweep.pid):
-            assert time.monotonic() < end + 60
-            time.sleep(0.05)
+        wait_until(lambda: not members(sweep.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(sweep.pid, signal.SIGKILL)
@@ -409,16 +409,6 @@ def test_a_signal_removes_the_scratch_folder_and_sets_the_exit_code(
     assert list(scratch.iterdir()) == []
     assert "--resume goes on" in said
     assert signal.getsignal(number) is signal.SIG_DFL
-
-
-def members(group: int) -> list[int]:
-    """The processes of a group."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(int(process.name))
-    return found
 
 
 def test_doubtful_times_are_reported() -> None:

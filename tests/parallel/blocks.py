@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.fsdp import FSDP
-from tests.parallel.test_ddp import assert_close
+from tests.parallel.models import assert_close
 
 
 def build_blocks(in_order: bool = True) -> "Blocks":
@@ -127,10 +127,6 @@ class Recorder:
     def take(self) -> list[str]:
         events, self.events = [e.replace("layers.", "") for e in self.events], []
         return events
-
-
-def whole_bytes(strategy: FSDP) -> int:
-    return sum(group.unsharded.nbytes for group in strategy._groups if group.unsharded.is_allocated())
 
 
 class PlannedError(Exception):

@@ -1,5 +1,6 @@
-"""Small models with everything that data parallelism has to cope with, and training them in one process: the truth."""
+"""Small models with everything that data parallelism has to cope with, trained on ranks and in one process."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from cs336_basics.model import TransformerLM
+from cs336_systems.parallel import Options, comm, get_strategy
 from cs336_systems.parallel.strategy import Strategy
+from tests.distributed import run_ranks
 
+STEPS = 10
 VOCAB_SIZE, LENGTH, BATCH = 11, 6, 8
 
 
@@ -66,8 +70,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+@functools.cache
 def train_alone(
-    name: str, steps: int, make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, seed: int = 0
+    name: str, steps: int = STEPS, make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, seed: int = 0
 ) -> dict[str, Tensor]:
     """The state dict of one process that trains on whole batches."""
     model = build(name, seed)
@@ -98,6 +103,63 @@ def train_step(
     (mean_loss(strategy, pieces[-1]) / micro_batches).backward()
     strategy.finish_gradient_synchronization()
     optimizer.step()
+
+
+def part_of(step: int) -> Tensor:
+    """This rank's part of the batch of a step."""
+    return batch_of(step).chunk(comm.world_size())[comm.rank()]
+
+
+def train_on_ranks(
+    name: str,
+    model: str,
+    micro_batches: int = 1,
+    own_zero_grad: bool = True,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    device: str = "cpu",
+    before_wrapping: Callable[[nn.Module], None] = lambda module: None,
+    after_wrapping: Callable[[nn.Module], None] = lambda module: None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The whole state after STEPS on this rank's parts of the batches, from weights that differ over the ranks."""
+    module = build(model, seed=comm.rank()).to(device)
+    before_wrapping(module)
+    strategy = get_strategy(name)(module, Options(**options))
+    after_wrapping(module)
+    optimizer = make_optimizer(module.parameters())
+    for step in range(STEPS):
+        train_step(strategy, optimizer, part_of(step).to(device), micro_batches, own_zero_grad)
+    return {key: value.cpu() for key, value in strategy.full_state_dict().items()}
+
+
+def check_training(
+    name: str,
+    model: str,
+    world_size: int = 2,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    device: str = "cpu",
+    tolerance: tuple[float, float] = (1e-4, 1e-5),
+    train: Callable[..., dict[str, Tensor]] = train_on_ranks,
+    **given: Any,
+) -> list[dict[str, Tensor]]:
+    """The states of `train` on each rank. They must be equal, and close to that of one process."""
+    call = functools.partial(train, name, model, make_optimizer=make_optimizer, device=device, **given)
+    states = run_ranks(call, world_size, device=device, timeout_s=240)
+    assert_ranks_equal(states)
+    assert_close(states[0], train_alone(model, STEPS, make_optimizer), rtol=tolerance[0], atol=tolerance[1])
+    return states
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def assert_ranks_equal(states: list[dict[str, Tensor]]) -> None:
+    """To the last bit."""
+    for other in states[1:]:
+        assert [name for name, tensor in states[0].items() if not torch.equal(tensor, other[name])] == []
 
 
 def message_of(call: Callable[[], Any]) -> str:

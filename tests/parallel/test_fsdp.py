@@ -1,6 +1,5 @@
 """FSDP on gloo (and NCCL): equal to one process, at most two groups unsharded, the same transfers on all ranks."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,17 +23,25 @@ from tests.parallel.blocks import (
     gradients,
     inputs_of,
     some_loss,
-    whole_bytes,
 )
-from tests.parallel.models import adamw, batch_of, build, mean_loss, sgd, train_alone, train_step
-from tests.parallel.test_ddp import assert_close, assert_ranks_equal
+from tests.parallel.models import (
+    STEPS,
+    assert_ranks_equal,
+    batch_of,
+    build,
+    check_training,
+    mean_loss,
+    sgd,
+    train_alone,
+    train_on_ranks,
+)
 
-STEPS = 6
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+IN_BF16 = (0.05, 0.02)  # bf16 has 8 bits
 NAMES = pytest.mark.parametrize("name", ["fsdp", "fsdp_simple"])
+MODELS = pytest.mark.parametrize("model", ["awkward", "transformer"])
 
 
-# -- equal to one process ----------------------------------------------------------------------------------------------
+# Equal to one process
 
 
 def prepare(module: nn.Module, how: str) -> None:
@@ -46,60 +53,34 @@ def prepare(module: nn.Module, how: str) -> None:
             block.forward = torch.compile(block.forward, backend=how.split()[0], fullgraph="checkpoint" not in how)
 
 
-def train_on_ranks(
-    model: str,
-    options: dict[str, Any],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-    micro_batches: int = 1,
-    how: str = "",
-    device: str = "cpu",
-    name: str = "fsdp",
-) -> dict[str, Tensor]:
-    module = build(model, seed=comm.rank()).to(device)
-    if how.endswith("before"):
-        prepare(module, how)
-    strategy = STRATEGIES[name](module, Options(**options))
-    if not how.endswith("before"):
-        prepare(module, how)
-    optimizer = make_optimizer(module.parameters())
-    for step in range(STEPS):
-        mine = batch_of(step).to(device).chunk(comm.world_size())[comm.rank()]
-        train_step(strategy, optimizer, mine, micro_batches)
+def train_prepared(*args: Any, how: str, **given: Any) -> dict[str, Tensor]:
+    when = "before_wrapping" if how.endswith("before") else "after_wrapping"
+    state = train_on_ranks(*args, **given, **{when: partial(prepare, how=how)})
     if "aot_eager" in how or "inductor" in how:
         # One compilation serves all blocks, forward and backward.
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    return {key: value.cpu() for key, value in strategy.full_state_dict().items()}
+    return state
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("model", ["awkward", "transformer"])
+@MODELS
 @NAMES
 def test_equals_one_process(name: str, model: str, world_size: int) -> None:
-    states = run_ranks(train_on_ranks, world_size, model, {}, adamw, 1, "", "cpu", name)
-    assert_ranks_equal(states)
-    assert_close(states[0], train_alone(model, STEPS), **CLOSE)
-
-
-@pytest.mark.parametrize("model", ["awkward", "transformer"])
-def test_the_simple_version_trains_to_the_same_bits(model: str) -> None:
-    fast, simple = (run_ranks(train_on_ranks, 2, model, {}, adamw, 2, "", "cpu", name) for name in NAMES.args[1])
-    assert_ranks_equal([*fast, *simple])
-
-
-@pytest.mark.parametrize("model", ["awkward", "transformer"])
-def test_weights_that_stay_whole_for_backward_train_to_the_same_bits(model: str) -> None:
-    again, once = (run_ranks(train_on_ranks, 2, model, {"reshard_after_forward": r}, adamw, 2) for r in (True, False))
-    for name, tensor in once[0].items():
-        assert torch.equal(tensor, once[1][name])
-        assert torch.equal(tensor, again[0][name])
+    check_training(name, model, world_size)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
 @NAMES
 def test_accumulation(name: str, micro_batches: int) -> None:
-    states = run_ranks(train_on_ranks, 2, "awkward", {}, sgd, micro_batches, "", "cpu", name)
-    assert_ranks_equal(states)
-    assert_close(states[0], train_alone("awkward", STEPS, sgd), **CLOSE)
+    check_training(name, "awkward", micro_batches=micro_batches, make_optimizer=sgd)
+
+
+@MODELS
+def test_prefetching_and_weights_that_stay_whole_change_no_bit(model: str) -> None:
+    def train(name: str, **options: Any) -> list[dict[str, Tensor]]:
+        return run_ranks(partial(train_on_ranks, name, model, 2, **options), 2)
+
+    assert_ranks_equal([*train("fsdp"), *train("fsdp", reshard_after_forward=False), *train("fsdp_simple")])
 
 
 @pytest.mark.parametrize(
@@ -108,14 +89,12 @@ def test_accumulation(name: str, micro_batches: int) -> None:
 )
 @NAMES
 def test_blocks_that_are_compiled_or_checkpointed(name: str, how: str) -> None:
-    states = run_ranks(train_on_ranks, 2, "transformer", {}, adamw, 2, how, "cpu", name)
-    assert_close(states[0], train_alone("transformer", STEPS), **CLOSE)
+    check_training(name, "transformer", train=train_prepared, how=how, micro_batches=2)
 
 
 @pytest.mark.slow
 def test_blocks_compiled_by_inductor() -> None:
-    states = run_ranks(train_on_ranks, 2, "transformer", {}, adamw, 1, "inductor", timeout_s=240)
-    assert_close(states[0], train_alone("transformer", STEPS), **CLOSE)
+    check_training("fsdp", "transformer", train=train_prepared, how="inductor")
 
 
 @pytest.mark.parametrize(
@@ -130,12 +109,10 @@ def test_blocks_compiled_by_inductor() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @NAMES
 def test_bf16(name: str, options: dict[str, Any], world_size: int) -> None:
-    states = run_ranks(train_on_ranks, world_size, "transformer", options, sgd, 1, "", "cpu", name)
-    assert_ranks_equal(states)
-    assert {tensor.dtype for tensor in states[0].values()} == {torch.float32}
+    state, *_ = check_training(name, "transformer", world_size, sgd, tolerance=IN_BF16, **options)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     expected = train_alone("transformer", STEPS, sgd)
-    assert_close(states[0], expected, rtol=0.05, atol=0.02)  # bf16 has 8 bits
-    assert any(not torch.allclose(states[0][k], v, rtol=1e-5, atol=1e-6) for k, v in expected.items())
+    assert any(not torch.allclose(state[k], v, rtol=1e-5, atol=1e-6) for k, v in expected.items())
 
 
 def bf16_under_autocast(name: str) -> dict[str, str]:
@@ -159,7 +136,7 @@ def test_weights_are_in_the_compute_type_also_under_autocast(name: str) -> None:
     assert set(seen.values()) == {"torch.bfloat16 torch.bfloat16"}
 
 
-# -- memory of shards --------------------------------------------------------------------------------------------------
+# Memory of shards
 
 
 def describe() -> dict[str, Any]:
@@ -210,7 +187,7 @@ def record_steps(reshard_after_forward: bool = True) -> tuple[int, list[str], li
     strategy = FSDP(build("transformer"), reshard_after_forward=reshard_after_forward)
     recorder = Recorder(strategy)
     mean_loss(strategy, batch_of(0)).backward()
-    assert whole_bytes(strategy) == 0
+    assert strategy.gathered_bytes() == 0
     strategy.finish_gradient_synchronization()
     first = recorder.take()
     mean_loss(strategy, batch_of(1)).backward()
@@ -218,7 +195,7 @@ def record_steps(reshard_after_forward: bool = True) -> tuple[int, list[str], li
     second = recorder.take()
     with torch.no_grad():
         mean_loss(strategy, batch_of(1))
-    assert whole_bytes(strategy) == 0
+    assert strategy.gathered_bytes() == 0
     return recorder.most, first, second, recorder.take()
 
 
@@ -268,7 +245,7 @@ def test_the_order_is_learned_in_the_first_forward() -> None:
     assert second == [*there, *(f"gather blocks.{i}" for i in (3, 2, 1, 0)), "gather inlet"]
 
 
-# -- norm, errors ------------------------------------------------------------------------------------------------------
+# Norm, errors
 
 
 def clip(name: str, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -308,27 +285,21 @@ def test_nothing_to_shard_or_to_train() -> None:
     assert frozen.clip_gradient(1.0) == 0
 
 
-# -- the same on GPUs --------------------------------------------------------------------------------------------------
+# On GPUs
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("how", ["", "inductor", "checkpoint"])
-@pytest.mark.parametrize("model", ["awkward", "transformer"])
+@MODELS
 def test_equals_one_process_nccl(model: str, how: str, reshard_after_forward: bool) -> None:
-    options = {"reshard_after_forward": reshard_after_forward}
-    args = (model, options, sgd, 2, how if model == "transformer" else "", "cuda")
-    states = run_ranks(train_on_ranks, 2, *args, device="cuda", timeout_s=240)
-    assert_ranks_equal(states)
-    assert_close(states[0], train_alone(model, STEPS, sgd), rtol=1e-3, atol=1e-4)
+    given: dict[str, Any] = dict(how=how if model == "transformer" else "", reshard_after_forward=reshard_after_forward)
+    check_training("fsdp", model, 2, sgd, "cuda", (1e-3, 1e-4), train_prepared, micro_batches=2, **given)
 
 
 @pytest.mark.multigpu
 def test_bf16_nccl() -> None:
-    args = ("transformer", {"compute_dtype": torch.bfloat16}, sgd, 1, "", "cuda")
-    states = run_ranks(train_on_ranks, 2, *args, device="cuda")
-    assert_ranks_equal(states)
-    assert_close(states[0], train_alone("transformer", STEPS, sgd), rtol=0.05, atol=0.02)
+    check_training("fsdp", "transformer", 2, sgd, "cuda", IN_BF16, compute_dtype=torch.bfloat16)
 
 
 def memory_of_a_step(reshard_after_forward: bool) -> tuple[float, float]:
@@ -354,17 +325,14 @@ def memory_of_a_step(reshard_after_forward: bool) -> tuple[float, float]:
 
 
 @pytest.mark.multigpu
-def test_memory_is_that_of_a_few_groups_nccl() -> None:
-    for between, at_most in run_ranks(memory_of_a_step, 2, True, device="cuda"):
-        assert between < 4
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_memory_is_that_of_a_few_groups_and_between_the_passes_of_those_that_stay_whole(
+    reshard_after_forward: bool,
+) -> None:
+    stay = 0 if reshard_after_forward else 24
+    for between, at_most in run_ranks(memory_of_a_step, 2, reshard_after_forward, device="cuda"):
+        assert stay <= between < stay + 4
         assert at_most < 8  # two groups, gradients of two, send buffers, cuBLAS; all would be 24
-
-
-@pytest.mark.multigpu
-def test_memory_is_that_of_all_groups_between_the_passes_if_they_stay_unsharded_nccl() -> None:
-    for between, at_most in run_ranks(memory_of_a_step, 2, False, device="cuda"):
-        assert 24 <= between < 24 + 4
-        assert at_most < 8  # a group is freed before its shards' gradients come
 
 
 def test_a_cast_or_a_move_after_wrapping_is_refused_unless_it_changes_nothing() -> None:

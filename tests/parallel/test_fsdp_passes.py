@@ -24,10 +24,8 @@ from tests.parallel.blocks import (
     gradients,
     inputs_of,
     some_loss,
-    whole_bytes,
 )
-from tests.parallel.models import adamw, message_of
-from tests.parallel.test_ddp import assert_close
+from tests.parallel.models import adamw, assert_close, message_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -41,11 +39,11 @@ def passes(kind: str, reshard_after_forward: bool) -> dict[str, Tensor | None]:
             with context():
                 some_loss(rank, every, 5, strategy)
                 some_loss(rank, (1,), 5, strategy)
-                assert whole_bytes(strategy) == 0
+                assert strategy.gathered_bytes() == 0
     if kind == "after forward alone":
         losses = [some_loss(rank, every, 5, strategy) for _ in range(3)]
         kept = strategy._groups[-1:] if reshard_after_forward else strategy._groups
-        assert whole_bytes(strategy) == sum(group.unsharded.nbytes for group in kept)
+        assert strategy.gathered_bytes() == sum(group.unsharded.nbytes for group in kept)
         del losses
     if kind == "after an error in forward":
         hook = strategy.module.blocks[2].up.register_forward_hook(fail_once)
@@ -78,7 +76,7 @@ def passes(kind: str, reshard_after_forward: bool) -> dict[str, Tensor | None]:
             with strategy.no_sync():
                 some_loss(rank, every, step, strategy).backward()
     strategy.finish_gradient_synchronization()
-    assert whole_bytes(strategy) == 0
+    assert strategy.gathered_bytes() == 0
     return gradients(strategy)
 
 
@@ -207,7 +205,7 @@ def test_freezing_or_thawing_after_wrapping_is_refused() -> None:
             assert said.startswith(f"ValueError: 0.bias was {was}")
 
 
-# -- frozen and shared weights -----------------------------------------------------------------------------------------
+# Frozen and shared weights
 
 
 class Adapted(nn.Module):
@@ -236,35 +234,22 @@ def adapted_loss(rank: int, step: int, model: nn.Module) -> Tensor:
     return model(x).square().mean()
 
 
-def train_adapted_simply() -> dict[str, Tensor]:
+def train_adapted(name: str, **options: Any) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(0)
-    strategy = STRATEGIES["fsdp_simple"](Adapted(), Options())
+    strategy = STRATEGIES[name](Adapted(), Options(**options))
+    recorder = Recorder(strategy) if isinstance(strategy, FSDP) else None
     optimizer = adamw(strategy.parameters())
+    events: list[str] = []
     for step in range(3):
         optimizer.zero_grad()
         adapted_loss(comm.rank(), step, strategy).backward()
-        strategy.finish_gradient_synchronization()
-        optimizer.step()
-    return strategy.full_state_dict()
-
-
-def train_adapted(reshard_after_forward: bool) -> tuple[dict[str, Tensor], list[str]]:
-    torch.manual_seed(0)
-    strategy = FSDP(Adapted(), reshard_after_forward=reshard_after_forward)
-    recorder = Recorder(strategy)
-    optimizer = adamw(strategy.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        recorder.take()
-        adapted_loss(comm.rank(), step, strategy).backward()
-        events = recorder.take()
+        events = recorder.take() if recorder else []
         strategy.finish_gradient_synchronization()
         optimizer.step()
     return strategy.full_state_dict(), events
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_frozen_shared_and_repeated_weights(reshard_after_forward: bool) -> None:
+def test_frozen_shared_and_repeated_weights() -> None:
     torch.manual_seed(0)
     model = Adapted()
     optimizer = adamw(model.parameters())
@@ -272,12 +257,14 @@ def test_frozen_shared_and_repeated_weights(reshard_after_forward: bool) -> None
         optimizer.zero_grad()
         (sum(adapted_loss(rank, step, model) for rank in range(2)) / 2).backward()
         optimizer.step()
-    for state in run_ranks(train_adapted_simply, 2):
+    for state, _ in run_ranks(train_adapted, 2, "fsdp_simple"):
         assert_close(state, model.state_dict(), **CLOSE)
-    for state, events in run_ranks(train_adapted, 2, reshard_after_forward):
-        assert_close(state, model.state_dict(), **CLOSE)
-        # Forward only: backward does not come so far.
-        assert [e for e in events if re.search(r"gather blocks.[01]$", e)] == ["gather blocks.0", "gather blocks.1"]
+    for reshard_after_forward in (True, False):
+        train = partial(train_adapted, "fsdp", reshard_after_forward=reshard_after_forward)
+        for state, events in run_ranks(train, 2):
+            assert_close(state, model.state_dict(), **CLOSE)
+            # Forward only: backward does not come so far.
+            assert [e for e in events if re.search(r"gather blocks.[01]$", e)] == ["gather blocks.0", "gather blocks.1"]
 
 
 class TiedByHand(nn.Module):

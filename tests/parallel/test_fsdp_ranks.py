@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from tests.parallel.blocks import (
     fail_once,
     gradients,
     some_loss,
-    whole_bytes,
 )
 
 USES = [
@@ -34,7 +34,7 @@ USES = [
 
 
 def use_differently(
-    uses: list[list[tuple[int, ...]]], in_order: bool = True, device: str = "cpu", reshard_after_forward: bool = True
+    uses: list[list[tuple[int, ...]]], in_order: bool = True, reshard_after_forward: bool = True, device: str = "cpu"
 ) -> list[dict[str, Tensor | None]]:
     strategy = FSDP(build_blocks(in_order).to(device), reshard_after_forward=reshard_after_forward)
     found = []
@@ -42,13 +42,13 @@ def use_differently(
         strategy.zero_grad()
         some_loss(comm.rank(), use[comm.rank()], step, strategy).backward()
         strategy.finish_gradient_synchronization()
-        assert whole_bytes(strategy) == 0
+        assert strategy.gathered_bytes() == 0
         found.append(gradients(strategy))
     return found
 
 
-def check_uses(found: list[list[dict[str, Tensor | None]]], uses: list[list[tuple[int, ...]]]) -> None:
-    for of_rank in found:
+def check_uses(uses: list[list[tuple[int, ...]]], *args: Any, device: str = "cpu") -> None:
+    for of_rank in run_ranks(partial(use_differently, device=device), 2, uses, *args, device=device):
         for step, use in enumerate(uses):
             losses = [partial(some_loss, rank, u, step) for rank, u in enumerate(use)]
             assert_same_gradients(of_rank[step], expected_gradients(losses))
@@ -56,17 +56,19 @@ def check_uses(found: list[list[dict[str, Tensor | None]]], uses: list[list[tupl
 
 @pytest.mark.parametrize("first", range(len(USES)))
 def test_ranks_may_use_different_weights(first: int) -> None:
-    uses = USES[first:] + USES[:first]  # whichever comes first, when the order is learned
-    check_uses(run_ranks(use_differently, 2, uses), uses)
+    check_uses(USES[first:] + USES[:first])  # whichever comes first, when the order is learned
 
 
-def test_ranks_may_use_different_weights_once_the_order_is_learned() -> None:
-    check_uses(run_ranks(use_differently, 2, USES, False), USES)
+@pytest.mark.parametrize("in_order, reshard_after_forward", [(False, True), (True, False), (False, False)])
+def test_ranks_may_use_different_weights_in_any_order_and_keep_them_whole(
+    in_order: bool, reshard_after_forward: bool
+) -> None:
+    check_uses(USES, in_order, reshard_after_forward)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_ranks_may_use_different_weights_that_stay_whole_for_backward(in_order: bool) -> None:
-    check_uses(run_ranks(use_differently, 2, USES, in_order, "cpu", False), USES)
+@pytest.mark.multigpu
+def test_ranks_may_use_different_weights_nccl() -> None:
+    check_uses(USES, device="cuda")
 
 
 class Partly(nn.Module):
@@ -138,7 +140,7 @@ def use_differently_before_one_backward(
         strategy.zero_grad()
         sum_of_losses(uses, comm.rank(), strategy).backward()
         strategy.finish_gradient_synchronization()
-        assert whole_bytes(strategy) == 0
+        assert strategy.gathered_bytes() == 0
     return gradients(strategy)
 
 
@@ -231,26 +233,3 @@ def test_weights_of_an_aborted_backward_pass_have_no_gradient_in_the_next() -> N
     for found in run_ranks(forget_an_aborted_pass, 2):
         assert found
         assert all(found)
-
-
-def unused_keeps_gradient() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    strategy = FSDP(build_blocks())
-    some_loss(comm.rank(), (0, 1), 0, strategy).backward()
-    strategy.finish_gradient_synchronization()
-    some_loss(comm.rank(), (2,), 1, strategy).backward()
-    strategy.finish_gradient_synchronization()
-    return gradients(strategy), {}
-
-
-def test_a_gradient_of_an_earlier_step_stays() -> None:
-    def both(rank: int, model: nn.Module) -> Tensor:
-        return some_loss(rank, (0, 1), 0, model) + some_loss(rank, (2,), 1, model)
-
-    expected = expected_gradients([partial(both, rank) for rank in range(2)])
-    for found, _ in run_ranks(unused_keeps_gradient, 2):
-        assert_same_gradients(found, expected)
-
-
-@pytest.mark.multigpu
-def test_ranks_may_use_different_weights_nccl() -> None:
-    check_uses(run_ranks(use_differently, 2, USES, True, "cuda", device="cuda"), USES)

@@ -1,8 +1,8 @@
 """Ranks of one start find each other in a store that earlier starts have used."""
 
 import os
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.meeting import check_environment, fresh_store
+from tests.distributed import wait_until
 
 TIMEOUT_S = 30.0
 
@@ -26,13 +27,11 @@ def client(store: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
 
 
-def wait_for_key(store: dist.Store, key: str, other_than: bytes | None) -> bytes:
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        if store.check([key]) and (value := store.get(key)) != other_than:
-            return value
-        time.sleep(0.001)
-    raise AssertionError(f"nobody has set {key}")
+def question(store: dist.Store, rank: int, earlier: bytes | None) -> bytes | None:
+    """The question of a rank, once there is another than the earlier one."""
+    key = f"question of rank {rank}"
+    value = store.get(key) if store.check([key]) else None
+    return None if value == earlier else value
 
 
 def test_every_start_has_a_part_of_its_own_whoever_comes_first(store: dist.TCPStore) -> None:
@@ -43,7 +42,7 @@ def test_every_start_has_a_part_of_its_own_whoever_comes_first(store: dist.TCPSt
             for rank in order:
                 started[rank] = pool.submit(fresh_store, client(store), rank, 3, TIMEOUT_S)
                 if rank != 0:  # it has come before the next one starts
-                    asked[rank] = wait_for_key(store, f"question of rank {rank}", asked[rank])
+                    asked[rank] = wait_until(partial(question, store, rank, asked[rank]), timeout_s=TIMEOUT_S)
             parts = {rank: future.result(TIMEOUT_S) for rank, future in started.items()}
         for rank, part in parts.items():
             part.set(f"from {rank}", str(rank))

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from cs336_systems.cli.speedrun import run as speedrun_run
 from cs336_systems.cli.speedrun.choice import SIZES, Trial
 from cs336_systems.cli.train import parse_run_config
 from cs336_systems.config.run import RunConfig
-from tests.distributed import processes_of
+from tests.distributed import processes_of, wait_until
 
 STORIES = ["--data.source", "stories", "--data.story_chars=10000", "--model.context_length", "32"]
 
@@ -302,13 +301,8 @@ def test_an_interrupt_ends_the_search_and_its_processes(tmp_path: Path) -> None:
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environ = os.environ | {"TMPDIR": str(tmp_path)}  # so that it is in the command line of the worker
     with subprocess.Popen(command, env=environ, start_new_session=True, **pipes) as process:
-        while not any("cs336_systems.bench.ranks" in words for words in processes_of(str(tmp_path))):
-            assert process.poll() is None
-            time.sleep(0.1)
+        wait_until(lambda: any("cs336_systems.bench.ranks" in words for words in processes_of(str(tmp_path))), process)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=15)
     assert (process.returncode, err) == (130, "cs336: interrupted\n")
-    deadline = time.monotonic() + 10
-    while processes_of(str(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(str(tmp_path))
+    wait_until(lambda: not processes_of(str(tmp_path)), timeout_s=10)

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +34,7 @@ from cs336_systems.training import prepare
 from cs336_systems.training import texts as sources
 from cs336_systems.training.prepare import prepare_data
 from cs336_systems.training.texts import fetch_tinystories, find_split, find_texts
+from tests.distributed import wait_until
 from tests.training.helpers import largest_file
 
 TEXT = "".join(stories(0, 10_000))
@@ -1016,14 +1016,6 @@ def fetching(hub: Hub, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
     for process in started:
         process.kill()
         process.communicate()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("waited for a minute")
 
 
 def test_a_download_whose_process_was_killed_goes_on_in_another_one(hub: Hub, fetching: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -41,6 +40,7 @@ from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import MANIFEST, Manifest
 from cs336_systems.training.metrics import METRICS_FILE, Row, read_metrics
+from tests.distributed import processes
 
 REPOSITORY = Path(cs336_systems.__file__).parents[1]
 VOCAB_SIZE, CONTEXT_LENGTH = 300, 16
@@ -405,12 +405,8 @@ def running_train(config: RunConfig, code: str = _MAIN, **popen: Any) -> Iterato
 
 def _started_by(pid: int) -> list[int]:
     """The processes below this one."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # gone
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [child for child, parent in parents.items() if parent == pid]
-    return found + [below for child in found for below in _started_by(child)]
+    children = [process.pid for process in processes() if process.parent == pid]
+    return children + [below for child in children for below in _started_by(child)]
 
 
 def run_train(config: RunConfig, code: str = _MAIN, timeout: float = 120, **popen: Any) -> subprocess.CompletedProcess:
@@ -421,18 +417,6 @@ def run_train(config: RunConfig, code: str = _MAIN, timeout: float = 120, **pope
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"not done after {timeout} s: {error.output!r}, {error.stderr!r}")
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen, deadline_s: float = 60) -> Any:
-    """Wait until the condition of a living process is true; fails at the deadline or where the process ends."""
-    end = time.monotonic() + deadline_s
-    while not (found := condition()):
-        if process.poll() is not None:
-            pytest.fail(f"the process ended with {process.returncode}: {process.communicate()[1]}")
-        if time.monotonic() > end:
-            pytest.fail(f"not within {deadline_s} s")
-        time.sleep(0.005)  # a poll, not a guess: the loop goes on until the condition holds
-    return found
 
 
 def has_rows(config: RunConfig, at_least: int) -> Callable[[], bool]:

@@ -31,7 +31,7 @@ from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from cs336_systems.training.signals import StopRequest
-from tests.distributed import processes_of, run_ranks
+from tests.distributed import processes_of, run_ranks, wait_until
 from tests.training.helpers import (
     _environment,
     checkpoint_names,
@@ -40,7 +40,6 @@ from tests.training.helpers import (
     make_config,
     run_train,
     running_train,
-    wait_until,
 )
 
 # The program of each rank: one of them has an accident in a step of the run's first try.

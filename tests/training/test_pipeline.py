@@ -31,6 +31,7 @@ from cs336_systems.training.loop import NonFiniteError, Trainer
 from cs336_systems.training.manifest import MANIFEST, checkpoint_name, find_checkpoints, verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
 from cs336_systems.training.prepare import prepare_data
+from tests.distributed import wait_until
 
 from .helpers import (
     DAMAGE,
@@ -47,7 +48,6 @@ from .helpers import (
     run_train,
     running_train,
     tensor_file,
-    wait_until,
     warnings_of,
 )
 
