@@ -15,12 +15,11 @@ from ..planner.accounting import num_parameters
 from ..planner.activations import activation_sections, checkpointing_sections
 from ..planner.cards import CARDS, fit_transfer, get_card
 from ..planner.check import check_json, check_text, compare
-from ..planner.communication import all_reduce_cost, collective_section, overhead_sections
+from ..planner.communication import all_reduce_cost, collective_section, overhead_sections, plot_overhead
 from ..planner.job import ALIASES, Job
 from ..planner.memory import RESERVE, memory_sections, peak_bytes, verdict
-from ..planner.overhead_plot import plot_overhead
 from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
-from ..planner.rows import overheads_beside, transfer_points
+from ..planner.rows import UNUSABLE, overheads_beside, reason, transfer_points
 from ..planner.scaling import Layer, scaling_sections
 from ..planner.step import step_sections
 from ..planner.working import GIB, Section, as_json, as_text, show
@@ -238,8 +237,8 @@ def _from_rows(options: Any, name: str, facts: Callable[[list[Any]], Any]) -> An
     rows = _read(path)
     try:
         return facts(rows)
-    except ValueError as error:
-        raise ValueError(f"{name} is {path!r}: {error}") from error
+    except UNUSABLE as error:
+        raise ValueError(f"{name} is {path!r}: {reason(error)}") from error
 
 
 def _of_fields(arguments: Sequence[str], command: str, sections: Callable[..., list[Section]], *classes: Any) -> int:

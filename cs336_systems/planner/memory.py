@@ -20,7 +20,6 @@ from .accounting import (
     weight_copy_bytes,
 )
 from .activations import block_parts, kept_blocks, saved_bytes
-from .allocator import allocated_bytes
 from .job import IN_BUCKETS, Job
 from .working import GIB, MIB, Section, Term, show, total
 
@@ -32,6 +31,32 @@ LARGEST_BATCH = 1 << 20
 # step without recomputation ran out of memory with 125.0 GiB allocated, and 11.78 of the 139.8 GiB of an H200, 8.4 %,
 # reserved and unusable (results/h200/leaderboard-2026.jsonl, `fsdp none budget 0.75`).
 RESERVE = 0.1
+# Constants of c10/cuda/CUDACachingAllocator.cpp.
+_SMALLEST = 512  # kMinBlockSize
+_SMALL = MIB  # kSmallSize: up to this size, tensors are cut from 2 MiB segments
+_SEGMENT = 20 * MIB  # kLargeBuffer: segments for tensors below _LARGE
+_LARGE = 10 * MIB  # kMinLargeAlloc: from this size on, a tensor has a segment of its own
+_ROUND = 2 * MIB  # kRoundLarge: such a segment is rounded up to a multiple of this
+
+
+def allocated_bytes(nbytes: float) -> float:
+    """Bytes that a fresh tensor takes, on average over equal tensors.
+
+    A tensor takes its size rounded up to 512 bytes, plus the rest of its segment if that is at most 1 MiB: only a
+    larger rest is split off (`should_split`). From 10 MiB on, the segment is the tensor's own, rounded up to 2 MiB.
+    Below that it has 20 MiB, and the last tensor that fits gets the rest.
+
+    A tensor in reused memory may get up to 1 MiB more. That is not counted.
+    """
+    size = -(-int(nbytes) // _SMALLEST) * _SMALLEST
+    if size <= _SMALL:
+        return size
+    if size >= _LARGE:
+        rest = -size % _ROUND
+        return size + (rest if rest <= _SMALL else 0)
+    fit = _SEGMENT // size
+    rest = _SEGMENT - fit * size
+    return size + (rest / fit if rest <= _SMALL else 0)
 
 
 def tensors(shape: ModelShape) -> Iterator[tuple[int, int, int]]:

@@ -1,12 +1,11 @@
 """Facts that the planner reads from measured rows: the job, the card, times of all-reduces, overheads of buckets."""
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from cs336_basics.shape import ModelShape
 
-from ..config.checks import require
 from ..config.model import SHAPE_FIELDS, ModelConfig
 from ..config.run import ParallelConfig
 from ..machine.peaks import known_name
@@ -19,6 +18,17 @@ ON_RANKS = ("ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-a
 """Cases whose rows are training steps on several GPUs: config has run and devices."""
 WORKLOADS = ("model", "checkpointing", "profile-memory")
 """Cases whose rows measure one GPU and a step or a part of it: config has mode."""
+
+
+UNUSABLE = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError)
+"""Errors of a row that lacks a field, has an impossible value, or has no prediction: rows may come from anywhere."""
+
+
+def reason(error: Exception) -> str:
+    """Why a row cannot be used, in words: `error` is one of UNUSABLE."""
+    if isinstance(error, KeyError):
+        return f"the row has no {error}"
+    return str(error) if isinstance(error, ValueError) else f"the row has an impossible value: {error}"
 
 
 class Measured(Protocol):
@@ -135,18 +145,7 @@ def transfer_points(rows: Iterable[Measured], world_size: int) -> tuple[list[flo
     if not found:
         raise ValueError(f"world_size is {world_size}: the row file has no all-reduce over so many ranks")
     chosen = [row for row in found if row.config.get("backend") == "nccl"] or found
-    try:
-        times = [positive("time_ms", row.metrics["time_ms"]["p50"]) / 1e3 for row in chosen]
-    except (KeyError, TypeError) as error:
-        raise ValueError("a row of the case all-reduce has no time_ms.p50") from error
-    return [positive("bytes", row.config.get("bytes")) for row in chosen], times
-
-
-def positive(name: str, value: Any) -> float:
-    """A number of a row. Raises ValueError naming it if it is not a number above 0 and finite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and 0 < value < math.inf, name, value, "a number above 0")
-    return float(value)
+    return [float(row.config["bytes"]) for row in chosen], [row.metrics["time_ms"]["p50"] / 1e3 for row in chosen]
 
 
 def overheads_beside(
@@ -161,24 +160,18 @@ def overheads_beside(
     for row in rows:
         kind = row.case
         if kind in ("ddp", "bucket-size"):
-            try:
-                sent = 4 * num_parameters(ModelConfig(**row.config["run"]["model"]).shape)
-                ranks = row.config["devices"]
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"a row of the case {kind} has no run.model and devices") from error
+            sent = 4 * num_parameters(ModelConfig(**row.config["run"]["model"]).shape)
+            ranks = row.config["devices"]
             is_wanted = math.isclose(sent, nbytes, rel_tol=0.01) and ranks == world_size
             kind = wanted if is_wanted else f"{kind} of {sent / 1e9:.4g} GB on {ranks} GPUs"
         by_kind.setdefault(kind, []).append(row)
+    there = {kind: f"{len(rows)} rows of {kind}" for kind, rows in by_kind.items()}
     found = measured_overheads(by_kind.get(wanted, []))
     if not found:
         accepted = f"rows of ddp or bucket-size with {wanted}, with buckets and alone"
-        raise ValueError(f"it has {_counted(by_kind) or 'no rows'}: it must have {accepted}")
-    others = _counted({kind: rows for kind, rows in by_kind.items() if kind != wanted})
+        raise ValueError(f"it has {', '.join(there.values()) or 'no rows'}: it must have {accepted}")
+    others = ", ".join(text for kind, text in there.items() if kind != wanted)
     return found, f"left out of the measured rows: {others}" if others else ""
-
-
-def _counted(by_kind: Mapping[str, Sized]) -> str:
-    return ", ".join(f"{len(rows)} rows of {kind}" for kind, rows in by_kind.items())
 
 
 def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float]]:
@@ -196,9 +189,6 @@ def measured_overheads(rows: Iterable[Measured]) -> list[tuple[str, float, float
         if kind != "bucketed" or option not in ("", "graph") or not size or alone not in done:
             continue
         how = " ".join(filter(None, (compiled or "eager", "CUDA graph" if option else "")))
-        try:
-            added = row.metrics["step_ms"]["p50"] - done[alone].metrics["step_ms"]["p50"]
-            found.append((how, positive("bucket size", float(size)) * MIB, added / 1e3))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"variant {variant!r}: it must have a bucket size, and step_ms.p50 as `alone`") from error
+        added = row.metrics["step_ms"]["p50"] - done[alone].metrics["step_ms"]["p50"]
+        found.append((how, float(size) * MIB, added / 1e3))
     return found

@@ -12,11 +12,11 @@ from cs336_basics.shape import ModelShape
 from cs336_systems.config.model import ModelConfig
 from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.planner.activations import block_parts, kept_blocks, saved_bytes
-from cs336_systems.planner.allocator import allocated_bytes
 from cs336_systems.planner.cards import CARDS
 from cs336_systems.planner.job import ATTENTION, Job
 from cs336_systems.planner.memory import (
     LARGEST_BATCH,
+    allocated_bytes,
     largest_batch,
     memory_sections,
     moments,

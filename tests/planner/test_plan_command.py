@@ -289,12 +289,13 @@ XL_ON_TWO: dict[str, Any] = {"run": {"model": {"size": "xl"}}, "devices": 2}
 @pytest.mark.parametrize(
     "variant, config, metrics, message",
     [
-        ("nccl", {"world_size": 2}, {"time_ms": {"p50": 1.0}}, "bytes is null: it must be a number above 0"),
+        ("nccl", {"world_size": 2}, {"time_ms": {"p50": 1.0}}, "the row has no 'bytes'"),
         ("nccl", {"backend": "nccl"}, {}, "the row file has no all-reduce over so many ranks"),
         ("nccl", REDUCED, {"time_ms": {"p50": 1.0}}, "times are given for 1 sizes"),
-        ("nccl", REDUCED, {}, "has no time_ms.p50"),
-        ("bucketed:x1", XL_ON_TWO, {"step_ms": {"p50": 1.0}}, "variant 'bucketed:x1': it must have a bucket size"),
-        ("bucketed:1", XL_ON_TWO, {}, "variant 'bucketed:1': it must have a bucket size, and step_ms.p50"),
+        ("nccl", REDUCED, {}, "the row has no 'time_ms'"),
+        ("bucketed:x1", XL_ON_TWO, {"step_ms": {"p50": 1.0}}, "'x1'"),
+        ("bucketed:1", XL_ON_TWO, {}, "the row has no 'step_ms'"),
+        ("bucketed:1", {}, {}, "the row has no 'run'"),
     ],
 )
 def test_a_wrong_row_is_one_line_with_the_file(

@@ -12,11 +12,15 @@ from cs336_systems.config.model import ModelConfig
 from cs336_systems.planner.accounting import matmul_parameters, num_parameters, training_flops
 from cs336_systems.planner.cards import CARDS, Card, get_card
 from cs336_systems.planner.job import Job
-from cs336_systems.planner.products import gradients_of, product_seconds, products, products_seconds, rounded_up
 from cs336_systems.planner.step import (
     MIXED_RATE,
     attention_seconds,
     elementwise_bytes,
+    gradients_of,
+    product_seconds,
+    products,
+    products_seconds,
+    rounded_up,
     step_seconds,
     step_sections,
     step_terms,
