@@ -28,10 +28,9 @@ def run_case(
     If a process that measures ends, its configuration gets a row of status error, and another process measures the
     rest. While configurations take turns, the file holds the rounds so far; only rows of all rounds are yielded.
 
-    resume: skip configurations already measured on this kind of GPU, without an error, in the file or in a file of the
-    same name in a folder below, where further launches are kept. isolated: whether
-    each group has its own process (default: the case decides). progress: called with the number of configurations done,
-    the number of all, and the current one as `describe_among` names it.
+    resume: skip configurations that `rows_on_this_gpu` has without an error. isolated: whether each group has its own
+    process (default: the case decides). progress: called with the number of configurations done, the number of all,
+    and the current one as `describe_among` names it.
     """
     if path.exists():
         read_rows(path)  # refuse a damaged file before measuring
@@ -40,6 +39,7 @@ def run_case(
     if there := len(configs) - len(left):
         logger.info("%d of %d configurations are in %s already", there, len(configs), path.parent)
     waiting, describe = groups(case, left), describe_among(configs)
+    describe_shared = describe_among(configs, without=case.together)
     isolated = case.isolated if isolated is None else isolated
 
     def done() -> int:
@@ -49,7 +49,11 @@ def run_case(
     try:
         while waiting:
             missing = waiting.pop(0)
-            _log_next(case, missing, configs, done())
+            first, last = done() + 1, done() + len(missing)
+            variants = ", ".join(dict.fromkeys(map(case.variant, missing)))
+            words = filter(None, (case.name, variants, describe_shared(missing[0])))
+            numbers = f"{first}" if first == last else f"{first} to {last}"
+            logger.info("measuring %s of %d: %s", numbers, len(configs), "; ".join(words))
             progress(done(), len(configs), describe(missing[0]))
             worker = worker or Worker(case.module, case.empty_caches)
             is_over = isolated
@@ -114,12 +118,3 @@ def _kept(rows: Iterable[Row], configs: Sequence[Any], path: Path) -> Iterator[R
         elif row.config["rounds"] > most[config]:
             append_row(path, row, instead_of=so_far.get(config))
             so_far[config], most[config] = row, row.config["rounds"]
-
-
-def _log_next(case: Case, group: Sequence[Any], configs: Sequence[Any], done: int) -> None:
-    """Log the group that is measured next, in one line."""
-    numbers = f"{done + 1}" if len(group) == 1 else f"{done + 1} to {done + len(group)}"
-    variants = ", ".join(dict.fromkeys(map(case.variant, group)))
-    fields = describe_among(configs, without=case.together)(group[0])
-    words = [case.name, variants, *([fields] if fields else [])]
-    logger.info("measuring %s of %d: %s", numbers, len(configs), "; ".join(words))

@@ -86,10 +86,7 @@ class Built:
 
 
 def measure_in_turns(
-    configs: Sequence[Config],
-    device: torch.device,
-    at_work: Callable[[Any], None],
-    look: Look | None = None,
+    configs: Sequence[Config], device: torch.device, at_work: Callable[[Any], None], look: Look | None = None
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
     """Yield each configuration after each round with the slowest rank's metrics so far, the same on all ranks.
 

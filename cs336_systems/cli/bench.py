@@ -42,13 +42,11 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     given: dict[str, tuple[Any, ...]] = {}
     for field in fields:
         if (values := getattr(options, field.name, None)) is not None:
-            given[field.name] = tuple(values) or (True,)
+            parse_value = field.metadata.get("parse")
+            given[field.name] = tuple(map(parse_value, values)) if parse_value else tuple(values) or (True,)
     if not options.quick and case.quick_is_on_cpu:
         for device in given.get("device", ("auto",)):
             check_sized_for_gpu(f"bench {case.name}", device)
-    for field in fields:
-        if field.name in given and (parse_value := field.metadata.get("parse")):
-            given[field.name] = tuple(map(parse_value, given[field.name]))
     beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in fields
               if field.metadata.get("beside") and field.name not in given}  # fmt: skip
     configs = configurations(case, given, options.sweep, options.quick, beside)

@@ -1,10 +1,13 @@
-"""A case for the runner's tests: a configuration says how its measurement fails."""
+"""Cases for the runner's tests: a configuration says how its measurement fails.
+
+`together` has the configurations of one number in one call.
+"""
 
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,11 +61,13 @@ def measure_all(configs: Sequence[Accident]) -> Iterator[Row]:
         yield from each("accidents", variant, measure)([config])
 
 
+def measure_together(configs: Sequence[Accident]) -> Iterator[Row]:
+    for row in list(measure_all(configs)):  # sends no row before all are measured
+        yield replace(row, case="together", metrics={**row.metrics, "together": len(configs)})
+
+
 CASE = Case(
-    name="accidents",
-    about="Accidents.",
-    module=__name__,
-    config=Accident,
-    variant=variant,
-    measure=measure_all,
+    name="accidents", about="Accidents.", module=__name__, config=Accident, variant=variant, measure=measure_all
 )
+TOGETHER = replace(CASE, name="together", module=f"{__name__}:together", measure=measure_together, together=("kind",))
+PRESETS = {TOGETHER.name: TOGETHER}

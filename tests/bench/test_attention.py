@@ -145,11 +145,17 @@ def test_the_leaderboard_on_a_cpu_names_its_timer() -> None:
     assert row.metrics["forward_sum_backward_tflops"] == pytest.approx(expected)
 
 
-def test_tiers_are_queries_and_keys() -> None:
+def test_tiers_and_shapes_are_sizes() -> None:
     assert attention.parse_tier("256:128") == (256, 128)
     for text in ("256", "256x128", "256:128:64", "0:1", ":", "a:b", "-1:2", "1:2147483648", "٣:٣"):
         with pytest.raises(ValueError, match=r"^tier is '.*QUERIES:KEYS, such as 256:128"):
             attention.parse_tier(text)
+    for text in ("1x2x3", "1x2x3x0", "axbxcxd", "", "1x2x-3x4", "1x2x3x4x5", "1x1x1x2147483648", "1x1x1x" + 5000 * "9"):
+        with pytest.raises(ValueError, match=r"^shape is '.*BxHxNxD"):
+            attention.parse_shape(text)
+
+
+def test_the_sweep_has_a_row_for_a_tier() -> None:
     (row,) = SWEEP.measure(configurations(SWEEP, {"tier": ((16, 8),), "kernel": ("naive",)}, quick=True))
     assert row.config["tier"] == [16, 8]
     flops = 2 * 2 * 16 * 16 * 8 * 2  # two products, two heads

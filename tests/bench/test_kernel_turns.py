@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.bench.case import configurations, groups
-from cs336_systems.bench.cases.attention import KERNELS, PRESETS, SHAPES, KernelsBench, parse_shape
+from cs336_systems.bench.cases.attention import KERNELS, PRESETS, SHAPES, KernelsBench
 from cs336_systems.bench.instruments import kernel_turns as bench
 from cs336_systems.bench.instruments.timing import time_ms
 from cs336_systems.bench.row import Row, read_rows
@@ -113,12 +113,6 @@ def test_a_shape_that_cannot_be_allocated_gives_failed_rows(too_large: tuple[int
     assert rows_table(rows)
 
 
-def test_a_cpu_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "get_attention", lambda name: lambda *_: torch.empty(1 << 50))
-    (row,) = measure("naive")
-    assert row.status == "oom"
-
-
 def test_a_compiled_kernel_with_buffers_to_donate_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wasteful(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
         return ((q @ k.mT).exp() @ v).exp()
@@ -134,14 +128,6 @@ def test_all_kernels_of_a_shape_are_one_group_at_the_published_shapes() -> None:
     assert [group[0].shape for group in found] == list(SHAPES)
     assert all([config.kernel for config in group] == list(KERNELS) for group in found)
     assert {"naive", "flash_triton", "sdpa", "flex"} <= set(KERNELS)
-
-
-@pytest.mark.parametrize(
-    "text", ["1x2x3", "1x2x3x0", "axbxcxd", "", "1x2x-3x4", "1x2x3x4x5", "1x1x1x2147483648", "1x1x1x" + 5000 * "9"]
-)
-def test_a_malformed_shape_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^shape is '.*BxHxNxD"):
-        parse_shape(text)
 
 
 @pytest.mark.usefixtures("in_this_process")

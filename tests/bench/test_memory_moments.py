@@ -9,14 +9,7 @@ import torch
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import sharding_memory
 from cs336_systems.bench.instruments.live_bytes import LiveBytes
-from cs336_systems.bench.instruments.memory_moments import (
-    AFTER,
-    BEFORE,
-    FORWARD,
-    INITIALISED,
-    MOMENTS,
-    fullest,
-)
+from cs336_systems.bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, fullest
 from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.report.views import rows_table
 from tests.bench.conftest import Bench

@@ -104,38 +104,25 @@ def test_phases_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
             clock["now"] += cost.get(name, 0.0)
             return super().__getattribute__(name)
 
+    class OfSteps(Stopwatch):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device, lambda: clock["now"])
+
     monkeypatch.setattr(case, "Workbench", Slow)
-    monkeypatch.setattr(case, "Stopwatch", FakeStopwatch(clock))
+    monkeypatch.setattr(case, "Stopwatch", OfSteps)
     _, metrics = case.measure(case.ModelBench(mode="train_step", warmup=0, steps=2, **QUICK))
     assert {name: metrics[f"{name}_ms"]["p50"] for name in ("forward", "backward", "optimizer", "step")} == {
         "forward": 1000.0, "backward": 2000.0, "optimizer": 4000.0, "step": 7000.0
     }  # fmt: skip
 
 
-class FakeStopwatch:
-    METHOD = "a fake"
-
-    def __init__(self, clock: dict[str, float]) -> None:
-        self._clock = clock
-
-    def __call__(self, device: torch.device) -> Stopwatch:
-        return Stopwatch(device, lambda: self._clock["now"])
-
-
-def test_the_first_configuration_has_no_warm_up() -> None:
+def test_warmup_measures_every_mode_after_up_to_five_steps() -> None:
     warmup = get_case("warmup")
     assert [config.warmup for config in configurations(warmup, {"device": ("cpu",)})] == [0, 1, 2, 5]
-    (row,) = warmup.measure(configurations(warmup, {"warmup": (0,), "steps": (3,)}, quick=True))
-    assert (row.variant, len(row.metrics["steps_ms"])) == ("0 warm-up steps", 3)
-
-
-@pytest.mark.parametrize("chosen", [dict(given={"mode": MODES}), dict(sweep=["mode"])], ids=["given", "swept"])
-def test_warmup_measures_every_mode(chosen: dict[str, Any]) -> None:
-    warmup = get_case("warmup")
-    given = {"steps": (2,), "warmup": (0,), **chosen.get("given", {})}
-    rows = list(warmup.measure(configurations(warmup, given, chosen.get("sweep", ()), quick=True)))
+    rows = list(warmup.measure(configurations(warmup, {"warmup": (0,), "steps": (3,)}, ["mode"], quick=True)))
     assert [row.config["mode"] for row in rows] == list(MODES)
     assert all(f"| {mode} |" in rows_table(rows) for mode in MODES)
+    assert [(row.variant, len(row.metrics["steps_ms"])) for row in rows] == [("0 warm-up steps", 3)] * 3
 
 
 def test_the_sweep_of_sizes_covers_the_handouts_tables() -> None:

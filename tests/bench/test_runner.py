@@ -29,8 +29,7 @@ from cs336_systems.cli.bench import _disturbed, _parser
 from cs336_systems.machine.console import by_command
 from tests.distributed import processes, wait_until
 
-from . import accidents_together
-from .accidents import CASE, Accident, measure
+from .accidents import CASE, TOGETHER, Accident, measure
 from .conftest import Bench
 
 ROOT = Path(__file__).parents[2]
@@ -48,22 +47,23 @@ def started(folder: Path) -> list[str]:
 
 def test_a_failure_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     path, said = tmp_path / "rows.jsonl", []
-    kinds = ("none", "oom", "raises", "is killed", "exits", "is another")
+    kinds = ("none", "oom", "raises", "raises beside", "is killed", "exits", "is another")
     rows = run(path, kinds=kinds, numbers=(1, 2), progress=lambda *state: said.append(state))
     assert read_rows(path) == rows
     assert [(row.variant, row.config["number"]) for row in rows] == [(kind, n) for kind in kinds for n in (1, 2)]
     by_kind = {row.variant: row for row in rows}
     assert {kind: row.status for kind, row in by_kind.items()} == {
-        "none": "ok", "oom": "oom", "raises": "error", "is killed": "error", "exits": "error", "is another": "error"
+        "none": "ok", "oom": "oom", **dict.fromkeys(kinds[2:], "error")
     }  # fmt: skip
     assert by_kind["none"].config == {"kind": "none", "number": 2, "folder": "", "built": True}
     assert by_kind["oom"].metrics == {"requested_bytes": 3 << 29}
     assert by_kind["raises"].error == "RuntimeError: the dog ate it"
+    assert by_kind["raises beside"].error == "WorkerEndedError: ValueError: nobody has caught this"
     assert "SIGKILL" in str(by_kind["is killed"].error)
     assert "exit code 3" in str(by_kind["exits"].error)
     assert by_kind["is another"].error == "kind 'is another' was asked for and 'none' ran"
-    assert said[0] == (0, 12, "kind none, number 1")
-    assert said[-1][:2] == (12, 12)
+    assert said[0] == (0, 14, "kind none, number 1")
+    assert said[-1][:2] == (14, 14)
     assert [done for done, _, _ in said] == sorted(done for done, _, _ in said)
 
 
@@ -71,7 +71,7 @@ def test_each_group_is_logged_before_it_is_measured(tmp_path: Path, caplog: pyte
     caplog.set_level("INFO", "cs336_systems")
     run(tmp_path / "a", kinds=("none",), numbers=(1,))
     run(tmp_path / "a", kinds=("none",), numbers=(1, 3), resume=True)
-    run(tmp_path / "b", accidents_together.CASE, kinds=("none", "oom"), numbers=(1, 2))
+    run(tmp_path / "b", TOGETHER, kinds=("none", "oom"), numbers=(1, 2))
     lines = [line for line in caplog.messages if line.startswith("measuring")]
     assert [re.findall(r"\d+", line) for line in lines[:2]] == [["1", "1"], ["2", "2", "3"]]
     assert "measuring 3 to 4 of 4: together; none, oom; number 2" in lines
@@ -100,11 +100,10 @@ def test_rows_have_the_command_without_its_output_options(tmp_path: Path) -> Non
 
 
 def test_the_configuration_that_ends_a_shared_process_is_found(tmp_path: Path) -> None:
-    case = accidents_together.CASE
-    rows = run(tmp_path / "rows", case, kinds=("none", "is killed", "oom"), numbers=(1,))
+    rows = run(tmp_path / "rows", TOGETHER, kinds=("none", "is killed", "oom"), numbers=(1,))
     assert {row.variant: row.status for row in rows} == {"none": "ok", "is killed": "error", "oom": "oom"}
     assert rows[0].metrics["together"] == 1
-    rows = run(tmp_path / "rows", case, kinds=("none", "oom"), numbers=(1, 2))
+    rows = run(tmp_path / "rows", TOGETHER, kinds=("none", "oom"), numbers=(1, 2))
     assert [row.metrics["together"] for row in rows] == [2, 2, 2, 2]
 
 
@@ -162,8 +161,8 @@ def test_configurations_are_the_product_of_given_values() -> None:
 
 
 def test_configurations_are_grouped_by_the_fields_that_do_not_take_turns() -> None:
-    configs = configurations(accidents_together.CASE, {"kind": ("a", "b"), "number": (1, 2)})
-    found = [[(config.kind, config.number) for config in group] for group in groups(accidents_together.CASE, configs)]
+    configs = configurations(TOGETHER, {"kind": ("a", "b"), "number": (1, 2)})
+    found = [[(config.kind, config.number) for config in group] for group in groups(TOGETHER, configs)]
     assert found == [[("a", 1), ("b", 1)], [("a", 2), ("b", 2)]]
     assert groups(CASE, configs) == [[config] for config in configs]
     assert describe_among(configs)(configs[1]) == "kind a, number 2"
@@ -291,12 +290,6 @@ def test_a_resumed_command_with_nothing_to_measure_leaves_no_empty_file(
     (tmp_path / "first/precision-accumulation.jsonl").write_text("no row\n")
     assert bench(*resume, str(tmp_path))[0] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
-
-
-def test_an_error_outside_the_rows_is_the_error_of_its_configuration(tmp_path: Path) -> None:
-    rows = run(tmp_path / "rows", kinds=("none", "raises beside", "oom"))
-    assert [row.status for row in rows] == ["ok", "error", "oom"]
-    assert rows[1].error == "WorkerEndedError: ValueError: nobody has caught this"
 
 
 @pytest.mark.parametrize(

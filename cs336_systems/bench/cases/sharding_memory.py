@@ -64,9 +64,7 @@ class FSDPBench(OptimizerShardingBench):
 
 
 def measure_on_rank(
-    configs: Sequence[OptimizerShardingBench],
-    device: torch.device,
-    at_work: Callable[[OptimizerShardingBench], None],
+    configs: Sequence[OptimizerShardingBench], device: torch.device, at_work: Callable[[OptimizerShardingBench], None]
 ) -> Iterator[Row]:
     """Yield a row per configuration, the same on all ranks, with the planner's prediction if there is one."""
     is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
