@@ -116,16 +116,13 @@ def _hash_in_order(module: str) -> None:
         _ = each.cache_key
 
 
-def _descriptor(
-    x: Tensor, block: Sequence[int], layouts: Mapping[int, Any] | None
-) -> TensorDescriptor | GluonDescriptor:
+def _descriptor(x: Tensor, block: Sequence[int], layouts: Mapping[int, Any] | None) -> Any:
     if len(block) == 1:
         x = x.view(-1)
     # The stride of an axis of length 1 is never used but must be valid.
-    strides = [step if size > 1 else 16 for step, size in zip(x.stride(), x.shape, strict=True)]
-    if layouts is not None:
-        return GluonDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block), layouts[len(block)])
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], list(block))
+    strides = [step if size > 1 else 16 for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+    described = x, list(x.shape), [*strides, 1], list(block)
+    return TensorDescriptor(*described) if layouts is None else GluonDescriptor(*described, layouts[len(block)])
 
 
 def can_use_tma(*tensors: Tensor) -> bool:
@@ -144,14 +141,14 @@ def has_tma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def check_device(q: Tensor, kernel: str) -> None:
-    """Raise a ValueError if a Triton kernel cannot run on q's device, which must be CUDA or, interpreted, a CPU."""
-    if INTERPRET and q.device.type in ("cpu", "cuda"):
+def check_device(x: Tensor, kernel: str, name: str = "q") -> None:
+    """Raise a ValueError if a Triton kernel cannot run on the device of x, the argument `name`."""
+    if INTERPRET and x.device.type in ("cpu", "cuda"):
         return
-    if not q.is_cuda:
+    if not x.is_cuda:
         raise ValueError(
-            f"q is on {q.device}: {kernel} needs a CUDA device, or a CPU and TRITON_INTERPRET=1 in the environment, "
-            "with which Triton's interpreter runs it slowly"
+            f"{name} is on {x.device}: {kernel} needs a CUDA device, or a CPU and TRITON_INTERPRET=1 in the "
+            "environment, with which Triton's interpreter runs it slowly"
         )
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        raise ValueError(f"q is on {torch.cuda.get_device_name(q.device)}: {kernel} needs compute capability 8.0")
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        raise ValueError(f"{name} is on {torch.cuda.get_device_name(x.device)}: {kernel} needs compute capability 8.0")

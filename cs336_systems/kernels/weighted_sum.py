@@ -23,8 +23,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-INTERPRET = bool(triton.knobs.runtime.interpret)
-"""Whether Triton's interpreter runs the kernels on the CPU: TRITON_INTERPRET=1, read when this module is imported."""
+from .launch import check_device
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_ROWS = 16
@@ -105,24 +104,17 @@ def weighted_sum(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"]) -> Floa
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    for name, tensor in (("x", x), ("weight", weight)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
-    if x.ndim < 1:
-        raise ValueError("x has no dimensions: it must be (..., d)")
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be x's last dimension, ({x.shape[-1]},)")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: it must be x's last dimension, {tuple(x.shape[-1:])}"
+        )
     if x.dtype not in _DTYPES:
         raise ValueError(f"x is {x.dtype}: it must be one of {', '.join(map(str, _DTYPES))}")
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype}: it must be of x's dtype, which is {x.dtype}")
     if weight.device != x.device:
         raise ValueError(f"weight is on {weight.device}: it must be on x's device, which is {x.device}")
-    if not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
-        raise ValueError(
-            f"x is on {x.device}: weighted_sum needs a CUDA device, or TRITON_INTERPRET=1 in the environment, with "
-            "which Triton's interpreter runs it slowly on a CPU"
-        )
+    check_device(x, "weighted_sum", name="x")
 
 
 def _as_in_memory(x: Tensor) -> Tensor:

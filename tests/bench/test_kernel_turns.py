@@ -14,7 +14,7 @@ from cs336_systems.bench.cases.attention import KERNELS, PRESETS, SHAPES, Kernel
 from cs336_systems.bench.instruments import kernel_turns as bench
 from cs336_systems.bench.instruments.timing import time_ms
 from cs336_systems.bench.row import Row, read_rows
-from cs336_systems.kernels.attention import ATTENTION
+from cs336_systems.kernels.attention import get_attention
 from cs336_systems.kernels.attention.contract import visible_pairs
 from cs336_systems.machine.console import COMMAND
 from cs336_systems.report.views import rows_table
@@ -170,7 +170,7 @@ def test_the_case_flash_agrees_with_tritons_benchmark(length: int, monkeypatch: 
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def attention() -> torch.Tensor:
-        return ATTENTION["flash_triton"](q, k, v, True)
+        return get_attention("flash_triton")(q, k, v, True)
 
     o = attention()
     by_hand: dict[str, Callable[[], Any]] = {

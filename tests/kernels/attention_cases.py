@@ -6,28 +6,26 @@ plain computation in the same dtype, plus the rounding of scores of this size in
 A kernel's test file says `class TestX(KernelTests): name = "x"`, and which dtypes and head sizes the kernel accepts.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_basics.model import TransformerLM
 from cs336_systems.kernels.attention import get_attention
-from cs336_systems.kernels.attention.contract import attention_flops
 from cs336_systems.kernels.attention.function import FlashFunction
 from cs336_systems.kernels.attention.reference import attention_with_logsumexp
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200)
 HEAD_SIZES = (1, 16, 40, 59, 64, 80, 96, 128, 256)
-LAYOUTS = ("heads_inside", "leading_swapped", "rows_apart", "columns_apart", "off_by_one", "expanded")
+LAYOUTS = ("heads_inside", "leading_swapped", "transposed", "rows_apart", "columns_apart", "off_by_one", "expanded")
 NAMES = ("o", "dq", "dk", "dv")
 
 
@@ -45,12 +43,9 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        given = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return ",".join(f"{name}={value}" for name, value in given.items()).replace(" ", "") or "plain"
+        given = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
+        changed = [f"{field.name}={value}" for field, value in given if value != field.default]
+        return ",".join(changed).replace(" ", "") or "plain"
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, which require gradients where `needs` says so, and dO. The same numbers on every device."""
@@ -76,6 +71,8 @@ def _lay_out(draw: Callable[..., Tensor], leading: tuple[int, ...], n: int, d: i
         return draw(*leading[:-1], n, leading[-1], d).transpose(-2, -3)
     if layout == "leading_swapped" and len(leading) > 1:
         return draw(leading[1], leading[0], *leading[2:], n, d).transpose(0, 1)
+    if layout == "transposed":
+        return draw(*leading, d, n).mT
     if layout == "rows_apart":
         return draw(*leading, 2 * n, d)[..., ::2, :]
     if layout == "columns_apart":
@@ -240,13 +237,12 @@ def check_close(
 
 def check_logsumexp(saved: Tensor, truth: Truth, dtype: torch.dtype) -> None:
     assert saved.dtype == torch.promote_types(dtype, torch.float32)
-    empty = truth.logsumexp == -math.inf  # no key
-    assert torch.equal(saved == -math.inf, empty)
-    error = (saved.double() - truth.logsumexp)[~empty]
-    if error.numel():
-        size = max(1.0, truth.largest_score, float(truth.logsumexp[~empty].abs().max()))
+    finite = truth.logsumexp > -math.inf  # at least one key
+    assert torch.equal(saved > -math.inf, finite)
+    if finite.any():
+        size = max(1.0, truth.largest_score, float(truth.logsumexp[finite].abs().max()))
         # The truth is no more exact than a float64 kernel.
-        assert float(error.abs().max()) <= 8 * torch.finfo(saved.dtype).eps * size
+        assert float((saved - truth.logsumexp)[finite].abs().max()) <= 8 * torch.finfo(saved.dtype).eps * size
 
 
 def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
@@ -258,26 +254,18 @@ def saved_logsumexp(o: Tensor, q: Tensor) -> Tensor | None:
     return found[0]
 
 
-def small_lm(attention: Callable[..., Tensor], device: str, dtype: torch.dtype = torch.float32) -> TransformerLM:
-    torch.manual_seed(0)
-    shape = dict(vocab_size=31, context_length=32, d_model=32, num_layers=2, num_heads=2, d_ff=48)
-    return TransformerLM(**shape, attention=attention).to(device, dtype)
-
-
-class WrongInputs:
-    """Calls that a kernel must refuse, by their fault: a change of q, k and v, and a pattern of the error."""
-
-    CHANGES: ClassVar[dict[str, tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], str]]] = {
-        "one dimension": (lambda q, k, v: (q[0, 0, 0], k, v), "^q .*length"),
-        "k of another head size": (lambda q, k, v: (q, k[..., :-1], v), "^k .*head size"),
-        "v of another head size": (lambda q, k, v: (q, k, v[..., :-1]), "^v .*head size"),
-        "v of another length": (lambda q, k, v: (q, k, v[..., :-1, :]), "^v .*positions"),
-        "k of another batch": (lambda q, k, v: (q, k[:1], v), "^k .*leading"),
-        "k of another rank": (lambda q, k, v: (q, k[0], v), "^k .*leading"),
-        "k of another dtype": (lambda q, k, v: (q, k.double() if k.dtype != torch.double else k.float(), v), "^k "),
-        "whole numbers": (lambda q, k, v: (q.long(), k.long(), v.long()), "^q .*int64"),
-        "no head size": (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "^q .*head size 0"),
-    }
+WRONG_INPUTS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], str]] = {
+    "one dimension": (lambda q, k, v: (q[0, 0, 0], k, v), "^q .*length"),
+    "k of another head size": (lambda q, k, v: (q, k[..., :-1], v), "^k .*head size"),
+    "v of another head size": (lambda q, k, v: (q, k, v[..., :-1]), "^v .*head size"),
+    "v of another length": (lambda q, k, v: (q, k, v[..., :-1, :]), "^v .*positions"),
+    "k of another batch": (lambda q, k, v: (q, k[:1], v), "^k .*leading"),
+    "k of another rank": (lambda q, k, v: (q, k[0], v), "^k .*leading"),
+    "k of another dtype": (lambda q, k, v: (q, k.double() if k.dtype != torch.double else k.float(), v), "^k "),
+    "whole numbers": (lambda q, k, v: (q.long(), k.long(), v.long()), "^q .*int64"),
+    "no head size": (lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), "^q .*head size 0"),
+}
+"""Calls that a kernel must refuse, by their fault: a change of q, k and v, and a pattern of the error."""
 
 
 NOT_DENSE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -304,13 +292,11 @@ class KernelTests:
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        test_class = metafunc.cls
-        assert test_class is not None
         if "case" in metafunc.fixturenames:
-            cases = [case for case in test_class.cases if case.d <= test_class.max_head_size]
+            cases = [case for case in cls.cases if case.d <= cls.max_head_size]
             metafunc.parametrize("case", cases, ids=str)
         if "dtype" in metafunc.fixturenames:
-            metafunc.parametrize("dtype", test_class.dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
+            metafunc.parametrize("dtype", cls.dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
     @property
     def attention(self) -> Callable[..., Tensor]:
@@ -326,13 +312,9 @@ class KernelTests:
         check_case(self.attention, case, dtype, self.device, self.times_plain)
 
     def test_equals_the_truth_in_random_cases(self, dtype: torch.dtype) -> None:
-        @settings(
-            max_examples=self.random_examples,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        checks, examples = list(HealthCheck), self.random_examples
+
+        @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=checks)
         @given(case=RANDOM_CASES.filter(lambda case: case.d <= self.max_head_size))
         def check(case: Case) -> None:
             check_case(self.attention, case, dtype, self.device, self.times_plain)
@@ -348,9 +330,9 @@ class KernelTests:
         )
         assert all(torch.equal(first[name], second[name]) for name in NAMES)
 
-    @pytest.mark.parametrize("wrong", WrongInputs.CHANGES)
+    @pytest.mark.parametrize("wrong", WRONG_INPUTS)
     def test_refuses_wrong_inputs(self, wrong: str) -> None:
-        change, message = WrongInputs.CHANGES[wrong]
+        change, message = WRONG_INPUTS[wrong]
         q, k, v = (x.detach() for x in self.normal(2, 3, 8, 16))
         with pytest.raises(ValueError, match=message):
             self.attention(*change(q, k, v))
@@ -376,7 +358,10 @@ class KernelTests:
         dtype = self.dtypes[0]
         torch._dynamo.reset()  # other tests count towards the limit of recompilations
         tokens = torch.arange(64, device=self.device).view(2, 32) % 31
-        model, expected = small_lm(self.attention, self.device, dtype), small_lm(self.attention, self.device, dtype)
+        shape = dict(vocab_size=31, context_length=32, d_model=32, num_layers=2, num_heads=2, d_ff=48)
+        torch.manual_seed(0)
+        model = TransformerLM(**shape, attention=self.attention).to(self.device, dtype)
+        expected = copy.deepcopy(model)
         loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).square().mean()
         loss.backward()
         expected_loss = expected(tokens).square().mean()
@@ -392,29 +377,18 @@ class FlashKernelTests(KernelTests):
 
     function: type[torch.autograd.Function]
 
-    @property
-    def operators(self) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
-        name = self.function.__name__
-        return tuple(getattr(torch.ops.cs336, f"{name}_{which}").default for which in ("forward", "backward"))
-
-    def test_saves_exactly_one_tensor_of_the_logsumexps_shape(self, dtype: torch.dtype) -> None:
-        q, k, v, _ = Case(17, 40, 16, leading=(3,)).inputs(dtype, self.device)
-        o = self.function.apply(q, k, v, True)
-        saved = saved_logsumexp(o, q)
-        assert saved is not None
-        check_logsumexp(saved, compute_truth(q, k, v, torch.ones_like(q), True), dtype)
-
     def test_is_causal_may_be_left_out(self) -> None:
         q, k, v = self.normal(2, 17, 16)
-        assert torch.equal(self.function.apply(q, k, v), self.attention(q, k, v, False))
-        assert torch.equal(self.attention(q, k, v), self.attention(q, k, v, False))
+        for o in (self.function.apply(q, k, v), self.attention(q, k, v)):
+            assert torch.equal(o, self.attention(q, k, v, False))
+            assert saved_logsumexp(o, q) is not None  # so that `check_case` compares it
 
     @pytest.mark.parametrize("layout", ["contiguous", "heads_inside", "expanded"])
     def test_operators_keep_pytorchs_rules(self, layout: str) -> None:
-        forward, backward = self.operators
-        q, k, v, dO = Case(17, 20, 16, leading=(2, 2), is_causal=True, layout=layout).inputs(
-            self.dtypes[0], self.device
-        )
+        name = self.function.__name__
+        forward, backward = (getattr(torch.ops.cs336, f"{name}_{which}").default for which in ("forward", "backward"))
+        case = Case(17, 20, 16, leading=(2, 2), is_causal=True, layout=layout)
+        q, k, v, dO = case.inputs(self.dtypes[0], self.device)
         o, logsumexp = (x.detach() for x in forward(q, k, v, True))
         torch.library.opcheck(forward, (q, k, v, True))
         q, k, v = (x.detach() for x in (q, k, v))
@@ -422,60 +396,16 @@ class FlashKernelTests(KernelTests):
             arguments = (dO, q, k, v, o, logsumexp, True, need_dq, need_dkv)
             torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
-    def test_operator_can_be_differentiated(self) -> None:
-        q, k, v = self.normal(2, 2, 17, 16)
-        through_operator = gradients(self.operators[0](q, k, v, True)[0], [q, k, v], torch.ones_like(q))
-        through_function = gradients(self.function.apply(q, k, v, True), [q, k, v], torch.ones_like(q))
-        assert all(torch.equal(through_operator[name], through_function[name]) for name in NAMES)
-
-    @pytest.mark.parametrize("is_causal", [False, True])
-    def test_function_compiles(self, is_causal: bool) -> None:
-        torch._dynamo.reset()
-        q, k, v = self.normal(2, 33, 16)
-        compiled = torch.compile(self.function.apply, fullgraph=True, backend="aot_eager")
-        results = gradients(compiled(q, k, v, is_causal), [q, k, v], torch.ones_like(q))
-        expected = gradients(self.function.apply(q, k, v, is_causal), [q, k, v], torch.ones_like(q))
-        assert all(torch.equal(results[name], expected[name]) for name in NAMES)
-
-    @pytest.mark.parametrize("is_causal", [False, True])
-    def test_useful_operations_are_counted(self, is_causal: bool) -> None:
-        q, k, v, dO = Case(17, 40, 16, leading=(2, 3)).inputs(self.dtypes[0], self.device)
-        with FlopCounterMode(display=False) as counter:
-            o = self.attention(q, k, v, is_causal)
-        assert counter.get_total_flops() == attention_flops(q.shape, 40, is_causal, products=2)
-        with FlopCounterMode(display=False) as counter:
-            o.backward(dO)
-        assert counter.get_total_flops() == attention_flops(q.shape, 40, is_causal, products=5)
-
-    @pytest.mark.parametrize("needs, products", [("q", 3), ("k", 4), ("kv", 4)])
-    def test_unneeded_products_are_not_counted(self, needs: str, products: int) -> None:
-        q, k, v, dO = Case(17, 40, 16, needs=needs).inputs(self.dtypes[0], self.device)
-        o = self.attention(q, k, v, True)
-        with FlopCounterMode(display=False) as counter:
-            o.backward(dO)
-        assert counter.get_total_flops() == attention_flops(q.shape, 40, True, products)
-
     def test_lazily_negated_tensors(self) -> None:
         """In the imaginary part of a conjugate, memory has the other sign."""
         plain = [x.detach() for x in Case(17, 40, 16).inputs(self.dtypes[0], self.device)]
         given = [torch._neg_view(x) for x in plain]
-        for x in (*plain[:3], *given[:3]):
-            x.requires_grad_()
-        found = gradients(self.attention(*given[:3], True), given[:3], given[3])
-        with torch.no_grad():
-            negative = [-x for x in plain]
-        expected = gradients(
-            self.attention(*(x.requires_grad_() for x in negative[:3]), True), negative[:3], negative[3]
+        negative = [-x for x in plain]
+        found, expected = (
+            gradients(self.attention(*(x.requires_grad_() for x in inputs), True), inputs, dO)
+            for *inputs, dO in (given, negative)
         )
         assert all(torch.equal(found[name], expected[name]) for name in NAMES)
-
-    def test_one_tensor_as_keys_and_values_compiles(self) -> None:
-        torch._dynamo.reset()
-        q, k, _ = self.normal(2, 33, 16)
-        compiled = torch.compile(self.attention, fullgraph=True, backend="aot_eager")
-        found = torch.autograd.grad(compiled(q, k, k, True).sum(), (q, k))
-        expected = torch.autograd.grad(self.attention(q, k, k, True).sum(), (q, k))
-        assert all(map(torch.equal, found, expected))
 
     @pytest.mark.parametrize("is_causal", [1, [True], "no", None], ids=str)
     def test_is_causal_is_checked_for_repeated_shapes_too(self, is_causal: Any) -> None:
@@ -483,27 +413,6 @@ class FlashKernelTests(KernelTests):
         self.attention(q, k, v, True)
         with pytest.raises(ValueError, match=r"^is_causal is .*: it must be True or False"):
             self.attention(q, k, v, is_causal)
-
-    def test_refuses_with_the_same_error_when_compiled(self) -> None:
-        torch._dynamo.reset()
-        q, k, v = self.normal(2, 17, 16)
-        compiled = torch.compile(self.attention, backend="aot_eager")
-        # PyTorch 2.11 wraps the error that an operator raises while it is traced; 2.13 passes it on.
-        wrapped = torch._dynamo.exc.TorchRuntimeError
-        with pytest.raises((ValueError, wrapped), match="v has 8 positions: it must have as many as k"):
-            compiled(q, k, v[:, :8], True)
-
-    def test_refuses_objects_that_are_not_tensors(self) -> None:
-        q, k, v = self.normal(2, 17, 16)
-        for wrong in (None, [1.0], v.detach().cpu().numpy() if v.dtype == torch.float32 else 1.0):
-            with pytest.raises(ValueError, match=r"^v is a \w+: it must be a tensor"):
-                self.attention(q, k, wrong, True)
-
-    def test_fake_tensors_are_checked_too(self) -> None:
-        with FakeTensorMode():
-            q = torch.empty(2, 3, 16, dtype=self.dtypes[0], device=self.device)
-            with pytest.raises(ValueError, match=r"^k has shape"):
-                self.attention(q, q[:1], q, True)
 
     def test_memory_does_not_grow_with_the_square_of_the_length(self) -> None:
         if self.device != "cuda":
@@ -532,20 +441,9 @@ class FlashKernelTests(KernelTests):
 
     def test_saved_tensors_may_come_back_with_other_strides(self) -> None:
         q, k, v = self.normal(2, 40, 16)
-
-        def spread(x: Tensor) -> Tensor:
-            return x.repeat_interleave(2, dim=-1)[..., ::2]
-
-        dO = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
-        expected = gradients(self.attention(q, k, v, True), [q, k, v], dO)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), spread):
+        expected = gradients(self.attention(q, k, v, True), [q, k, v], v)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x.repeat_interleave(2, -1)[..., ::2]):
             o = self.attention(q, k, v, True)
-        found = gradients(o, [q, k, v], dO)
+        found = gradients(o, [q, k, v], v)
         for name in NAMES:
             torch.testing.assert_close(found[name], expected[name])
-
-    def test_second_derivatives_are_refused(self) -> None:
-        q, k, v = self.normal(2, 17, 16)
-        for o in (self.attention(q, k, v, True), self.operators[0](q, k, v, True)[0]):
-            with pytest.raises(RuntimeError, match="second derivatives"):
-                torch.autograd.grad(o.sum(), q, create_graph=True)

@@ -16,6 +16,7 @@ from tests.kernels.attention_cases import (
     NAMES,
     Case,
     FlashKernelTests,
+    KernelTests,
     check_close,
     compute_truth,
     gradients,
@@ -29,11 +30,10 @@ class TestFlashTorch(FlashKernelTests):
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class TestFlashTorchOfManyTiles(FlashKernelTests):
+class TestFlashTorchOfManyTiles(KernelTests):
     """At the lengths of the cases a tile would hold everything; here it is 16 x 16."""
 
     name = "flash_torch"
-    function = flash_torch.FlashAttentionTorch
 
     @pytest.fixture(autouse=True)
     def _smallest_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:

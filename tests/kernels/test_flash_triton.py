@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from tests.kernels.attention_cases import (
     Case,
     FlashKernelTests,
     check_case,
-    compute_truth,
     gradients,
 )
 
@@ -39,14 +37,6 @@ class TestFlashTritonInterpreted(FlashKernelTests):
     dtypes = (torch.float32,)
     cases = QUICK_CASES
     random_examples = 3
-
-
-@on_cpu_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [Case(65, 40, 59), Case(40, 65, 16, is_causal=True, expanded_dO=True)], ids=str)
-def test_low_precision_interpreted(case: Case, dtype: torch.dtype) -> None:
-    # The interpreter truncates float32 to bfloat16 where hardware rounds, so the errors of a sum do not cancel.
-    check_case(flash_triton.flash_triton, case, dtype, "cpu", times_plain=8 if dtype == torch.bfloat16 else 2)
 
 
 @pytest.mark.gpu
@@ -141,36 +131,6 @@ def test_elements_of_a_tile_may_be_further_apart_than_32_bit_offsets(axis: int, 
         torch.testing.assert_close(
             found(*inputs), expected, rtol=2**-10, atol=1e-5, msg=lambda text, i=i: f"input {i}: {text}"
         )
-
-
-@pytest.fixture
-def matmul_precision() -> Iterator[Callable[[str], None]]:
-    yield torch.set_float32_matmul_precision
-    torch.set_float32_matmul_precision("highest")
-
-
-def test_only_float32_products_follow_pytorchs_precision(matmul_precision: Callable[[str], None]) -> None:
-    matmul_precision("high")
-    precisions = {dtype: flash_triton._precision(torch.empty(1, dtype=dtype)) for dtype in flash_triton.DTYPES}
-    assert precisions == {torch.float32: "tf32", torch.bfloat16: "ieee", torch.float16: "ieee"}
-    matmul_precision("highest")
-    assert flash_triton._precision(torch.empty(1)) == ("ieee" if flash_triton.INTERPRET else "bf16x6")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [129, 4096], ids=["one launch", "two"])
-def test_float32_products_are_as_exact_as_pytorch_is_told(n: int, matmul_precision: Callable[[str], None]) -> None:
-    case = Case(n, n, 64, leading=(2,), is_causal=True)
-    q, k, v, dO = case.inputs(torch.float32, "cuda")
-    truth = compute_truth(q, k, v, dO, True).results
-    off = {}
-    for precision in ("highest", "high"):
-        matmul_precision(precision)
-        results = gradients(flash_triton.flash_triton(q, k, v, True), [q, k, v], dO)
-        off[precision] = {x: float((results[x] - truth[x]).norm() / truth[x].norm()) for x in truth}
-    for name, exact in off["highest"].items():
-        assert exact < 1e-5, name
-        assert 10 * exact < off["high"][name] < 1e-2, name
 
 
 @pytest.mark.gpu

@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from cs336_systems.kernels.attention.contract import attention_flops, check_qkv
 from cs336_systems.kernels.attention.function import Saved, flash_function, new_gradients, new_outputs
 
 calls: list[tuple[Any, ...]] = []
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    check_qkv(q, k, v, is_causal)
     calls.append(("forward", is_causal))
     o, logsumexp = new_outputs(q)
     return o.copy_(q + k + v), logsumexp.copy_(q.sum(-1))
@@ -85,10 +88,36 @@ def test_fake_tensors_do_not_reach_the_kernel() -> None:
     assert calls == []
 
 
-@pytest.mark.parametrize("name", ["", "a b", "1x", "a::b", "é"])
-def test_a_name_must_be_an_identifier(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^name is .*: it must be an identifier"):
-        flash_function(name, forward, backward)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("needs, products", [("qkv", 5), ("q", 3), ("k", 4), ("kv", 4)])
+def test_useful_operations_are_counted(needs: str, products: int, is_causal: bool) -> None:
+    q, k, v = inputs(needs)
+    with FlopCounterMode(display=False) as counter:
+        o = Toy.call(q, k, v, is_causal)
+    assert counter.get_total_flops() == attention_flops(q.shape, 4, is_causal, products=2)
+    with FlopCounterMode(display=False) as counter:
+        o.sum().backward()
+    assert counter.get_total_flops() == attention_flops(q.shape, 4, is_causal, products)
+
+
+def test_one_tensor_as_keys_and_values_compiles() -> None:
+    q, k, _ = inputs()
+    o = torch.compile(Toy.call, fullgraph=True, backend="aot_eager")(q, k, k, True)
+    o.sum().backward()
+    assert torch.equal(k.grad, torch.full_like(k, 2 + 3))
+
+
+def test_wrong_inputs_are_refused_in_every_way() -> None:
+    q, k, v = inputs()
+    for wrong in (None, [1.0], v.detach().numpy()):
+        with pytest.raises(ValueError, match=r"^v is a \w+: it must be a tensor"):
+            Toy.call(q, k, wrong, True)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"^k has shape"):
+        Toy.call(*inputs()[:1], *inputs(shape=(1, 4, 8))[1:], True)
+    # PyTorch 2.11 wraps the error that an operator raises while it is traced; 2.13 passes it on.
+    wrapped = torch._dynamo.exc.TorchRuntimeError
+    with pytest.raises((ValueError, wrapped), match="v has 2 positions: it must have as many as k"):
+        torch.compile(Toy.call, backend="aot_eager")(q, k, v[:, :2], True)
 
 
 def test_a_name_is_for_one_function() -> None:

@@ -145,17 +145,13 @@ def test_a_target_that_is_no_token_is_refused_with_gradients_and_without(is_trai
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(targets=torch.zeros(7, 3, dtype=torch.long)), r"targets have shape \(7, 3\): it must be \(3, 7\)"),
-        (dict(targets=torch.zeros(1, dtype=torch.long)), r"targets have shape \(1,\)"),
-        (dict(targets=torch.zeros(3, 7)), r"targets are torch.float32: they must be integers"),
-        (dict(weight=torch.zeros(53, 15).double()), r"weight has shape \(53, 15\): it must be \(vocab, 16\)"),
-        (dict(weight=torch.zeros(53, 16, device="meta").double()), r"weight is on meta: it must be on x's device"),
-        (dict(x=torch.tensor(1.0)), r"x has no dimensions"),
-        (dict(chunk_tokens=2.5), r"chunk_tokens is 2.5: it must be an integer"),
-        (dict(chunk_tokens=None), r"chunk_tokens is None"),
+        (dict(targets=torch.zeros(7, 3, dtype=torch.long)), r"targets are .* \(7, 3\): they must be .* \(3, 7\)"),
+        (dict(targets=torch.zeros(1, dtype=torch.long)), r"targets are .* of shape \(1,\)"),
+        (dict(targets=torch.zeros(3, 7)), r"targets are torch.float32 .*: they must be integers"),
+        (dict(reduction="none"), "reduction is 'none'"),
     ],
 )
-def test_mismatched_tensors_are_named(change: dict[str, Any], message: str) -> None:
+def test_other_targets_and_reductions_are_refused(change: dict[str, Any], message: str) -> None:
     given = dict(zip(("x", "weight", "targets"), inputs(), strict=True)) | {"chunk_tokens": 4}
     with pytest.raises(ValueError, match=f"^{message}"):
         chunked_linear_cross_entropy(**(given | change))
@@ -182,15 +178,6 @@ def test_a_second_backward_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward was called before"):
         loss.backward()
-
-
-@pytest.mark.parametrize(
-    "how, message",
-    [(dict(chunk_tokens=0), "chunk_tokens is 0"), (dict(chunk_tokens=4, reduction="none"), "reduction is 'none'")],
-)
-def test_what_it_cannot_do_is_refused(how: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chunked_linear_cross_entropy(*inputs(), **how)
 
 
 def test_the_head_gives_logits_or_their_loss() -> None:

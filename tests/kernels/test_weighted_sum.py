@@ -83,9 +83,7 @@ def test_rows_beyond_32_bit_offsets() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda x, w: ([1.0], w), "^x is a list: it must be a tensor"),
-        (lambda x, w: (x, None), "^weight is a NoneType: it must be a tensor"),
-        (lambda x, w: (x[0, 0], w), "^x has no dimensions"),
+        (lambda x, w: (x[0, 0], w), "^weight has shape"),
         (lambda x, w: (x, w[:-1]), "^weight has shape"),
         (lambda x, w: (x, w[None]), "^weight has shape"),
         (lambda x, w: (x.double(), w.double()), "^x is torch.float64"),

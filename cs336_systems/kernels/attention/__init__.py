@@ -1,7 +1,6 @@
 """The attention kernels by name. All follow the contract of `cs336_basics.model.scaled_dot_product_attention`."""
 
 import importlib
-from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,9 +9,7 @@ from cs336_basics.model import Attention
 
 from ...config.checks import imported, is_place, require
 
-# name: "module:function". A module is imported only when its kernel is requested, because not every machine has the
-# packages that some of them import.
-_PLACES = {
+ATTENTION = {
     "naive": "reference:naive",
     "vectorized_torch": "reference:vectorized_torch",
     "flash_torch": "flash_torch:flash_torch",
@@ -30,36 +27,10 @@ _PLACES = {
     "scaled_dot_prod_attention": "reference:naive",
     "flash_attention_triton": "flash_triton:flash_triton",
 }
+"""Names, and "module:function" of each in this package.
 
-
-class _Kernels(Mapping[str, Attention]):
-    """Maps names to functions.
-
-    Reading a name imports its module. Raises KeyError, with the known names, for an unknown name, and ImportError if
-    the module cannot be imported.
-    """
-
-    def __getitem__(self, name: str) -> Attention:
-        if name not in _PLACES:
-            raise KeyError(f"there is no attention kernel {name!r}: it must be one of {', '.join(_PLACES)}")
-        place = _PLACES[name]
-        module, _, function = place.partition(":")
-        found = importlib.import_module(f".{module}", __name__)
-        if not hasattr(found, function):
-            raise ImportError(f"{name} is registered as {place!r}, module:function, and there is no {function!r}")
-        return getattr(found, function)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_PLACES)
-
-    def __len__(self) -> int:
-        return len(_PLACES)
-
-    def __contains__(self, name: object) -> bool:
-        return name in _PLACES  # Mapping's own __contains__ would import
-
-
-ATTENTION = _Kernels()
+A module is imported only when its kernel is requested, because not every machine has the packages that it imports.
+"""
 
 
 def get_attention(name: str) -> Attention:
@@ -71,15 +42,16 @@ def get_attention(name: str) -> Attention:
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
     needs a GPU or a package raises its error when it is called; `check_attention` calls it.
     """
-    if name == "auto":
-        name = "sdpa"
     if is_place(name):
         attention = imported("model.attention", name)
         require(callable(attention), "model.attention", name, "a function, attention(q, k, v, is_causal)")
         return attention
+    if name == "auto":
+        name = "sdpa"
     require(name in ATTENTION, "model.attention", name, f"auto or one of {', '.join(ATTENTION)}, or module:function")
+    module, _, function = ATTENTION[name].partition(":")
     try:
-        return ATTENTION[name]
+        return getattr(importlib.import_module(f".{module}", __name__), function)
     except ImportError as error:
         raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
 

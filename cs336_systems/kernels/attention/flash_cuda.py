@@ -155,7 +155,13 @@ def _library(
     """The functions of the library for one architecture and `definitions`, compiled if necessary."""
     from torch.utils import cpp_extension  # slow to import, and looks for the compiler
 
-    _require_compiler(cpp_extension.CUDA_HOME)
+    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+        raise RuntimeError(
+            "flash_cuda compiles its kernels on first use and finds no nvcc: install the CUDA toolkit, "
+            "of PyTorch's CUDA version, and set CUDA_HOME to its folder"
+        )
+    if shutil.which("ninja") is None:
+        raise RuntimeError("flash_cuda compiles its kernels on first use and finds no ninja on PATH: pip install ninja")
     architecture = "".join(map(str, capability))
     path = cpp_extension.load(
         f"cs336_flash_cuda_sm{architecture}_{_ELEMENTS[dtype].strip('_')}_{head_size}{'_exact' if exact else ''}",
@@ -182,13 +188,3 @@ def _functions(path: Path) -> Mapping[str, _Launcher]:
 def definitions(dtype: torch.dtype, head_size: int, exact: bool = False) -> list[str]:
     """Compiler definitions for one element type and head size. exact: do not multiply float32 as TF32."""
     return [f"-DELEMENT={_ELEMENTS[dtype]}", f"-DHEAD_SIZE={head_size}", f"-DEXACT={str(exact).lower()}"]
-
-
-def _require_compiler(cuda_home: str | None) -> None:
-    if cuda_home is None or not (Path(cuda_home) / "bin" / "nvcc").exists():
-        raise RuntimeError(
-            "flash_cuda compiles its kernels on first use and finds no nvcc: install the CUDA toolkit, "
-            "of PyTorch's CUDA version, and set CUDA_HOME to its folder"
-        )
-    if shutil.which("ninja") is None:
-        raise RuntimeError("flash_cuda compiles its kernels on first use and finds no ninja on PATH: pip install ninja")

@@ -60,7 +60,6 @@ def flash_triton(
     k: Float[Tensor, "... N_k D"],
     v: Float[Tensor, "... N_k D"],
     is_causal: bool = False,
-    backward: str = "triton",
 ) -> Float[Tensor, "... N_q D"]:
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
@@ -69,15 +68,10 @@ def flash_triton(
     which copies where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at
     "highest" each product has 24 bits of precision, as a sum of bfloat16 products. Beyond its outputs it needs two
     float32 numbers per query and head in the backward pass. A dO that is expanded or whose columns are not adjacent is
-    copied. The same inputs give the same bits. `backward`: "triton", or "compiled" for the backward pass of
-    `flash_triton_compiled`.
+    copied. The same inputs give the same bits.
 
     Raises ValueError naming the argument that it does not accept.
     """
-    if backward == "compiled":
-        return flash_triton_compiled(q, k, v, is_causal)
-    if backward != "triton":
-        raise ValueError(f"backward is {backward!r}: it must be triton or compiled")
     return FlashAttentionTriton.call(q, k, v, is_causal)
 
 
@@ -116,8 +110,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     o, logsumexp = new_outputs(q)
     tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o)}
     with _device_guard(q):
-        if launches is None:
-            # The launch is planned from the 4-D tensors alone.
+        if launches is None:  # planned from the 4-D tensors alone
             launches = _cache_launches(key, _forward_launch(tensors, is_causal))
         tensors["L"] = logsumexp
         launches[0](tensors)
@@ -135,8 +128,7 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
     tensors["dk_"], tensors["dv_"] = (as_4d(dk), as_4d(dv)) if need_dkv else (tensors["k_"], tensors["v_"])
     with _device_guard(q):
         is_new = launches is None
-        if launches is None:
-            # The launches are planned from the 4-D tensors alone.
+        if launches is None:  # planned from the 4-D tensors alone
             launches = _cache_launches(key, *_backward_launches(tensors, is_causal, need_dq, need_dkv))
         tensors["L"] = logsumexp
         if "VECTORS" in launches[0].tensors:

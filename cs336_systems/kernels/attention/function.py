@@ -64,13 +64,11 @@ def flash_function(
 
     forward_pass checks its arguments; `check` checks fake tensors, and may look only at their shape, dtype and device.
 
-    Raises ValueError if the name is not an identifier, or belongs to other functions.
+    Raises ValueError if the name belongs to other functions.
     """
     functions = " and ".join(
         f"{each.__module__}.{getattr(each, '__qualname__', repr(each))}" for each in (forward_pass, backward_pass)
     )
-    if not (name.isascii() and name.isidentifier()):
-        raise ValueError(f"name is {name!r}: it must be an identifier")
     if _functions.setdefault(name, functions) != functions:  # functions redefined in a notebook keep their names
         raise ValueError(f"name is {name!r}, which is the name of {_functions[name]}")
     forward_op, backward_op = _register_operators(name, forward_pass, backward_pass, check)

@@ -68,15 +68,17 @@ class Candidate(NamedTuple):
     kind: str
     tile: Tile
 
+    @property
+    def key(self) -> str:
+        """The entry's key."""
+        return tile_key(self.phase, self.d, KINDS[self.kind].dtype, KINDS[self.kind].tma)
+
 
 def candidates(d: int, kind: str) -> list[Candidate]:
     """The tiles to try, including the tiles of the table."""
-    tried = dict.fromkeys(_candidates(d, kind))
-    table = tile_table()
-    for phase in _PHASES:
-        if (tile := table.get(tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma))) is not None:
-            tried[Candidate(phase, d, kind, tile)] = None
-    return list(tried)
+    tried, table = list(_candidates(d, kind)), tile_table()
+    present = [each._replace(tile=table[each.key]) for each in tried if each.key in table]
+    return list(dict.fromkeys([*tried, *present]))
 
 
 def _candidates(d: int, kind: str) -> Iterator[Candidate]:
@@ -144,18 +146,13 @@ def measure(entries: list[Candidate], workers: int) -> Iterator[dict[str, list[t
                     print(f"{tuple(candidate.tile)} of {candidate.phase}, head size {d}, is left out: {error}")
             x = _inputs(KINDS[kind].heads, KINDS[kind].positions, d, KINDS[kind].dtype)
             for phase in ("forward", "dq"):  # real o_, L and VECTORS for the phases that read them
-                tile = tile_table()[tile_key(phase, d, KINDS[kind].dtype, KINDS[kind].tma)]
-                _launch(Candidate(phase, d, kind, tile), *x)()
-            found: dict[str, list[tuple[float, Tile]]] = {_key(candidate): [] for candidate in tried}
+                entry = next(each for each in tried if each.phase == phase)
+                _launch(entry._replace(tile=tile_table()[entry.key]), *x)()
+            found: dict[str, list[tuple[float, Tile]]] = {candidate.key: [] for candidate in tried}
             for candidate in ran:
                 ms = triton.testing.do_bench(_launch(candidate, *x), warmup=5, rep=25, return_mode="median")
-                found[_key(candidate)].append((ms, candidate.tile))
+                found[candidate.key].append((ms, candidate.tile))
             yield {key: sorted(times) for key, times in found.items()}
-
-
-def _key(candidate: Candidate) -> str:
-    kind = KINDS[candidate.kind]
-    return tile_key(candidate.phase, candidate.d, kind.dtype, kind.tma)
 
 
 def write_table(tiles: dict[str, Tile], file: Path) -> None:

@@ -80,7 +80,7 @@ def backward_variants(e: Evidence) -> str:
     """Which backward passes there are."""
     return (
         "Beside the forward pass in Triton there are two: `compiled_backward`, PyTorch under torch.compile as the "
-        'handout asks for, is taken with `flash_triton(..., backward="compiled")`, and by default it is Triton too.'
+        "handout asks for, in the kernel `flash_triton_compiled`, and Triton's own in `flash_triton`."
     )
 
 
