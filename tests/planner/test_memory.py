@@ -1,6 +1,7 @@
 """Memory: the counts by hand, their limits, and the measured rows that are met."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -277,35 +278,22 @@ def test_an_eager_block_of_narrow_weights_as_the_hooks_show() -> None:
     assert sum(saved.values()) == pytest.approx(sum(parts.values()), rel=0.02)
 
 
-def terms_of(section: int, **given: Any) -> dict[str, str]:
-    return {term.name: term.working for term in memory_sections(Job(**({"shape": XL} | given)))[section].terms}
-
-
-def test_the_working_of_each_term_shows_the_allocators_share() -> None:
-    n, found = num_parameters(XL), terms_of(0)
-    more = parameter_bytes(XL, 4) / (4 * n) - 1
-    assert found["weights"] == f"4 N = 4 x 1,998,235,200, + {more:.1%} for the allocator's blocks"
-    # 16 bits a number: a matrix of 1600 x 1600 takes 4.88 MiB, of which four are in 20 MiB.
-    numbers = 48 * 40_960_000 + 16_000_000
-    copies = next(t.value for t in moments(Job(shape=XL))["the loss"] if t.name == "weight copies")
-    assert found["weight copies"].endswith(f", + {copies / (2 * numbers) - 1:.1%} for the allocator's blocks")
-    assert terms_of(0, strategy="overlap", world_size=2, shard_optimizer=True)["weights"].endswith("1,998,235,200")
-
-
-@pytest.mark.parametrize("given", [{}, {"attention": "naive"}, {"strategy": "fsdp", "world_size": 2},
-                                   {"loss_chunk_tokens": 256}, {"activation_checkpointing": "block"}])  # fmt: skip
-def test_no_working_has_a_letter_that_is_not_explained(given: dict[str, Any]) -> None:
-    for terms in moments(Job(**({"shape": XL} | given))).values():
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"attention": "naive"}, {"precision": "fp32"}, {"compile": True}, {"strategy": "fsdp", "world_size": 2},
+     {"loss_chunk_tokens": 256, "activation_checkpointing": "block"}],
+)  # fmt: skip
+def test_a_working_of_sums_and_products_gives_the_value(given: dict[str, Any]) -> None:
+    found = 0
+    for terms in moments(Job(**({"shape": replace(XL, context_length=4096)} | given))).values():
         for term in terms:
-            assert not re.search(r"\bc\b", term.working)
-
-
-def test_the_working_of_the_gradients_in_a_block_gives_their_value() -> None:
-    for given in ({}, {"attention": "naive"}, {"precision": "fp32"}):
-        terms = moments(Job(**({"shape": replace(XL, context_length=4096)} | given)))["backward of the last block"]
-        (term,) = (term for term in terms if term.name == "gradients in a block")
-        numbers = term.working.rpartition(" = ")[2].replace(",", "").split(" + ")
-        assert sum(map(int, numbers)) == term.value
+            formula, _, filled = term.working.partition(" = ")
+            if "," not in formula and re.fullmatch(r"[\d, x+]+", filled):  # without the allocator's share
+                parts = filled.replace(",", "").split(" + ")
+                products = ([int(factor) for factor in part.split(" x ")] for part in parts)
+                assert sum(map(math.prod, products)) == term.value, term
+                found += 1
+    assert found > 8
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:

@@ -71,34 +71,20 @@ def test_one_device_along_a_dimension_sends_nothing_along_it() -> None:
     assert least_device_batch(XXL, Mesh(x=64, y=1)) == pytest.approx(1277.78, abs=0.01)
 
 
-def bound(**mesh: int) -> tuple[dict[str, tuple[str, float]], str]:
-    section = parallelism_sections(XXL, Mesh(**mesh))[-1]
-    return {term.name: (term.working, term.value) for term in section.terms}, "\n".join(section.notes)
-
-
-def test_a_working_gives_its_value_where_a_dimension_has_one_device() -> None:
-    terms, notes = bound(x=1, y=4)
-    assert terms["B / N, overlapped"] == ("X = 1: nothing is gathered", 0)
-    assert terms["B / N, in turns"] == ("0.0 / (1 - 0.192)", 0)
-    assert "weights are not gathered, and T_TP is shorter than T_math" in notes
-    assert "the best X" not in notes  # for no tokens there is none
-    terms, notes = bound(x=64, y=1)
-    assert terms["T_TP / T_math"] == ("Y = 1: nothing is sent along it", 0)
-    working, turns = terms["B / N, in turns"]
-    assert working == "1277.8 / (1 - 0.000)"
-    assert turns == pytest.approx(1277.78, abs=0.01)
-    assert "limit: FSDP" in notes
-    assert "one device sends nothing" in bound(x=1, y=1)[1]
-
-
-def test_the_limit_of_tensor_parallelism_is_in_the_notes() -> None:
-    # alpha Y / F = 2555.56 x 64 / 53248 = 3.072; F / alpha = 20.84.
-    terms, notes = bound(x=64, y=64)
-    for name in ("B / N, overlapped", "B, overlapped", "B / N, in turns", "B, in turns"):
-        assert terms[name] == ("for any B, T_TP is 3.072 T_math", math.inf)
-    assert "limit: tensor parallelism" in notes
-    assert "Y may be at most F M_Y / alpha = 20.8" in notes
-    assert "limit: FSDP" in bound(x=64, y=20)[1]
+@pytest.mark.parametrize(
+    "x, y, limit",
+    [(1, 1, "one device sends nothing"), (1, 4, "weights are not gathered"), (64, 1, "FSDP"), (64, 20, "FSDP"),
+     (64, 64, "tensor parallelism, as T_TP exceeds T_math for any B; Y may be at most F M_Y / alpha = 20.8")],
+)  # fmt: skip
+def test_the_section_has_the_bound_and_says_what_limits_it(x: int, y: int, limit: str) -> None:
+    mesh = Mesh(x=x, y=y)
+    section = parallelism_sections(XXL, mesh)[-1]
+    for name, together in (("overlapped", True), ("in turns", False)):
+        least = least_device_batch(XXL, mesh, together)
+        assert (section.value(f"B / N, {name}"), section.value(f"B, {name}")) == (least, least * x * y)
+    # alpha Y / F = 2555.56 Y / 53248.
+    assert section.value("T_TP / T_math") == pytest.approx(0.047994 * y if y > 1 else 0, rel=1e-4)
+    assert limit in section.notes[2]
 
 
 def test_too_much_tensor_parallelism_is_never_bound_by_products() -> None:

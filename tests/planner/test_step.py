@@ -239,17 +239,6 @@ def test_a_precision_that_a_card_does_not_have_is_refused() -> None:
         assert step_sections(Job(shape=XL, precision=precision), t4)[-1].value("MFU") > 0
 
 
-def test_workings_of_sharded_and_sent_terms_give_their_values() -> None:
-    # 12 x 1,982,080,000 / 8 = 2.973e9. 435 calls of 39.46 us are 17.17 ms, 4 N bytes at 344.0 GB/s 23.24.
-    fsdp: dict[str, Any] = dict(strategy="fsdp", world_size=8)
-    assert working(1, "casts of weights and gradients", **fsdp) == "12 N_m / 8 = 2.973 GB / 4.3 TB/s"
-    assert working(1, "optimizer", **fsdp) == "28 N / 8 = 6.994 GB / 4.3 TB/s"
-    naive: dict[str, Any] = dict(strategy="naive", world_size=2)
-    assert working(1, "communication exposed", **naive) == "23.24 of 23.24 ms of bytes + 435 calls x 39.46 us"
-    assert parts(**naive)["communication exposed"] == pytest.approx(23.24e-3 + 435 * 39.46e-6, rel=1e-3)
-    assert working(0, "sent by a GPU", **fsdp).endswith("= 3 x 2 x 1,998,235,200 x 7 / 8")
-
-
 @pytest.mark.parametrize("given", [{}, {"compile": True, "weight_dtype": "bf16", "compile_memory_budget": 0.75}])
 def test_the_working_of_elementwise_bytes_gives_their_value(given: dict[str, Any]) -> None:
     found = working(0, "bytes of elementwise", **given)
@@ -257,10 +246,3 @@ def test_the_working_of_elementwise_bytes_gives_their_value(given: dict[str, Any
         int, re.findall(r"= (\d+) x \((\d+) x (\d+) \+ (\d+) x (\d+)\)", found.replace(",", ""))[0]
     )
     assert layers * (d * td + d_ff * tf) == 48 * sum(elementwise_bytes(Job(shape=XL, **given)))
-
-
-def test_no_working_refers_to_a_name_of_the_code() -> None:
-    for section in step_sections(Job(shape=XL, loss_chunk_tokens=256, strategy="fsdp", world_size=2), H200):
-        for term in section.terms:
-            assert "elementwise_bytes" not in term.working
-            assert not re.search(r"\bc\b", term.working)
