@@ -40,8 +40,8 @@ def forward_flops(shape: ModelShape, num_sequences: int, length: int) -> int:
     2 N T for the weights (N from `matmul_parameters`, T tokens), plus 4 length^2 d / 2 per layer and sequence for
     causal attention: scores and values take 2 length^2 d each (Kaplan et al. 2020, table 1), and the mask leaves half.
     """
-    weights = 2 * matmul_parameters(shape) * num_sequences * length
-    return weights + attention_product_flops(shape, num_sequences, length)  # half of the two products
+    half_of_two_products = attention_product_flops(shape, num_sequences, length)
+    return 2 * matmul_parameters(shape) * num_sequences * length + half_of_two_products
 
 
 def attention_product_flops(shape: ModelShape, num_sequences: int, length: int) -> int:

@@ -2,7 +2,7 @@
 
 import math
 
-from .accounting import activation_bytes, best_group, checkpointed_activation_bytes, residual_bytes, weight_copy_bytes
+from .accounting import activation_bytes, best_group, block_bytes, checkpointed_activation_bytes, residual_bytes
 from .job import Job
 from .working import Section, Term, total
 
@@ -119,7 +119,7 @@ def checkpointing_sections(job: Job) -> list[Section]:
     s = job.shape
     how = (s, job.batch_size, s.context_length, job.precision, job.kernel)
     layers, entry = s.num_layers, residual_bytes(*how[:3])
-    whole = entry + sum(activation_bytes(*how).values()) + weight_copy_bytes(s, job.precision)
+    whole = block_bytes(*how)
     peaks = {k: checkpointed_activation_bytes(*how, ("groups", k), on_gpu=True)[1] for k in range(1, layers + 1)}
     best = min(peaks, key=lambda k: peaks[k])
     _, peak = checkpointed_activation_bytes(*how, on_gpu=True)

@@ -41,9 +41,7 @@ def collective_seconds(kind: str, nbytes: float, world_size: int, card: Card) ->
     H200 take no longer than two (results/h200/all-reduce.jsonl). A gather or a scatter has latency o / 2 per step of
     its ring, but at most o: a gather can be done as an all-reduce of each rank's part amid zeros, and a scatter as an
     all-reduce of which each rank keeps its part (Träff, Gropp & Thakur 2010, "Self-Consistent MPI Performance
-    Guidelines"). For 1 MB a gather takes 0.027 ms over two GPUs and 0.043 over four, an all-reduce 0.056 and 0.046.
-    The mean error is 17.4 %. A latency of log2(w) o / 2 has the same, but lets gathers over eight GPUs take longer than
-    an all-reduce; (w - 1) o / 2 has 17.9 %.
+    Guidelines"). The mean error over the measured rows is 17.4 %.
     """
     latency_s = min(ring_seconds(kind, 0, world_size, card.latency_s / 2, card.link), card.latency_s)
     return latency_s + ring_seconds(kind, nbytes, world_size, 0, card.link)

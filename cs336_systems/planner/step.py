@@ -174,8 +174,7 @@ def compute_terms(job: Job, card: Card) -> list[Term]:
     if job.loss_chunk_tokens:  # each chunk's weight gradient is written, then added to the previous ones
         chunks = -(-job.tokens // job.loss_chunk_tokens)
         loss, loss_formula = loss + chunks * 16 * s.vocab_size * s.d_model, f"{loss_formula} + {chunks} x 16 V d"
-    operations = 2 * nm * job.tokens
-    elementwise = layers * sum(elementwise_bytes(job))
+    operations, elementwise = 2 * nm * job.tokens, layers * sum(elementwise_bytes(job))
     terms = [
         Term("products, forward", f"2 N_m T = {operations / 1e12:.4g} TFLOP, in tiles and waves", forward, "s"),
         Term("products, backward", f"4 N_m T = {2 * operations / 1e12:.4g} TFLOP, in tiles and waves", backward, "s"),
