@@ -16,7 +16,8 @@ def test_every_name_gives_a_function() -> None:
     has_triton = importlib.util.find_spec("triton") is not None
     for name in ATTENTION:
         if has_triton or "triton" not in name:
-            assert callable(get_attention(name))
+            assert get_attention(name) is ATTENTION[name]
+            assert callable(ATTENTION[name])
 
 
 def test_naive_under_both_its_names_is_the_models_default_with_checks() -> None:

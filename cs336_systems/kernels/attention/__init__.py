@@ -1,6 +1,7 @@
 """The attention kernels by name. All follow the contract of `cs336_basics.model.scaled_dot_product_attention`."""
 
 import importlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from cs336_basics.model import Attention
 
 from ...config.checks import imported, is_place, require
 
-ATTENTION = {
+_PLACES = {
     "naive": "reference:naive",
     "vectorized_torch": "reference:vectorized_torch",
     "flash_torch": "flash_torch:flash_torch",
@@ -33,6 +34,26 @@ A module is imported only when its kernel is requested, because not every machin
 """
 
 
+class _Kernels(Mapping[str, Attention]):
+    """The functions by name. Reading a name imports its module."""
+
+    def __getitem__(self, name: str) -> Attention:
+        module, _, function = _PLACES[name].partition(":")
+        return getattr(importlib.import_module(f".{module}", __name__), function)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _PLACES  # Mapping's own would import
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+
+ATTENTION = _Kernels()
+
+
 def get_attention(name: str) -> Attention:
     """The kernel registered as `name`, or your own at "module:function". "auto" leaves the choice to PyTorch.
 
@@ -49,9 +70,8 @@ def get_attention(name: str) -> Attention:
     if name == "auto":
         name = "sdpa"
     require(name in ATTENTION, "model.attention", name, f"auto or one of {', '.join(ATTENTION)}, or module:function")
-    module, _, function = ATTENTION[name].partition(":")
     try:
-        return getattr(importlib.import_module(f".{module}", __name__), function)
+        return ATTENTION[name]
     except ImportError as error:
         raise ValueError(f"model.attention is {name!r}, which cannot be imported here: {error}") from error
 
