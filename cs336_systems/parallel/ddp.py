@@ -69,16 +69,13 @@ def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[
 class DDP(Strategy):
     """Sends each gradient as soon as the backward pass has computed it, while the backward pass goes on.
 
-    All ranks must start the same transfers in the same order, although they may use different parameters. So the order
-    is fixed: a gradient that is ready before its turn waits for the earlier ones, and parameters without a gradient
-    send zeros at the end. In the first step the order is the reverse of registration; after that it is the order in
-    which gradients came on rank 0.
+    The order of transfers is fixed, because ranks may use different parameters: a gradient that is ready before its
+    turn waits for the earlier ones, and parameters without a gradient send zeros at the end. In the first step the
+    order is the reverse of registration; after that it is the order in which gradients came on rank 0.
 
     With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size are one collective over many
-    tensors, each sent from where it is: fewer calls, and no copies.
-
-    Unfreeze parameters before wrapping, because frozen ones get no hook. A backward pass whose gradients are dropped
-    must have reached the same parameters on all ranks.
+    tensors, each sent from where it is. Unfreeze parameters before wrapping. A backward pass whose gradients are
+    dropped must have reached the same parameters on all ranks.
 
     Raises ValueError if bucket_size_mb is not above 0 and finite.
     """

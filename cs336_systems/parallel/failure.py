@@ -103,11 +103,9 @@ def _is_another_ranks_fault(error: RuntimeError) -> bool:
 class Watchdog:
     """Threads that end this process if a transfer is not done in time. It may hang where nothing can be raised.
 
-    On a GPU the main thread hangs in the driver, behind kernels that wait for another rank. A thread that asks whether
-    transfers are done may hang there too, so one thread asks, and another one looks at the clock. If a hanging call
-    keeps all of Python from running, a timer that needs no Python ends the process and prints each thread's stack.
-    Neither thread frees an event (`comm._spare_events`), because that takes CUDA's lock, which the main thread may
-    hold.
+    A thread that asks whether transfers are done may hang in the driver as the main thread does, so another one looks
+    at the clock. If a hanging call keeps all of Python from running, a timer that needs no Python ends the process and
+    prints each thread's stack. Neither thread frees an event, because the main thread may hold CUDA's lock.
     """
 
     STUCK_S = 600.0
@@ -201,11 +199,8 @@ def leave_failure(error: BaseException) -> None:
 def _say_once(message: str, is_consequence: bool = False, patience_s: float = 5) -> None:
     """Print a message with this rank's number, unless another rank of this start has printed the same.
 
-    A possible consequence of another rank's failure is printed only if no rank has printed anything.
-
-    The first rank to count up in the agents' store prints. So this works before the process group exists, and for ranks
-    that fail one by one. In doubt the message is printed: if the store does not answer, or if the first rank does not
-    print within patience_s, because its agent may have ended it.
+    A possible consequence of another rank's failure is printed only if no rank has printed anything. The first rank to
+    count up in the agents' store prints; in doubt, or if it does not print within patience_s, the next one does too.
     """
     start = f"said after {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} restarts: "
     anything, same = f"{start}anything", start + hashlib.sha256(message.encode()).hexdigest()

@@ -21,13 +21,8 @@ class Strategy(nn.Module):
     At the start all ranks get rank 0's parameters and buffers. Gradients are averaged over ranks between `backward` and
     the optimizer's step. If ranks have different numbers of tokens, each multiplies its mean loss by
     `comm.mean_weight`. A parameter that no rank has used has no gradient afterwards. If only some ranks have used it,
-    the others contribute zeros.
-
-    Only gradients of a backward pass are averaged. One backward pass goes through one strategy, so several models that
-    share it belong in one module. Parameters that are added after wrapping are not averaged.
-
-    A strategy cannot be copied or pickled, because its hooks are on the parameters that it was given. The result of
-    `full_state_dict` can be, and so can its `module`, unless that is sharded.
+    the others contribute zeros. Several models that share a backward pass belong in one module. Parameters that are
+    added after wrapping are not averaged.
 
     Raises ValueError if the ranks' modules differ, if the module contains a strategy or is sharded by one, and for a
     grad_dtype in which gradients cannot be sent.
@@ -106,10 +101,8 @@ class Strategy(nn.Module):
         """The state dict that a single process would have. All ranks call it together, outside a forward pass.
 
         Without to_rank all ranks get it, on their devices; tensors that are whole already are returned as they are.
-        With to_rank that rank gets copies in main memory, which may hold more than its GPU can, and the others get {}.
-        If weights are sharded, each rank then holds no more than one gathered block on its device at a time.
-
-        Raises ValueError if there is no such rank.
+        With to_rank that rank gets copies in main memory, the others get {}, and no device holds more than one gathered
+        block at a time. Raises ValueError if there is no such rank.
         """
         if to_rank is not None and not 0 <= to_rank < comm.world_size():
             raise ValueError(f"to_rank is {to_rank}: there are ranks 0 to {comm.world_size() - 1}")
@@ -171,11 +164,7 @@ def _describe(t: Tensor) -> str:
 
 
 def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that calls a bound method without keeping its object alive, and does nothing once that is gone.
-
-    Python's garbage collector cannot see the hooks of a parameter. A strategy that they hold would never be freed,
-    because it holds the parameter in turn.
-    """
+    """A hook that calls a bound method without keeping its object alive: the collector cannot see parameters' hooks."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> Any:
@@ -196,10 +185,10 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 class UsedParameters:
-    """Tracks which parameters any rank has used. The ranks agree on it while the gradients are averaged.
+    """Tracks which parameters any rank has used.
 
-    A rank that has not used a parameter sends zeros in place of its gradient, so that all ranks send the same tensors.
-    A flag beside the gradients says whether any rank has used it; only a rank that has not used it reads the flag.
+    A rank that has not used a parameter sends zeros in place of its gradient, and reads from a flag beside the
+    gradients whether any rank has used it.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:

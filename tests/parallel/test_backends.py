@@ -78,13 +78,19 @@ def test_transfers(backend: str, device: str) -> None:
 
 
 # The group that a run makes for itself on GPUs is MIXED: tests/training has it.
-TRAINING = [PLACES[0], PLACES[1], PLACES[2], PLACES[4]]
-VARIANTS: list[dict[str, Any]] = [
-    *(dict(strategy=name) for name in ("naive", "flat", "overlap", "individual", "bucketed", "fsdp", "fsdp_simple")),
-    dict(strategy="fsdp", reshard_after_forward=False),
+TRAINING_ON_GPUS: list[Any] = [PLACES[1], PLACES[2], PLACES[4]]
+ON_CPU: list[dict[str, Any]] = [
+    dict(strategy="overlap"),
+    dict(strategy="fsdp"),
     dict(strategy="bucketed", shard_optimizer=True),
-    dict(strategy="naive", shard_optimizer="simple"),
     dict(strategy="torch_ddp"),
+]
+"""The others on a CPU are in tests/training/test_parallel.py and test_checkpoint_strategies.py."""
+VARIANTS: list[dict[str, Any]] = [
+    *ON_CPU,
+    *(dict(strategy=name) for name in ("naive", "flat", "individual", "bucketed", "fsdp_simple")),
+    dict(strategy="fsdp", reshard_after_forward=False),
+    dict(strategy="naive", shard_optimizer="simple"),
     dict(strategy="torch_fsdp"),
 ]
 
@@ -103,8 +109,15 @@ def run_and_resume(root: str, device: str, parallel: dict[str, Any]) -> None:
     pipeline.train_on(again, torch.device(device))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())))
-@pytest.mark.parametrize("backend, device", TRAINING)
+def every_variant() -> list[Any]:
+    """All on GPUs, and some on a CPU."""
+    places = [(*place, variant) for place in PLACES[:1] for variant in ON_CPU]
+    return places + [
+        pytest.param(*place.values, variant, marks=place.marks) for place in TRAINING_ON_GPUS for variant in VARIANTS
+    ]
+
+
+@pytest.mark.parametrize("backend, device, variant", every_variant(), ids=str)
 def test_training(backend: str, device: str, variant: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(run_and_resume, 2, str(tmp_path), device, variant, device=device, backend=backend)
     run_and_resume(str(tmp_path / "alone"), device, {})
