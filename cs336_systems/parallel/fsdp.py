@@ -256,7 +256,7 @@ class FSDP(Strategy):
             gathered.unshard()
             gathered.install(UNSHARDED)  # checkpointing recomputes the forward, with the module's weights
 
-    def _post_accumulate_grad(self, full: Tensor) -> None:
+    def _post_accumulate_grad(self, full: nn.Parameter) -> None:
         backward = self._enter_backward()
         group, p = self._group_of_full[full]
         p.used = True
