@@ -21,7 +21,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     If the block fails, the old file stays as it was. An OSError of the write names `path`.
     """
-    beside = Path(f"{path}.tmp")
+    beside = Path(path).with_name(f"writing-{Path(path).name}")  # keeps the suffix, which may decide the compression
     try:
         with naming_file(path):
             yield beside

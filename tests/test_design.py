@@ -42,7 +42,7 @@ PROFILING = {*BENCH, "cs336_systems.bench"}
 ALLOWED = {
     "cs336_basics": set(),
     "cs336_systems.config": {"cs336_basics"},
-    "cs336_systems.machine": set(),
+    "cs336_systems.machine": {"cs336_basics"},
     "cs336_systems.planner.accounting": {"cs336_basics"},
     "cs336_systems.planner": {*BASE, "cs336_systems.planner.accounting"},
     "cs336_systems.kernels": BASE,

@@ -12,11 +12,10 @@ from typing import Any
 
 from cs336_basics import stories
 from cs336_basics.data import token_dtype
-from cs336_basics.files import sha256_of_file
+from cs336_basics.files import replaced, sha256_of_file
 from cs336_basics.tokenizer import END_OF_TEXT, read_utf8
 
 from ..config.run import RunConfig
-from ..machine.files import written_whole
 from .stages import one_at_a_time, require_disk_space, run_stage
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
         ]
 
         def write_stories() -> None:
-            with written_whole(text_path) as beside, beside.open("w", encoding="utf-8") as file:
+            with replaced(text_path) as beside, beside.open("w", encoding="utf-8") as file:
                 file.writelines(stories.stories(data.seed, chars))
 
         check = functools.partial(require_disk_space, "data.story_chars", chars, sizes)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,14 @@ def test_the_file_may_be_a_pipe() -> None:
         assert parse_run_config(["--config", f"/dev/fd/{end}"])[0].train.max_steps == 7
 
 
-@pytest.mark.parametrize("text", ["ROMEO:", "123", "1e5", "null", "true", "{a: b}", "[1", "'q'", "# no", " x ", "a\nb"])
-def test_a_prompt_is_taken_as_it_is_written(text: str) -> None:
-    assert parse_run_config([*TINY, f"--sample.prompt={text}"])[0].sample.prompt == text
+TEXTS = ["123", "1e5", "2.0", "null", "yes", "{a: b}", "[1", "'q'", "# no", " x ", "a\nb", "😀", "\u2028"]
 
 
-def test_clipping_can_be_turned_off_as_the_help_says() -> None:
-    assert parse_run_config([*TINY, "--train.max_grad_norm=null"])[0].train.max_grad_norm is None
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_taken_as_it_is_written(text: str, write_config: WriteConfig) -> None:
+    config, _ = parse_run_config([*TINY, f"--sample.prompt={text}", f"--run_dir=x{text}"])
+    assert (config.sample.prompt, config.run_dir) == (text, f"x{text}")
+    assert load_config(write_config({"sample": {"prompt": text}})).sample.prompt == text
 
 
 @pytest.mark.parametrize(
@@ -137,32 +139,27 @@ def test_an_unknown_field_on_the_command_line_suggests_a_near_one(written: str, 
 @pytest.mark.parametrize(
     "content, name, near",
     [
-        ({"train": {"max_stepz": 5}}, "train.max_stepz", "train.max_steps"),
         ({"sample": {"max_steps": 5}}, "sample.max_steps", "train.max_steps"),
         ({"trian": {"max_steps": 5}}, "trian", "train"),
         ({"max_steps": 5}, "max_steps", "train.max_steps"),
-        ({"rundir": "x"}, "rundir", "run_dir"),
     ],
 )
 def test_an_unknown_field_in_the_file_suggests_a_near_one(
     write_config: WriteConfig, content: dict[str, Any], name: str, near: str
 ) -> None:
-    message = error_of("--config", write_config(content))
-    assert message.startswith(f"unknown field {name}")
-    assert f"did you mean {near}" in message
+    assert error_of("--config", write_config(content)).startswith(f"unknown field {name}: did you mean {near}")
 
 
 @pytest.mark.parametrize(
     "content, name",
-    [('{"train": {"max_steps": 1, "max_steps": 2}}', "max_steps"), ('{"train": {}, "data": {}, "train": {}}', "train")],
+    [
+        ('{"train": {"max_steps": 1, "max_steps": 2}}', "max_steps"),
+        ('{"train": {}, "data": {}, "train": {}}', "train"),
+        ('{"train.max_steps": 1, "train": {"max_steps": 2}}', "train.max_steps"),
+    ],
 )
 def test_a_field_that_the_file_has_twice_is_refused(write_config: WriteConfig, content: str, name: str) -> None:
-    assert f"it has '{name}' twice: it must be given once" in error_of("--config", write_config(content))
-
-
-def test_a_field_that_the_file_has_in_two_spellings_is_refused(write_config: WriteConfig) -> None:
-    message = error_of("--config", write_config({"train.max_steps": 1, "train": {"max_steps": 2}}))
-    assert "config.json has 'train.max_steps' twice: it must be given once" in message
+    assert f"has '{name}' twice" in error_of("--config", write_config(content))
 
 
 def test_a_config_file_may_begin_with_a_byte_order_mark(write_config: WriteConfig) -> None:
@@ -188,54 +185,19 @@ def test_a_field_without_its_value_is_an_error() -> None:
 # Wrong types and values
 
 
-WRONG: dict[str, list[str]] = {
-    "train.max_steps": ["abc", "1.5", "null", "[1]", "true", ""],
-    "optimizer.lr": ["abc", "nan", "null", "[1]", "-1", ".nan", ".inf", ""],
-    "optimizer.betas": ["0.9", "[0.9]", "[0, 0, 0]", "[a, b]", "[0.9, 1.5]"],
-    "model.rope_theta": ["nan", "0"],
-    "checkpoint.keep_last": ["abc", "0", "1.5"],
-    "train.compile": ["maybe", "null"],
-    "skip_data": ["maybe", "null"],
-    "train.precision": ["fp8"],
-    "data.source": ["web"],
-    "optimizer.implementation": ["sgd"],
-    "log.wandb": ["on"],
-    "model.size": ["huge"],
-}
-SHOWN_AS = {
-    "null": "None",
-    "true": "True",
-    ".nan": "nan",
-    ".inf": "inf",
-    "[a, b]": "a",
-    "[0.9, 1.5]": "1.5",
-}
-
-
-@pytest.mark.parametrize("field, written", [(field, value) for field, values in WRONG.items() for value in values])
-def test_a_wrong_value_on_the_command_line_is_named_with_its_field(field: str, written: str) -> None:
-    message = error_of(*TINY, f"--{field}={written}")
-    assert message.startswith(field)
-    assert SHOWN_AS.get(written, written) in message
-
-
 @pytest.mark.parametrize(
-    "field, accepted",
+    "field, written, shown",
     [
-        ("train.precision", ["fp32", "bf16", "fp16"]),
-        ("data.source", ["random", "stories", "text", "tinystories"]),
-        ("log.wandb", ["off", "offline", "online"]),
-        ("model.size", ["small", "medium", "2.7B"]),
+        *[("optimizer.lr", written, shown) for written, shown in (("nan", "nan"), (".nan", "nan"), (".inf", "inf"))],
+        ("optimizer.lr", "-1", "-1"),
+        ("optimizer.betas", "[0.9, 1.5]", "1.5"),
+        ("model.rope_theta", "nan", "nan"),
+        ("model.size", "huge", "one of small, medium, .*2.7B"),
+        ("checkpoint.keep_last", "0", "0"),
     ],
 )
-def test_a_wrong_choice_lists_the_choices(field: str, accepted: list[str]) -> None:
-    message = error_of(*TINY, f"--{field}=other")
-    assert all(name in message for name in accepted)
-
-
-def test_text_that_looks_like_a_number_stays_as_it_is() -> None:
-    config = parse_run_config([*TINY, "--run_dir", "1e3", "--sample.prompt=2.0", "--optimizer.lr=1e-3"])[0]
-    assert (config.run_dir, config.sample.prompt, config.optimizer.lr) == ("1e3", "2.0", 1e-3)
+def test_a_wrong_value_on_the_command_line_is_named_with_its_field(field: str, written: str, shown: str) -> None:
+    assert re.match(f"{field}.*{shown}", error_of(*TINY, f"--{field}={written}"))
 
 
 FIELDS = {f"{group}.{name}": hint for group, cls in GROUPS.items() for name, hint in typing.get_type_hints(cls).items()}
@@ -277,6 +239,13 @@ def _check_type_error(message: str, field: str, value: Any) -> None:
         assert leak not in message
 
 
+def _file_with(field: str, value: Any) -> dict[str, Any]:
+    group, _, name = field.rpartition(".")
+    content: dict[str, Any] = {"model": dict(MODEL)}
+    (content.setdefault(group, {}) if group else content)[name] = value
+    return content
+
+
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_wrong_type_on_the_command_line_says_in_words_which_type_is_accepted(field: str) -> None:
     kind = _kind(FIELDS[field])
@@ -287,11 +256,10 @@ def test_a_wrong_type_on_the_command_line_says_in_words_which_type_is_accepted(f
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_wrong_type_in_the_file_says_in_words_which_type_is_accepted(field: str, write_config: WriteConfig) -> None:
-    group, _, name = field.rpartition(".")
     for value in NOT_OF_THE_TYPE[_kind(FIELDS[field])]:
-        content: dict[str, Any] = {"model": dict(MODEL)}
-        (content.setdefault(group, {}) if group else content)[name] = value
-        _check_type_error(error_of("--config", write_config(content)), field, value)
+        _check_type_error(error_of("--config", write_config(_file_with(field, value))), field, value)
+    if not _takes_null(FIELDS[field]):
+        assert error_of("--config", write_config(_file_with(field, None))).startswith(field)
 
 
 @pytest.mark.parametrize(
@@ -322,25 +290,6 @@ def test_an_absurdly_long_value_is_one_line(field: str, written: str, write_conf
 
 def _takes_null(hint: Any) -> bool:
     return type(None) in typing.get_args(hint)
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_null_in_the_file_is_an_error_for_fields_that_have_no_null(
-    group: str, write_config: WriteConfig, tmp_path: Path
-) -> None:
-    slipped_through = []
-    for name, hint in typing.get_type_hints(GROUPS[group]).items():
-        if _takes_null(hint):
-            continue
-        content = {"model": MODEL}
-        content = {**content, group: {**content.get(group, {}), name: None}}
-        try:
-            parse_run_config(["--config", write_config(json.dumps(content))])
-        except ValueError as error:
-            assert str(error).startswith(f"{group}.{name}")  # noqa: PT017
-        else:
-            slipped_through.append(name)
-    assert slipped_through == []
 
 
 @pytest.mark.parametrize("value", [None, 5, [1], "x"])
@@ -375,11 +324,6 @@ def test_a_file_that_is_no_json_object_is_one_line_that_names_it(
     assert "broken.json" in the_line(cs336("train", "--config", file, *TINY, "--print_config"))
 
 
-def test_a_binary_file_is_one_line_that_names_it(cs336: Run, tmp_path: Path) -> None:
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00\x01")
-    assert "binary.json" in the_line(cs336("train", "--config", str(tmp_path / "binary.json"), "--print_config"))
-
-
 def test_without_a_model_a_config_file_is_suggested(cs336: Run) -> None:
     line = the_line(cs336("train", "--data.source", "text"))
     assert "model.d_model is missing" in line
@@ -398,12 +342,6 @@ def test_a_missing_file_or_a_folder_is_one_line_that_names_it(cs336: Run, tmp_pa
     assert the_line(cs336("train", "--config", str(tmp_path))).startswith(f"config file {tmp_path} is a folder")
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "configs").glob("*.json")), ids=lambda f: f.stem)
-def test_a_configuration_of_the_repository_is_valid_json_and_parses(file: Path) -> None:
-    json.loads(file.read_text())
-    parse_run_config(["--config", str(file)])
-
-
 def test_every_field_has_its_own_help(cs336: Run) -> None:
     assert list(GROUPS) == ["model", "data", "optimizer", "train", "parallel", "checkpoint", "sample", "log"]
     actions = {action.dest: action for action in train_parser()._actions}
@@ -418,12 +356,3 @@ def test_every_field_has_its_own_help(cs336: Run) -> None:
         assert len(text) > 8, field
         assert f"--{field}" in shown
         assert " ".join(text.replace("%%", "%").split()[:3]) in shown, field
-
-
-def test_a_file_keeps_any_text(write_config: WriteConfig) -> None:
-    """Escapes, and words that YAML would parse."""
-    for prompt in ("😀", "yes", "null", "1e3", "a: b", "\u2028"):
-        config, _ = parse_run_config(
-            ["--config", write_config({"model": {"size": "small"}, "sample": {"prompt": prompt}})]
-        )
-        assert config.sample.prompt == prompt

@@ -70,7 +70,7 @@ def stages(folder: Path, caplog: pytest.LogCaptureFixture) -> Callable[[RunConfi
         caplog.clear()
         with caplog.at_level(logging.INFO, "cs336_systems"):
             prepare_data(config)
-        assert list(folder.rglob("*.tmp")) == []
+        assert list(folder.rglob("writing-*")) == []
         made = [re.fullmatch(r"\w+: making (\S+), (which|because) .*", message) for message in caplog.messages]
         skipped = [re.fullmatch(r"\w+: (.*) is up to date, skipped", message) for message in caplog.messages]
         return {Path(m[1]).name for m in made if m}, {Path(m[1]).name for m in skipped if m}
@@ -407,7 +407,7 @@ def test_a_file_for_which_there_is_no_room_is_named(
         Path("d", name).unlink()
     with pytest.raises(OSError, match=rf"\] File too large: '{re.escape(named)}'$"), largest_file(room):
         prepare_data(config)
-    assert not [path for path in Path("d").iterdir() if path.suffix == ".tmp" or path.name.startswith("writing-")]
+    assert not list(Path("d").glob("writing-*"))
     prepare_data(config)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from cs336_basics.files import replaced
+
 from ...config.checks import require, require_at_least
-from ...machine.files import written_whole
 from ...machine.hardware import check_precision, select_device, use_device
 from ...planner.accounting import attention_product_flops, softmax_flops
 from ..instruments.timing import Stopwatch, wait_for
@@ -167,6 +168,6 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
             # Wait, because a kernel still running when recording begins would have no launch.
             times.append(watch.lap_ms())
             profiler.step()
-    with written_whole(trace) as beside:
+    with replaced(trace) as beside:
         profiler.export_chrome_trace(str(beside))
     return sum(times[1:]) / steps

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...machine.files import written_whole
+from cs336_basics.files import replaced
+
 from ...machine.hardware import select_device
 from ..outcome import current_gpu_state
 from ..row import stamp
@@ -127,7 +128,7 @@ def held_tensors(bench: Workbench) -> Iterator[tuple[str, str, Tensor]]:
 
 class _AllocatorRecorder:
     def save(self, path: Path) -> None:
-        with written_whole(path) as beside:
+        with replaced(path) as beside:
             torch.cuda.memory._dump_snapshot(str(beside))
 
 

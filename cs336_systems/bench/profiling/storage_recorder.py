@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...machine.files import written_whole
+from cs336_basics.files import replaced
+
 from ..instruments.live_bytes import StorageFollower
 
 _MOST_FRAMES = 40
@@ -62,7 +63,7 @@ class StorageRecorder(StorageFollower):
             )
             facts |= dict(device=0, stream=0, segment_type="large", segment_pool_id=(0, 0), is_expandable=False)
             segments.append({**facts, "frames": frames, "blocks": [block]})
-        with written_whole(path) as beside, beside.open("wb") as file:
+        with replaced(path) as beside, beside.open("wb") as file:
             pickle.dump({"segments": segments, "device_traces": [self._events]}, file)
 
     def _note(self, action: str, address: int, size: int, frames: list[dict[str, Any]]) -> None:
