@@ -89,7 +89,8 @@ def test_an_unknown_device_has_no_peak(name: str) -> None:
 
 PARTS = [
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-40GB MIG 7g.40gb", "NVIDIA H200 MIG 1g.18gb+me",
-    "GRID T4-8Q", "NVIDIA A100-4C", "NVIDIA A100-1-5CME", "NVIDIA H100-20C", "GRID A100D-10C", "GRID V100-16A", "NVIDIA L40S-1B",
+    "GRID T4-8Q", "NVIDIA A100-4C", "NVIDIA A100-1-5CME", "NVIDIA H100-20C", "GRID A100D-10C", "GRID V100-16A",
+    "NVIDIA L40S-1B",
 ]  # fmt: skip
 
 
