@@ -30,31 +30,42 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
+def asked(case: "Case", command: str, options: Any) -> list[Any]:
+    """The configurations that the options of `case_parser` ask for. Raises ValueError naming a wrong value."""
+    from ..bench.case import check_sized_for_gpu, configurations
+
+    fields = dataclasses.fields(case.config)
+    given: dict[str, tuple[Any, ...]] = {}
+    for field in fields:
+        if (values := getattr(options, field.name, None)) is not None:
+            given[field.name] = tuple(values) or (True,)
+    if not options.quick and case.quick_is_on_cpu:
+        for device in given.get("device", ("auto",)):
+            check_sized_for_gpu(command, device)
+    for field in fields:
+        if field.name in given and (parse_value := field.metadata.get("parse")):
+            given[field.name] = tuple(map(parse_value, given[field.name]))
+    beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in fields
+              if field.metadata.get("beside") and field.name not in given}  # fmt: skip
+    return configurations(case, given, options.sweep, options.quick, beside)
+
+
 def _run(case: "Case", arguments: Sequence[str]) -> int:
-    from ..bench.case import check_sized_for_gpu, configurations, differing, is_of
+    from ..bench.case import differing, is_of
     from ..bench.row import check_row_file, exit_code, read_rows
     from ..bench.runner import rows_on_this_gpu
     from ..report.outputs import write_into
     from ..report.views import rows_table, write_views
 
-    options = parse(_parser(case, "--quick" in arguments), arguments)
-    fields = dataclasses.fields(case.config)
-    given: dict[str, tuple[Any, ...]] = {}
-    for field in fields:
-        if (values := getattr(options, field.name, None)) is not None:
-            parse_value = field.metadata.get("parse")
-            given[field.name] = tuple(map(parse_value, values)) if parse_value else tuple(values) or (True,)
-    if not options.quick and case.quick_is_on_cpu:
-        for device in given.get("device", ("auto",)):
-            check_sized_for_gpu(f"bench {case.name}", device)
-    beside = {field.name: str(Path(options.out, field.metadata["beside"])) for field in fields
-              if field.metadata.get("beside") and field.name not in given}  # fmt: skip
-    configs = configurations(case, given, options.sweep, options.quick, beside)
+    command = f"bench {case.name}"
+    parser = case_parser(case, command, "bench", "Folder of rows, tables and plots", "--quick" in arguments)
+    options = parse(parser, arguments)
+    configs = asked(case, command, options)
     folder = folder_to_write(options.out)
     path = check_row_file(folder / f"{case.name}.jsonl")
     say(f"{len(configs)} to measure; rows go to {path} as they come")
     try:
-        rows = _measure(case, configs, path, options)
+        rows = measure(case, configs, path, options)
     finally:
         if not path.stat().st_size:  # no row was written
             path.unlink()
@@ -71,7 +82,7 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     return exit_code(rows)
 
 
-def _measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> list["Row"]:
+def measure(case: "Case", configs: Sequence[Any], path: Path, options: Any) -> list["Row"]:
     """Run the case and print each row as it comes."""
     from ..bench.case import describe_among
     from ..bench.runner import run_case
@@ -99,15 +110,18 @@ def _disturbed(row: "Row") -> str:
     return text + (f"; other processes on the GPU, which take its time: {others}" if others else "")
 
 
-def _parser(case: "Case", is_quick: bool) -> Any:
+def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bool) -> Any:
+    """The parser of a command that measures a case and writes to `--out`, usually `runs/FOLDER`."""
     from docstring_parser import parse_from_object
 
     from ..bench.case import value_type
 
-    parser = make_parser(f"bench {case.name}", case.about)
+    parser = make_parser(command, case.about)
     help_texts = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
                   for param in parse_from_object(cls).params}  # fmt: skip
     for field in dataclasses.fields(case.config):
+        if field.metadata.get("beside") == ".":  # the folder itself, which is --out
+            continue
         quick = field.metadata.get("quick") if is_quick else ()
         values = " ".join("x".join(map(str, value)) if isinstance(value, tuple) else str(value)
                           for value in quick or field.metadata.get("values", (field.default,)))  # fmt: skip
@@ -122,7 +136,7 @@ def _parser(case: "Case", is_quick: bool) -> Any:
     parser.add_argument("--quick", action="store_true", help="A tiny run, seconds on a CPU; other options override it.")
     resume = "Skip configurations that the row file, or one of the same name in a folder below, already has."
     parser.add_argument("--resume", action="store_true", help=resume)
-    add_folder(parser, "bench", is_quick, "Folder of rows, tables and plots")
+    add_folder(parser, folder, is_quick, help)
     return parser
 
 

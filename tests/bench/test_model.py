@@ -14,8 +14,6 @@ from cs336_systems.bench.case import check_sized_for_gpu, configurations
 from cs336_systems.bench.cases import NAMES, get_case
 from cs336_systems.bench.cases import model as case
 from cs336_systems.bench.instruments.timing import Stopwatch
-from cs336_systems.bench.profiling import memory_profile as memory
-from cs336_systems.bench.row import Row
 from cs336_systems.bench.worker import Worker
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli import profile as profile_command
@@ -150,9 +148,9 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path: Path, monkeypatch: pyte
     assert bench("precision-accumulation", "--quick")[0] == bench("precision-accumulation")[0] == 0
     assert {path.parent for path in Path("runs").rglob("*.jsonl")} == {Path("runs/quick/bench"), Path("runs/bench")}
     profiled: list[str] = []
-    monkeypatch.setattr(profile_command, "_one_kernel_profile", lambda *facts: profiled.append(str(facts[-1])) or 0)
-    monkeypatch.setattr(profile_command, "_write_summary", lambda row, folder: profiled.append(str(folder)) or "")
-    monkeypatch.setattr(memory, "profile", lambda *_, **__: Row(case="profile-memory", variant="v", config={}, env={}))
+    monkeypatch.setattr(
+        profile_command, "measure", lambda case, configs, path, options: profiled.append(str(path.parent)) or []
+    )
     for quick in (["--quick"], ["--device", "cpu"]):
         for what in ("kernels", "memory"):
             assert profile_command.profile([what, *quick]) == 0

@@ -1,19 +1,11 @@
 """Several workloads in one call of `cs336 profile`: a process and a folder each, and one file with the rows of all."""
 
-import functools
-import os
-import signal
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
-from cs336_systems.bench.profiling.isolated_profile import IsolatedProfile, profile_each
-from cs336_systems.bench.row import Row, append_row, read_rows
-from cs336_systems.bench.workload import Workload
+from cs336_systems.bench.row import read_rows
 from cs336_systems.cli.main import main
-from cs336_systems.report.memory_profiles import memory_summary
 from cs336_systems.report.views import rows_table
 
 
@@ -80,41 +72,3 @@ def test_a_wrong_value_among_several_is_one_line_before_anything_runs(
     assert message in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def accident(kind: str, folder: Path, rows: Path) -> Row:
-    """An accident in the process of a profile."""
-    if kind == "oom":
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has\nmore to say")
-    if kind == "is killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    row = Row(case="profile-memory", variant=kind, config={"process": os.getpid(), "folder": str(folder)})
-    append_row(rows, row)
-    return row
-
-
-def test_a_profile_that_fails_or_dies_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
-    kinds, lengths = ("oom", "is killed", "ok"), (8, 16, 32)
-    profiles = [
-        IsolatedProfile(
-            case="profile-memory",
-            workload=Workload(size="quick", context_length=length, mode="forward", device="cpu"),
-            run=functools.partial(accident, kind),
-            out=tmp_path,
-        )
-        for kind, length in zip(kinds, lengths, strict=True)
-    ]
-    found = list(profile_each(profiles))
-    rows = [row for _, row in found]
-    assert [row.status for row in rows] == ["oom", "error", "ok"]
-    assert rows == read_rows(tmp_path / "rows.jsonl")
-    assert [profile.folder.name for profile, _ in found] == [f"quick-{length}-forward-fp32" for length in lengths]
-    assert rows[0].metrics == {"requested_bytes": 3 << 29}
-    assert rows[0].config.items() >= asdict(profiles[0].workload).items()
-    assert "SIGKILL" in (rows[1].error or "")
-    assert rows[2].config["process"] != os.getpid()
-    assert [row.config["folder"] for row in rows[2:]] == [str(profile.folder) for profile in profiles[2:]]
-    table = rows_table(rows[:2])
-    assert "| quick, 4 x 8 | forward (out of memory) |" in table
-    assert "| quick, 4 x 16 | forward (failed) |" in table
-    assert memory_summary(rows[1]).endswith(f"failed: {rows[1].error}")

@@ -62,16 +62,15 @@ def test_a_text_that_is_no_report_is_refused(text: str) -> None:
 
 
 def test_the_command_profiles_this_program_from_after_its_warm_up(tmp_path: Path) -> None:
-    config = KernelProfile(workload=Workload(size="quick", precision="bf16"), warmup=2, steps=4)
-    command = nsys_command(config, "train_step", tmp_path)
+    how = dict(size="quick", precision="bf16", mode="train_step", warmup=2, steps=4, folder=str(tmp_path))
+    command = nsys_command(KernelProfile(**how))  # type: ignore[arg-type]
     assert command[:3] == ["nsys", "profile", "--trace=cuda,nvtx"]
     asked = {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--cuda-memory-usage=true"}
     assert asked <= set(command)
     assert f"--output={tmp_path}/nsys_train_step" in command
     program, given, facts = command[-3:]
     assert (program, facts) == ("cs336_systems.bench.profiling.nsys", f"{tmp_path}/nsys_train_step.json")
-    workload = {"size": "quick", "vocab_size": 300, "precision": "bf16", "mode": "train_step"}
-    assert json.loads(given) == {"workload": workload, "warmup": 2, "steps": 4}
+    assert json.loads(given) == how | {"vocab_size": 300}
     recorded = tmp_path / "nsys_train_step.nsys-rep"
     assert stats_command("nvtx_kern_sum", recorded)[:4] == ["nsys", "stats", "--report=nvtx_kern_sum", "--format=csv"]
 
@@ -108,8 +107,8 @@ esac
 
 
 def test_nsys_fills_the_same_tables_as_torch(stand_in: Path, tmp_path: Path) -> None:
-    config = KernelProfile(workload=Workload(size="quick", device="cpu"), steps=2)
-    ran, metrics, totals = profile_with_nsys(config, "train_step", tmp_path)
+    config = KernelProfile(size="quick", device="cpu", mode="train_step", steps=2, folder=str(tmp_path))
+    ran, metrics, totals = profile_with_nsys(config)
     assert totals == nsys_totals(KERNELS, RANGES, "train_step", 2)
     assert metrics["kernel_ms"] == pytest.approx(4.8)
     table = rows_table([Row(case="profile-kernels", variant="train_step", config=ran | {"steps": 2}, metrics=metrics)])
@@ -133,9 +132,9 @@ def test_a_program_that_fails_under_nsys_says_why(
     script: str, error: type[Exception], message: str, stand_in: Path, tmp_path: Path
 ) -> None:
     stand_in.write_text(f"#!/bin/sh\n{script}\nexit 3\n")
-    config = KernelProfile(workload=Workload(size="quick", device="cpu"))
+    config = KernelProfile(size="quick", device="cpu", folder=str(tmp_path))
     with pytest.raises(error, match=message):
-        profile_with_nsys(config, "forward", tmp_path)
+        profile_with_nsys(config)
 
 
 def test_nsys_records_only_the_steps_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +143,9 @@ def test_nsys_records_only_the_steps_after_the_warm_up(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
     monkeypatch.setattr(Workbench, "step", lambda self, after=None: calls.append("step"))
-    workload = Workload(size="quick", context_length=16, batch_size=1, device="cpu", optimizer="own")
-    command = nsys_command(KernelProfile(workload=workload, warmup=2, steps=3), "train_step", tmp_path)
-    monkeypatch.setattr("sys.argv", command[-3:])
+    how = dict(size="quick", context_length=16, batch_size=1, device="cpu", optimizer="own", mode="train_step")
+    config = KernelProfile(**how, warmup=2, steps=3, folder=str(tmp_path))  # type: ignore[arg-type]
+    monkeypatch.setattr("sys.argv", nsys_command(config)[-3:])
     nsys.main()
     assert calls == ["step"] * (2 + 3 + 3) + ["start", "step", "step", "step", "wait", "stop"]
     facts = json.loads((tmp_path / "nsys_train_step.json").read_text())

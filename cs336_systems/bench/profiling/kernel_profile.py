@@ -1,109 +1,78 @@
 """The profile `kernels`: the time of a forward pass and of a training step, kernel by kernel."""
 
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from cs336_basics.files import replaced
 
-from ...config.checks import require, require_at_least
-from ...machine.hardware import check_precision, select_device, use_device
+from ...config.checks import require_at_least, without_groups
+from ...machine.hardware import check_precision, select_device
 from ...planner.accounting import attention_product_flops, softmax_flops
+from ..case import Case, swept
 from ..instruments.timing import Stopwatch, wait_for
 from ..instruments.trace import named_range, read_trace
-from ..outcome import current_gpu_state, failure, free_memory, with_gpu_states
-from ..row import Row, append_row
+from ..outcome import each
 from ..workload import PHASES, Workbench, Workload
 from .annotated_attention import SCORES, SOFTMAX, VALUES, annotate_attention
-from .kernel_totals import KERNELS_FILE, SPANS, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
+from .kernel_totals import KERNELS_FILE, KernelTotal, add_up, busy_ms, kernel_metrics, write_kernels
 from .kernel_trace import cpu_kernels, gpu_kernels
-
-logger = logging.getLogger(__name__)
-CASE = "profile-kernels"
-MODES = ("forward", "train_step")
-QUICK: dict[str, Any] = dict(size="quick", context_length=32, batch_size=2, device="cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelProfile:
-    """A workload to profile in some modes, for `steps` steps after `warmup` others."""
+class KernelProfile(Workload):
+    """A workload, and how its kernels are profiled. `Workload` explains the inherited fields."""
 
-    workload: Workload
-    modes: tuple[str, ...] = MODES
-    warmup: int = 5
-    steps: int = 3
+    size: str = swept("small", quick="quick")
+    context_length: int = swept(512, quick=32)
+    batch_size: int = swept(4, quick=2)
+    mode: Literal["forward", "forward_backward", "train_step"] = swept("forward", "train_step", also="modes")
+    device: str = swept("auto", quick="cpu")
+    warmup: int = swept(5, quick=1)
+    """Steps before the profiled ones."""
+    steps: int = swept(3, quick=1)
+    """Profiled steps."""
+    tool: Literal["torch", "nsys"] = "torch"
+    """torch (torch.profiler) or nsys (Nsight Systems)."""
+    folder: str = swept(".", beside=".")
+    """Folder of the trace and of kernels.csv."""
 
     def __post_init__(self) -> None:
-        for mode in self.modes or ("",):
-            require(mode in SPANS, "mode", mode, f"one or more of {', '.join(SPANS)}")
+        super().__post_init__()
         require_at_least(self, "", 1, "warmup", "steps")
 
-    def workload_of(self, mode: str) -> Workload:
-        """The workload in one of the modes."""
-        return replace(self.workload, mode=mode)  # type: ignore[arg-type]
+    def check(self) -> None:
+        """Raise ValueError if the device does not compute in the precision, or the tool does not see it."""
+        device = select_device(self.device)
+        with without_groups():
+            check_precision(device, self.precision)
+        if self.tool == "nsys":
+            from .nsys import check_nsys
 
-    def check_device(self) -> torch.device:
-        """The device. Raises ValueError if it is not there or does not compute in the precision."""
-        try:
-            device = select_device(self.workload.device)
-            check_precision(device, self.workload.precision)
-        except ValueError as error:
-            raise ValueError(str(error).replace("train.", "")) from error
-        return device
+            check_nsys(device)
 
 
 Profiled = tuple[dict[str, Any], dict[str, Any], list[KernelTotal]]
 """The configuration that ran (`Workbench.read_back`), metrics, and the totals of the kernels."""
 
 
-Tool = Callable[[KernelProfile, str, Path], Profiled]
-"""Profiles one mode, and leaves its trace in a folder."""
+def profile(config: KernelProfile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Profile with the configuration's tool and add to kernels.csv; return the configuration as it ran, and metrics."""
+    from .nsys import profile_with_nsys
+
+    folder = Path(config.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ran, metrics, totals = profile_with_torch(config) if config.tool == "torch" else profile_with_nsys(config)
+    write_kernels(folder / KERNELS_FILE, config.mode, totals)
+    return ran, metrics
 
 
-def measure(
-    config: KernelProfile, out: Path, profile: Tool, rows: Path | None = None
-) -> Iterator[tuple[Row, list[KernelTotal]]]:
-    """Profile mode by mode with a tool; append a row per mode to a file, and yield it with its kernels.
-
-    rows: the file (default: `rows.jsonl` in `out`). A mode that does not fit into memory gives a row of status oom.
-    """
-    modes = list(dict.fromkeys(config.modes))
-    for number, mode in enumerate(modes, 1):
-        logger.info("profiling %d of %d: %s of size %s", number, len(modes), mode, config.workload.size)
-        given = {"warmup": config.warmup, "steps": config.steps}
-        totals: list[KernelTotal] = []
-        try:
-            if config.workload.device.startswith("cuda"):
-                use_device(config.workload.device)  # current_gpu_state reads this device
-            before = current_gpu_state()
-            ran, metrics, totals = profile(config, mode, out)
-            row = Row(case=CASE, variant=mode, config=ran | given, metrics=metrics)
-            row = with_gpu_states(row, before, current_gpu_state())
-        except Exception as error:
-            status, reason = failure(error)
-            if status != "oom":
-                raise
-            asked = asdict(config.workload_of(mode)) | asdict(config.workload.shape) | given
-            row = Row(case=CASE, variant=mode, config=asked, status=status, error=reason)
-        append_row(rows or out / "rows.jsonl", row)
-        free_memory()
-        yield row, totals
-
-
-def profile_alone(config: KernelProfile, profile: Tool, out: Path, rows: Path) -> Row:
-    """Profile a configuration with one mode; its trace and `kernels.csv` are written to `out`."""
-    ((row, totals),) = measure(config, out, profile, rows)
-    write_kernels(out / KERNELS_FILE, {row.variant: totals})
-    return row
-
-
-def warm_bench(config: KernelProfile, mode: str) -> tuple[Workbench, bool]:
+def warm_bench(config: KernelProfile) -> tuple[Workbench, bool]:
     """The workload built and warmed up, and whether its attention has ranges."""
-    bench = Workbench(config.workload_of(mode))
+    bench = Workbench(config)
     annotated = annotate_attention(bench)
     with named_range("warm-up"):
         for _ in range(config.warmup):
@@ -131,11 +100,11 @@ def attention_operations(workload: Workload) -> dict[str, int]:
     return {SCORES: product, SOFTMAX: softmax_flops(shape, batch, length), VALUES: product}
 
 
-def profile_with_torch(config: KernelProfile, mode: str, out: Path) -> Profiled:
-    """Profile one mode with `torch.profiler`; the trace is written to `out`, as `trace_MODE.json.gz`."""
-    trace = out / f"trace_{mode}.json.gz"
+def profile_with_torch(config: KernelProfile) -> Profiled:
+    """Profile with `torch.profiler`; the trace is `trace_MODE.json.gz` in the folder."""
+    trace = Path(config.folder, f"trace_{config.mode}.json.gz")
     trace.unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
-    bench, annotated = warm_bench(config, mode)
+    bench, annotated = warm_bench(config)
     times = wall_times(bench, config.steps)
     profiled_ms = _record(bench, config.steps, trace)
     events = read_trace(trace)
@@ -149,8 +118,8 @@ def profile_with_torch(config: KernelProfile, mode: str, out: Path) -> Profiled:
         "streams": len({kernel.stream for kernel in kernels}),
         "attention_operations": attention_operations(bench.config),
     }
-    ran = bench.read_back() | {"tool": "torch", "attention_ranges": annotated}
-    return ran, metrics | kernel_metrics(totals, mode), totals
+    ran = bench.read_back() | {"attention_ranges": annotated}
+    return ran, metrics | kernel_metrics(totals, config.mode), totals
 
 
 def _record(bench: Workbench, steps: int, trace: Path) -> float:
@@ -171,3 +140,15 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
     with replaced(trace) as beside:
         profiler.export_chrome_trace(str(beside))
     return sum(times[1:]) / steps
+
+
+CASE = Case(
+    name="profile-kernels",
+    about="The time of a forward pass and a training step, by kernel.",
+    module=__name__,
+    config=KernelProfile,
+    variant=attrgetter("mode"),
+    measure=each("profile-kernels", attrgetter("mode"), profile),
+    isolated=True,
+    check=KernelProfile.check,
+)

@@ -1,7 +1,7 @@
 """Kernel times in numbers: totals per kernel, shares per class, and the parts of attention."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,16 +100,15 @@ def kernel_metrics(totals: Sequence[KernelTotal], mode: str) -> dict[str, Any]:
     }
 
 
-def write_kernels(path: Path, profiles: Mapping[str, Sequence[KernelTotal]]) -> None:
-    """Write all kernels of some modes as CSV: one line per kernel, phase and range, the longest first."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+def write_kernels(path: Path, mode: str, totals: Sequence[KernelTotal]) -> None:
+    """Append a mode's kernels to a CSV file: one line per kernel, phase and range, the longest first."""
+    header = ("mode", "phase", "range", "class", "calls_per_step", "ms_per_step", "share_of_phase", "kernel")
+    phases = {phase: sum(t.ms for t in totals if t.phase == phase) for phase in {t.phase for t in totals}}
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            ("mode", "phase", "range", "class", "calls_per_step", "ms_per_step", "share_of_phase", "kernel")
-        )
-        for mode, totals in profiles.items():
-            phases = {phase: sum(t.ms for t in totals if t.phase == phase) for phase in {t.phase for t in totals}}
-            for t in totals:
-                share = t.ms / phases[t.phase] if phases[t.phase] else 0.0
-                numbers = f"{t.calls:g}", f"{t.ms:.6f}", f"{share:.6f}"
-                writer.writerow((mode, t.phase, t.part or "", t.kind, *numbers, t.name))
+        if not file.tell():
+            writer.writerow(header)
+        for t in totals:
+            share = t.ms / phases[t.phase] if phases[t.phase] else 0.0
+            numbers = f"{t.calls:g}", f"{t.ms:.6f}", f"{share:.6f}"
+            writer.writerow((mode, t.phase, t.part or "", t.kind, *numbers, t.name))

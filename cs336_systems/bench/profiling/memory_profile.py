@@ -1,17 +1,19 @@
 """The profile `memory`: the memory of a step over time, from the recording to the row `profile-memory`."""
 
 import dataclasses
-import logging
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cs336_basics.shape import ModelShape
 
-from ...config.checks import folder_to_write
+from ...config.checks import folder_to_write, require_at_least
 from ...config.model import SHAPE_FIELDS
+from ...machine.hardware import select_device
 from ...planner.accounting import num_parameters, residual_bytes
-from ..outcome import failure
-from ..row import Row, append_row, check_row_file
+from ..case import Case, row_config, swept
+from ..outcome import failed
+from ..row import Row
 from ..workload import Workload
 from .captions import note_of, title_of
 from .history import history_of
@@ -22,75 +24,72 @@ from .snapshot import read_snapshot
 from .timeline import facts
 from .timeline_plot import plot_timeline
 
-logger = logging.getLogger(__name__)
-CASE = "profile-memory"
-ROWS_FILE, PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "rows.jsonl", "timeline.png", "timeline.html", "summary.md"
-QUICK = dict(size="quick", context_length=64, batch_size=2)
+PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "timeline.png", "timeline.html", "summary.md"
 
 
-def profile(
-    config: Workload,
-    folder: Path,
-    rows: Path | None = None,
-    *,
-    warmup: int = 2,
-    detail: int = 5000,
-    min_bytes: int = 0,
-) -> Row:
-    """Record a step of a workload into a folder and draw it there; return its row, also appended to a file of rows.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryProfile(Workload):
+    """A workload of which a step's memory is recorded. `Workload` explains the inherited fields."""
 
-    rows: that file (default: the folder's own). A model that does not fit even without a step gives a row with status
-    oom and no picture.
+    size: str = swept("small", quick="quick")
+    context_length: int = swept(512, quick=64)
+    batch_size: int = swept(4, quick=2)
+    mode: Literal["forward", "forward_backward", "train_step"] = swept("train_step")
+    device: str = swept("auto", quick="cpu")
+    warmup: int = 2
+    """Steps before the recorded one."""
+    folder: str = swept(".", beside=".")
+    """Folder of the recording and its pictures."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(self, "", 0, "warmup")
+
+    def check(self) -> None:
+        """Raise ValueError for a compiled step on a CPU, where only operators called one by one can be seen."""
+        if self.compile and select_device(self.device).type == "cpu":
+            raise ValueError("compile is true: it must be false on a CPU, where storages are counted by operator")
+
+
+def profile(config: MemoryProfile) -> Row:
+    """Record a step into the configuration's folder, draw it there, and return its row.
+
+    A model that does not fit even without a step gives a row with status oom and no picture.
     """
-    rows = rows or folder / ROWS_FILE
-    check_out(rows)
+    folder = Path(config.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for name in (SNAPSHOT_FILE, PHASES_FILE, PICTURE_FILE, PAGE_FILE, SUMMARY_FILE):
         (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
-    logger.info("recording: %s of size %s", config.mode, config.size)
     try:
-        record(config, warmup, folder)
-    except Exception as error:
-        status, reason = failure(error)
-        if status != "oom":
-            raise
-        row = Row(case=CASE, variant=config.mode, config=dataclasses.asdict(config), status=status, error=reason)
-        append_row(rows, row)
-        return row
-    return draw(folder / SNAPSHOT_FILE, folder, rows, detail=detail, min_bytes=min_bytes)
+        record(config, config.warmup, folder)
+        return draw(folder / SNAPSHOT_FILE, folder)
+    except Exception as error:  # a driver may raise anything
+        return failed(CASE.name, config.mode, row_config(config) | dataclasses.asdict(config.shape), error)
 
 
-def draw(snapshot: Path, folder: Path, rows: Path | None = None, *, detail: int = 5000, min_bytes: int = 0) -> Row:
-    """Draw a snapshot into a folder, and append its row to a file of rows (default: the folder's own).
+def draw(snapshot: Path, folder: Path) -> Row:
+    """Draw a snapshot into a folder, and return its row.
 
     Phases are read from `phases.json` beside a `snapshot.pickle`. Without them, categories come from lifetimes alone.
-    The page at first draws the `detail` largest allocations of at least `min_bytes` one by one. Raises
-    FileNotFoundError, or ValueError naming the file, if it is not a snapshot.
+    Raises FileNotFoundError, or ValueError naming the file, if it is not a snapshot.
     """
     beside = snapshot.parent / PHASES_FILE
     phases = read_phases(beside) if snapshot.name == SNAPSHOT_FILE and beside.exists() else None
     history = history_of(read_snapshot(snapshot), phases)
     row = _row(snapshot, phases, facts(history))
-    rows = rows or folder / ROWS_FILE
-    check_out(rows)
+    folder_to_write(str(folder))
     plot_timeline(history, folder / PICTURE_FILE, title_of(row))
-    write_page(history, folder / PAGE_FILE, title_of(row), note_of(row), detail, min_bytes)
-    append_row(rows, row)
+    write_page(history, folder / PAGE_FILE, title_of(row), note_of(row))
     return row
-
-
-def check_out(rows: Path) -> None:
-    """Raise ValueError if the rows, and so everything beside them, cannot be written."""
-    folder_to_write(str(rows.parent))
-    check_row_file(rows)
 
 
 def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
     if phases is None:
         metrics = {**found, "categories_from": "lifetimes", "counts": "unknown", "allocator": {}, "counted": {}}
-        return Row(case=CASE, variant=snapshot.name, config={"snapshot": snapshot.name}, metrics=metrics, env={})
+        return Row(case=CASE.name, variant=snapshot.name, config={"snapshot": snapshot.name}, metrics=metrics, env={})
     metrics = {**found, "categories_from": "tensors", "counts": phases.counts, "allocator": phases.allocator}
     return Row(
-        case=CASE,
+        case=CASE.name,
         variant=str(phases.config.get("mode", "step")),
         config=phases.config,
         status="ok" if phases.error is None else "oom",
@@ -115,3 +114,15 @@ def counted(config: dict[str, Any]) -> dict[str, int]:
         "residual_stream_bytes": residual_bytes(shape, batch_size, shape.context_length),
         "parameter_bytes": 4 * num_parameters(shape),
     }
+
+
+CASE = Case(
+    name="profile-memory",
+    about="The memory of a forward pass or a training step over time.",
+    module=__name__,
+    config=MemoryProfile,
+    variant=attrgetter("mode"),
+    measure=lambda configs: map(profile, configs),
+    isolated=True,
+    check=MemoryProfile.check,
+)

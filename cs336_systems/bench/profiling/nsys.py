@@ -14,11 +14,9 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..workload import Workload
 from .annotated_attention import ATTENTION_RANGES
 from .kernel_profile import KernelProfile, Profiled, attention_operations, wall_times, warm_bench
 from .kernel_totals import KernelTotal, kernel_metrics
@@ -36,13 +34,13 @@ def check_nsys(device: torch.device) -> None:
         raise ValueError(f"tool is 'nsys', which sees GPUs only, and device is {device.type!r}: use --tool torch")
 
 
-def nsys_command(config: KernelProfile, mode: str, out: Path) -> list[str]:
-    """The command that profiles one mode: `nsys profile` of this module, after the warm-up. Writes nsys_MODE.*."""
-    fields = asdict(config.workload_of(mode))
-    changed = {name: value for name, value in fields.items() if value != getattr(Workload(), name)}
-    given = json.dumps({"workload": changed, "warmup": config.warmup, "steps": config.steps})
-    program = [sys.executable, "-m", "cs336_systems.bench.profiling.nsys", given, str(out / f"nsys_{mode}.json")]
-    return [*record_command(out / f"nsys_{mode}"), *program]
+def nsys_command(config: KernelProfile) -> list[str]:
+    """The command that profiles: `nsys profile` of this module, after the warm-up. Writes nsys_MODE.*."""
+    fields = asdict(config)
+    changed = {name: value for name, value in fields.items() if value != getattr(KernelProfile(), name)}
+    facts = Path(config.folder, f"nsys_{config.mode}.json")
+    program = [sys.executable, "-m", "cs336_systems.bench.profiling.nsys", json.dumps(changed), str(facts)]
+    return [*record_command(facts.with_suffix("")), *program]
 
 
 def record_command(out: Path) -> list[str]:
@@ -66,21 +64,21 @@ def stats_command(report: str, recorded: Path) -> list[str]:
     return ["nsys", "stats", f"--report={report}", "--format=csv", "--force-export=true", str(recorded)]
 
 
-def profile_with_nsys(config: KernelProfile, mode: str, out: Path) -> Profiled:
-    """Profile one mode under `nsys profile`; the recording is `nsys_MODE.nsys-rep` in `out`."""
-    _output(nsys_command(config, mode, out))
-    recorded = out / f"nsys_{mode}.nsys-rep"
+def profile_with_nsys(config: KernelProfile) -> Profiled:
+    """Profile under `nsys profile`; the recording is `nsys_MODE.nsys-rep` in the folder."""
+    _output(nsys_command(config))
+    recorded = Path(config.folder, f"nsys_{config.mode}.nsys-rep")
     kernels, ranges = (_output(stats_command(name, recorded)) for name in ("cuda_gpu_kern_sum", "nvtx_kern_sum"))
-    facts = json.loads((out / f"nsys_{mode}.json").read_text())
-    totals = nsys_totals(kernels, ranges, mode, config.steps)
+    facts = json.loads(recorded.with_suffix(".json").read_text())
+    totals = nsys_totals(kernels, ranges, config.mode, config.steps)
     metrics = facts["times"] | {
         "profiled_wall_ms": None,
         "kernel_ms": sum(total.ms for total in totals),
         "busy_ms": None,
         "streams": None,
-        "attention_operations": attention_operations(config.workload),
+        "attention_operations": attention_operations(config),
     }
-    return facts["ran"] | {"tool": "nsys"}, metrics | kernel_metrics(totals, mode), totals
+    return facts["ran"], metrics | kernel_metrics(totals, config.mode), totals
 
 
 def _output(command: list[str]) -> str:
@@ -155,10 +153,8 @@ def _subtract(sums: dict[str, list[float]], part: dict[str, list[float]]) -> Non
 
 def main() -> None:
     """Run the steps that `nsys profile` records; write the configuration that ran and its times without recording."""
-    given: dict[str, Any] = json.loads(sys.argv[1])
-    workload = Workload(**given.pop("workload"))
-    config = KernelProfile(workload=workload, modes=(workload.mode,), **given)
-    bench, annotated = warm_bench(config, workload.mode)
+    config = KernelProfile(**json.loads(sys.argv[1]))
+    bench, annotated = warm_bench(config)
     times = wall_times(bench, config.steps)
     facts = {"ran": bench.read_back() | {"attention_ranges": annotated}, "times": times}
     Path(sys.argv[2]).write_text(json.dumps(facts))

@@ -14,12 +14,13 @@ from .timeline import code_lines, facts
 from .timeline_plot import COLORS
 
 _FILES = Path(__file__).parent / "page"
+_DETAIL = 5000
 
 
-def write_page(history: History, path: Path, title: str, note: str, detail: int, min_bytes: int) -> None:
-    """Write the page. At first it draws the `detail` largest allocations of at least `min_bytes` one by one."""
+def write_page(history: History, path: Path, title: str, note: str) -> None:
+    """Write the page. At first it draws the _DETAIL largest allocations one by one; its slider changes this."""
     scripts = ("stack.js", "axes.js", "page.js")
-    write_whole(path, fill_page("page.html", scripts, title, note, page_data(history, detail, min_bytes)))
+    write_whole(path, fill_page("page.html", scripts, title, note, page_data(history)))
 
 
 def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:
@@ -52,7 +53,7 @@ def embedded_json(value: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def page_data(history: History, detail: int, min_bytes: int) -> dict[str, Any]:
+def page_data(history: History) -> dict[str, Any]:
     """The data of the page: columns of numbers, one text per kind of allocation, and its other plain texts."""
     category = {name: i for i, name in enumerate(history.categories)}
     texts: dict[str, int] = {}
@@ -73,7 +74,7 @@ def page_data(history: History, detail: int, min_bytes: int) -> dict[str, Any]:
         "kinds": [category[a.category] for a in history.allocations],
         "labels": labels,
         "texts": list(texts),
-        "detail": min(detail, sum(a.size >= min_bytes for a in history.allocations)),
+        "detail": min(_DETAIL, len(history.allocations)),
         "peak": f"peak {size_text(found['peak_bytes'])} in {found['peak_phase']} at {found['peak_ms']:.1f} ms",
         "warnings": history.warnings,
     }
