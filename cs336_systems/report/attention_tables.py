@@ -6,7 +6,7 @@ from typing import Any
 
 from ..bench.row import Row
 from ..machine.hardware import DTYPES
-from .fields import row_fields
+from .fields import get, number
 from .markdown import markdown_table
 from .selection import OUTCOMES
 from .spec import Column, Plot, View
@@ -48,11 +48,7 @@ def fastest(rows: Sequence[Row], metric: str, field: str, *references: Any) -> C
 
 
 def _median(row: Row, metric: str) -> float:
-    fields, name = row_fields(row), f"metrics.{metric}.p50"
-    value = fields.value(name)
-    if value <= 0:
-        raise ValueError(f"{fields.source} has {name} {value!r}: it must be above 0")
-    return value
+    return get(row, f"metrics.{metric}.p50")
 
 
 def _against_eager(rows: Sequence[Row]) -> list[Row]:
@@ -182,12 +178,8 @@ def attention_table(rows: Sequence[Row]) -> str:
 
 
 def _kernels_by_shapes(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    cells = {}
-    for row in rows:
-        shape = row_fields(row).get("config.shape")
-        if not isinstance(shape, list | tuple):
-            raise ValueError(f"{row_fields(row).source} has config.shape {shape!r}: it must be a list of numbers")
-        cells[row.variant, "x".join(map(str, shape))] = cell(row)  # the last one, if a row was measured again
+    # The last one, if a row was measured again.
+    cells = {(row.variant, "x".join(map(str, row.config["shape"]))): cell(row) for row in rows}
     kernels, shapes = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     lines = [(kernel, *(cells.get((kernel, shape), "-") for shape in shapes)) for kernel in kernels]
     return markdown_table(["B x H x N x D", *shapes], lines)
@@ -197,16 +189,14 @@ def _times(row: Row) -> str:
     if row.status != "ok":
         refused = (row.error or "").startswith("ValueError:")  # raised by a kernel that does not support the shape
         return "not served" if refused else OUTCOMES[row.status]
-    number = row_fields(row).number
-    times = (number(f"metrics.{phase}_ms.p50", ".3g") for phase in ("forward", "backward", "forward_backward"))
-    return f"{' / '.join(times)} ({number('metrics.forward_backward_tflops', '.3g')})"
+    times = (number(row, f"metrics.{phase}_ms.p50", ".3g") for phase in ("forward", "backward", "forward_backward"))
+    return f"{' / '.join(times)} ({number(row, 'metrics.forward_backward_tflops', '.3g')})"
 
 
 def _call_memory_and_startup(row: Row) -> str:
     if row.status != "ok":
         return "-"
-    number = row_fields(row).number
-    call = number("metrics.forward_sum_backward_ms.p50", ".3g")
+    call = number(row, "metrics.forward_sum_backward_ms.p50", ".3g")
     on_gpu = "extra_memory_bytes" in row.metrics
-    memory = number("metrics.extra_memory_bytes", ",.1f", 2**20) if on_gpu else "n/a"
-    return f"{call} / {memory} / {number('metrics.first_call_s', '.1f')}"
+    memory = number(row, "metrics.extra_memory_bytes", ",.1f", 2**20) if on_gpu else "n/a"
+    return f"{call} / {memory} / {number(row, 'metrics.first_call_s', '.1f')}"

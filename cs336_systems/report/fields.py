@@ -1,57 +1,50 @@
-"""Nested JSON read by dotted names, with errors that name the source and the field."""
+"""Values of rows and of JSON files by dotted names, and errors that name the files they come from."""
 
-import re
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row
 
+_REQUIRED = object()
+UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopIteration)
+"""Raised by a table or plot if a row lacks a field, or has a value that cannot be computed with."""
 
-class Fields:
-    """A JSON object whose values are read by dotted names; items of a list are named by their index.
 
-    Raises ValueError naming the source and the field if the field is missing or is not a number.
+def get(source: Row | Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
+    """The value at a dotted name, such as "metrics.step_ms.p50"; items of a list are named by their index.
+
+    Returns the default if there is none. Without a default, raises KeyError with the name.
     """
-
-    def __init__(self, source: str, content: Mapping[str, Any]) -> None:
-        self.source, self.content = source, content
-
-    def get(self, name: str) -> Any:
-        value: Any = self.content
+    value: Any = vars(source) if isinstance(source, Row) else source
+    try:
         for key in name.split("."):
-            if isinstance(value, list) and re.fullmatch(r"-?\d+", key) and -len(value) <= int(key) < len(value):
-                value = value[int(key)]
-            elif isinstance(value, Mapping) and key in value:
-                value = value[key]
-            else:
-                raise ValueError(f"{self.source} has no {name}")
-        return value
-
-    def has(self, name: str) -> bool:
-        """Whether the field exists and is not None."""
-        try:
-            return self.get(name) is not None
-        except ValueError:
-            return False
-
-    def value(self, name: str) -> float:
-        """A number."""
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self.source} has {name} {value!r}: it must be a number")
-        return value
-
-    def number(self, name: str, form: str, unit: int = 1) -> str:
-        """A number, divided by `unit` and formatted; "n/a" for None."""
-        if self.get(name) is None:
-            return "n/a"
-        value = self.value(name)
-        if form.endswith("d") and not isinstance(value, int):
-            raise ValueError(f"{self.source} has {name} {value!r}: it must be a whole number")
-        return format(value if unit == 1 else value / unit, form)
+            value = value[int(key) if isinstance(value, list) else key]
+    except (KeyError, IndexError, TypeError, ValueError):
+        if default is _REQUIRED:
+            raise KeyError(name) from None
+        return default
+    return value
 
 
-def row_fields(row: Row) -> Fields:
-    """A row's `config`, `metrics` and `env` by dotted names."""
-    content = {"config": row.config, "metrics": row.metrics, "env": row.env}
-    return Fields(f"a row of case {row.case!r}, variant {row.variant!r}", content)
+def number(source: Row | Mapping[str, Any], name: str, form: str, unit: int = 1) -> str:
+    """The number at a dotted name, divided by `unit` and formatted; "n/a" for None."""
+    value = get(source, name)
+    return "n/a" if value is None else format(value if unit == 1 else value / unit, form)
+
+
+def in_words(error: BaseException) -> str:
+    """The fault in the rows behind an error of UNFIT; for any other error its message."""
+    if isinstance(error, KeyError):
+        return f"there is no {error.args[0]!r}"
+    return f"a value is not as a table or plot needs it: {error!r}" if isinstance(error, UNFIT) else str(error)
+
+
+@contextlib.contextmanager
+def naming_the_files(paths: Sequence[Path]) -> Iterator[None]:
+    """Turn an error about the content of files into a ValueError that names them."""
+    try:
+        yield
+    except (ValueError, *UNFIT) as error:
+        raise ValueError(f"{', '.join(map(str, paths))}: {in_words(error)}") from error

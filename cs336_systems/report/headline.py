@@ -11,12 +11,12 @@ from typing import Any
 
 from ..bench.row import Row, read_rows
 from .attention_tables import ATTENTION_VIEWS, PEERS
+from .fields import naming_the_files
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import figure_of, put_title
 from .selection import common_facts, grouped, machine, runs
 from .spec import Column, Plot
-from .views import naming_the_case, naming_the_files
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
 _PRECISION = "bf16"  # the usual precision for training
@@ -115,7 +115,7 @@ def comparisons(files: Sequence[Path]) -> list[Comparison]:
     read = _runs(files)
     for case, compare in _CASES.items():
         for run in read:
-            with naming_the_files(files, (case,)), naming_the_case(case):
+            with naming_the_files(files):
                 for work, times, pairs in compare([row for row in run if row.case == case]):
                     for ours, theirs, role in pairs:
                         if ours in times and theirs in times:
@@ -163,7 +163,7 @@ def write_pictures(files: Sequence[Path], folder: Path) -> list[Path]:
     read = _runs(files)
     written = []
     for name, make in ((ATTENTION_PICTURE, _attention_figure), (TRAINING_PICTURE, _training_figure)):
-        with naming_the_files(files, _CASES):
+        with naming_the_files(files):
             figure = make(read)
         if figure is not None:
             written.append(save_picture(figure, folder / name))
@@ -175,12 +175,11 @@ def _last_groups(
 ) -> list[dict[str, Row]]:
     """Rows by name for each setting of the fields, from the last run that has one of ours and a peer."""
     found = {}
-    with naming_the_case(case):
-        for run in read:
-            for group in grouped([row for row in run if row.case == case], fields):
-                named = {row.config.get("variant", row.variant): row for row in group}
-                if named.keys() & set(ours) and named.keys() & set(peers):
-                    found[str([group[0].config.get(name) for name in fields])] = named
+    for run in read:
+        for group in grouped([row for row in run if row.case == case], fields):
+            named = {row.config.get("variant", row.variant): row for row in group}
+            if named.keys() & set(ours) and named.keys() & set(peers):
+                found[str([group[0].config.get(name) for name in fields])] = named
     return list(found.values())
 
 
@@ -241,13 +240,11 @@ def _training_figure(read: Sequence[Sequence[Row]]) -> Any:
     grid = figure.add_gridspec(max(1, len(steps)), columns, width_ratios=(4, 6)[:columns],
                                height_ratios=[len(group) + 1 for group in steps] or [1])  # fmt: skip
     if sizes:
-        with naming_the_case("train-step"):
-            _draw_sizes(figure.add_subplot(grid[:, 0]), sizes)
+        _draw_sizes(figure.add_subplot(grid[:, 0]), sizes)
     axes = None
     for i, group in enumerate(steps):
-        with naming_the_case("ddp"):
-            axes = figure.add_subplot(grid[i, -1], sharex=axes)
-            _draw_steps(axes, group)
+        axes = figure.add_subplot(grid[i, -1], sharex=axes)
+        _draw_steps(axes, group)
     if axes is not None:
         axes.set_xlabel("step (ms); line: 20th to 80th percentile")
     patches = [Patch(color=color) for color in _COLORS.values()]

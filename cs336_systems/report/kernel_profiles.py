@@ -8,7 +8,6 @@ from ..bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from ..bench.profiling.kernel_classes import CLASSES
 from ..bench.row import Row
 from ..config.model import DEFAULT_VOCAB_SIZE, MODEL_SIZES
-from .fields import row_fields
 from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import OUTCOMES, latest
@@ -47,20 +46,20 @@ def kernels_table(rows: Sequence[Row]) -> str:
         measured = [row for row in group if row.status == "ok"]
         if measured:
             texts += [_times(measured), _shares(measured), _longest(measured)]
-            if any(row_fields(row).get("metrics.attention") for row in measured):
+            if any(row.metrics["attention"] for row in measured):
                 texts.append(_attention(measured))
     return "\n\n".join(texts)
 
 
 def setting(row: Row) -> str:
     """The configuration of a row without its mode: "xl, 4 x 512, fp32, attention naive, NVIDIA H200"."""
-    config, get = row.config, row_fields(row).get
+    config = row.config
     on = row.env.get("gpu") if config.get("device") != "cpu" else "CPU"
     parts = [
-        get("config.size"),
-        f"{get('config.batch_size')} x {get('config.context_length')}",
-        get("config.precision"),
-        f"attention {get('config.attention')}",
+        config["size"],
+        f"{config['batch_size']} x {config['context_length']}",
+        config["precision"],
+        f"attention {config['attention']}",
         "compiled" if config.get("compile") else "",
         f"vocabulary {config.get('vocab_size')}" if config.get("vocab_size") not in (None, DEFAULT_VOCAB_SIZE) else "",
         f"optimizer {config.get('optimizer')}" if config.get("optimizer") not in (None, "torch_fused") else "",
@@ -80,8 +79,7 @@ def _times(rows: Sequence[Row]) -> str:
     names = ("wall_ms", "profiled_wall_ms", "kernel_ms", "busy_ms")
     lines = []
     for row in rows:
-        get = row_fields(row).get
-        lines.append((row.variant, *(_ms(get(f"metrics.{name}")) for name in names), str(get("config.steps"))))
+        lines.append((row.variant, *(_ms(row.metrics[name]) for name in names), str(row.config["steps"])))
     return markdown_table(header.split(","), lines)
 
 
@@ -89,10 +87,10 @@ def _shares(rows: Sequence[Row]) -> str:
     """A column for each span, with the shares of kernel classes, the kernel time, and the time by the host's clock."""
     columns = []
     for row in rows:
-        phases = row_fields(row).get("metrics.phase_wall_ms")
+        phases = row.metrics["phase_wall_ms"]
         whole = {"inference": phases.get("forward"), "training step": sum(phases.values())}
         whole["forward + backward"] = phases.get("forward", 0.0) + phases.get("backward", 0.0)
-        for name, span in row_fields(row).get("metrics.spans").items():
+        for name, span in row.metrics["spans"].items():
             columns.append((name, span, phases.get(name, whole.get(name))))
     shown = [cls for cls in CLASSES if any(span["share"].get(cls) for _, span, _ in columns)]
     lines = [(cls, *(f"{span['share'].get(cls, 0.0):.1%}" for _, span, _ in columns)) for cls in shown]
@@ -102,7 +100,7 @@ def _shares(rows: Sequence[Row]) -> str:
 
 
 def _longest(rows: Sequence[Row]) -> str:
-    spans = [each for row in rows for each in row_fields(row).get("metrics.spans").items()]
+    spans = [each for row in rows for each in row.metrics["spans"].items()]
     lines = [(name, *_kernel_cells(span["top"][0])) for name, span in spans if span["top"]]
     header = ["in", "class", "calls a step", "ms a step", "share", "kernel with the most time"]
     return markdown_table(header, lines)
@@ -124,7 +122,7 @@ def top_kernels_tables(row: Row) -> str:
     """The kernels with the most time in each phase of a profile, and in all phases together."""
     header = ["#", "class", "calls a step", "ms a step", "share", "kernel"]
     tables = []
-    for name, span in row_fields(row).get("metrics.spans").items():
+    for name, span in row.metrics["spans"].items():
         if name != "forward + backward" or row.variant == "forward_backward":
             lines = [(str(i + 1), *_kernel_cells(kernel)) for i, kernel in enumerate(span["top"])]
             tables.append(f"{name}: {_ms(span['kernel_ms'])} ms of kernels a step\n\n" + markdown_table(header, lines))
@@ -133,18 +131,18 @@ def top_kernels_tables(row: Row) -> str:
 
 def attention_part_ms(row: Row, phase: str, part: str, products: bool | None) -> float:
     """Time in a range of attention: of its matrix products (True), of everything else (False), or of both (None)."""
-    of_class = row_fields(row).get("metrics.attention").get(part, {}).get(phase, {})
+    of_class = row.metrics["attention"].get(part, {}).get(phase, {})
     return sum(ms for cls, ms in of_class.items() if products is None or (cls == "matmul") is products)
 
 
 def _attention(rows: Sequence[Row]) -> str:
     """Time and operations of attention's parts, with matrix products apart from the kernels around them."""
-    operations = row_fields(rows[0]).get("metrics.attention_operations")
+    operations = rows[0].metrics["attention_operations"]
     columns = [
         (row, phase)
         for row in rows
-        for phase in row_fields(row).get("metrics.phase_wall_ms")
-        if any(phase in of_phase for of_phase in row_fields(row).get("metrics.attention").values())
+        for phase in row.metrics["phase_wall_ms"]
+        if any(phase in of_phase for of_phase in row.metrics["attention"].values())
     ]
     lines = []
     for label, part, products in _ATTENTION_PARTS:
@@ -168,22 +166,22 @@ def shares_in_short(rows: Sequence[Row]) -> str:
     """A line for each setting: times and the main shares of each mode."""
 
     def order(row: Row) -> tuple[Any, ...]:
-        get, sizes = row_fields(row).get, list(MODEL_SIZES)
-        place = sizes.index(get("config.size")) if get("config.size") in sizes else len(sizes)
-        return get("config.precision") != "fp32", place, get("config.context_length"), setting(row), row.variant
+        config, sizes = row.config, list(MODEL_SIZES)
+        place = sizes.index(config["size"]) if config["size"] in sizes else len(sizes)
+        return config["precision"] != "fp32", place, config["context_length"], setting(row), row.variant
 
     lines: dict[str, dict[str, tuple[str, ...]]] = {}
     modes: dict[str, str] = {}
     for row in sorted((row for row in rows if row.status == "ok"), key=order):
-        spans = row_fields(row).get("metrics.spans")
+        spans = row.metrics["spans"]
         modes[row.variant] = max(spans, key=lambda each: spans[each]["kernel_ms"])  # the span with all kernels
         span = spans[modes[row.variant]]
         others = {cls: share for cls, share in span["share"].items() if cls != "matmul"}
         most = max(others, key=lambda cls: others[cls], default=None)
-        by_part = row_fields(row).get("metrics.attention").values()
+        by_part = row.metrics["attention"].values()
         attention_ms = sum(ms for by_phase in by_part for of_class in by_phase.values() for ms in of_class.values())
         lines.setdefault(setting(row), {})[row.variant] = (
-            _ms(row_fields(row).get("metrics.wall_ms")),
+            _ms(row.metrics["wall_ms"]),
             _ms(span["kernel_ms"]),
             f"{span['share'].get('matmul', 0.0):.0%}",
             "-" if most is None else f"{most} {others[most]:.0%}",

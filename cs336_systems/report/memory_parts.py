@@ -13,7 +13,6 @@ from ..bench.row import Row
 from ..planner.activations import counted_activations
 from ..planner.memory import part_bytes
 from ..planner.rows import is_of_cpu, training_job, workload_job
-from .fields import row_fields
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import put_title
@@ -56,7 +55,7 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
 def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Gathers], str]) -> str:
     done = [row for row in rows if row.status == "ok"]
     unit, size = _unit(max((row.metrics["peak_memory_bytes"] for row in done), default=0))
-    compiled = "compiled" if row_fields(rows[0]).get("config.compile") else "eager"
+    compiled = "compiled" if rows[0].config["compile"] else "eager"
     parts = [
         f"{job_on_ranks(rows[0])}, {compiled}; "
         f"{unit} of the process with most memory; peak: since the previous moment; predicted: the largest size of "

@@ -8,7 +8,7 @@ from ..bench.profiling.captions import note_of, size_text, title_of
 from ..bench.profiling.timeline import Timeline
 from ..bench.profiling.timeline_plot import timeline_figure
 from ..bench.row import Row
-from .fields import row_fields
+from .fields import number
 from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import MACHINE, OUTCOMES, differ, grouped, label, latest, machine
@@ -30,7 +30,7 @@ def memory_table(rows: Sequence[Row]) -> str:
 
 
 def _table_line(row: Row) -> tuple[str, ...]:
-    fields, config = row_fields(row), row.config
+    config = row.config
     if "snapshot" in config:
         setting = str(config["snapshot"])
     else:
@@ -41,16 +41,16 @@ def _table_line(row: Row) -> tuple[str, ...]:
     step = row.variant if row.status == "ok" else f"{row.variant} ({OUTCOMES[row.status]})"
     if "peak_bytes" not in row.metrics:  # failed before the step
         return (setting, step, *["-"] * (4 + len(_CATEGORIES)))
-    at_peak = fields.get("metrics.at_peak_bytes")
+    at_peak = row.metrics["at_peak_bytes"]
     is_known = isinstance(at_peak, Mapping) and "parameters" in at_peak  # else the recording has only lifetimes
     return (
         setting,
         step,
         str(config.get("attention", "-")),
         str(config.get("precision", "-")),
-        fields.number("metrics.peak_bytes", ".3g", 2**30),
-        str(fields.get("metrics.peak_phase")),
-        *(fields.number(f"metrics.at_peak_bytes.{c}", ".3f", 2**30) if is_known else "-" for c in _CATEGORIES),
+        number(row, "metrics.peak_bytes", ".3g", 2**30),
+        str(row.metrics["peak_phase"]),
+        *(number(row, f"metrics.at_peak_bytes.{c}", ".3f", 2**30) if is_known else "-" for c in _CATEGORIES),
     )
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row
-from .fields import row_fields
 from .pictures import save_picture
 from .selection import MACHINE, common_facts, differ, field_in_words, label, show
 from .spec import Column, Plot
@@ -82,18 +81,7 @@ def _x(plot: Plot, row: Row) -> Any:
 
 
 def figure_of(plot: Plot, rows: Sequence[Row], keys: Sequence[str]) -> Any:
-    """The picture of rows, with a panel for each value of the fields in `plot.panels`.
-
-    Raises ValueError naming a row that has no place on the axes.
-    """
-    if plot.kind == "line":
-        for fields in map(row_fields, rows):
-            if fields.has(f"config.{plot.x}"):
-                fields.value(f"config.{plot.x}")  # must be a number
-        values = [value for row in rows if (value := plot.y.value(row)) is not None]
-        if "y" in plot.log and values and not any(value > 0 for value in values):
-            source = row_fields(rows[0]).source
-            raise ValueError(f"{source} has no metrics.{plot.y.metric} above 0, nor has any other")
+    """The picture of rows, with a panel for each value of the fields in `plot.panels`."""
     placed = (plot.x, *plot.panels, *plot.files)
     names = dict.fromkeys((*plot.lines, *keys, MACHINE))  # lines differ in fields that the plot does not name, too
     differing = [name for name in names if name not in placed and differ(rows, name)]

@@ -9,7 +9,7 @@ from typing import Any
 from ..config.run import ModelConfig
 from ..planner.accounting import num_parameters
 from ..training.metrics import METRICS_FILE, plot_loss_curves, read_metrics
-from .fields import Fields
+from .fields import get, naming_the_files, number
 from .markdown import markdown_table
 
 logger = logging.getLogger(__name__)
@@ -26,63 +26,54 @@ def runs_table(run_dirs: Sequence[Path]) -> str:
         if (run_dir / "config.json").exists() and not (run_dir / "result.json").exists():
             logger.warning("%s is not finished, left out", run_dir)
             continue
-        config, result = _read_json(run_dir / "config.json"), _read_json(run_dir / "result.json")
-        try:
-            shape = ModelConfig(**config.get("model")).shape
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{config.source} holds no model: {error}") from error
-        device = result.get("env.gpu") or f"{result.get('env.cpu_threads')} CPU threads"
-        lines.append(
-            (
-                run_dir.name,
-                f"{num_parameters(shape) / 1e6:.1f} M",
-                f"{device}, {config.get('train.precision')}",
-                result.number("step", ","),
-                *(result.number(name, ".3f") for name in _LOSSES),
-                result.number("tokens_per_s", ",.0f"),
-                result.number("mfu", ".1%"),
-            )
-        )
+        files = run_dir / "config.json", run_dir / "result.json"
+        with naming_the_files(files):
+            lines.append(_line(run_dir.name, *map(_read_json, files)))
     if not lines:  # no error: unfinished runs may still be plotted
         return "none of these runs is finished"
     header = "run,parameters,on,steps,training loss,validation loss,unigram entropy,bigram model,tokens/s,MFU"
     return markdown_table(header.split(","), lines)
 
 
-def _read_json(path: Path) -> Fields:
+def _line(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
+    device = get(result, "env.gpu") or f"{get(result, 'env.cpu_threads')} CPU threads"
+    return (
+        name,
+        f"{num_parameters(ModelConfig(**config['model']).shape) / 1e6:.1f} M",
+        f"{device}, {get(config, 'train.precision')}",
+        number(result, "step", ","),
+        *(number(result, loss, ".3f") for loss in _LOSSES),
+        number(result, "tokens_per_s", ",.0f"),
+        number(result, "mfu", ".1%"),
+    )
+
+
+def _read_json(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a folder of a finished run is needed")
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return Fields(str(path), content)
-
-
-def summary(result: Mapping[str, Any]) -> str:
-    """How a run ended, as `cs336 train` prints it; `result` is the content of result.json."""
-    return _summary(Fields("the result", result))
+    return json.loads(path.read_bytes())
 
 
 def summary_block(run_dir: Path) -> str:
     """`summary` of a run folder as a Markdown code block."""
-    return f"```text\n{_summary(_read_json(run_dir / 'result.json'))}\n```"
+    path = run_dir / "result.json"
+    with naming_the_files([path]):
+        return f"```text\n{summary(_read_json(path))}\n```"
 
 
-def _summary(result: Fields) -> str:
+def summary(result: Mapping[str, Any]) -> str:
+    """How a run ended, as `cs336 train` prints it; `result` is the content of result.json."""
     lines = [
-        f"validation loss  {result.number('valid_loss', '.4f')} nats a token",
-        f"unigram entropy  {result.number('unigram_entropy', '.4f')} of the same text: "
+        f"validation loss  {number(result, 'valid_loss', '.4f')} nats a token",
+        f"unigram entropy  {number(result, 'unigram_entropy', '.4f')} of the same text: "
         "how frequent each token is in it",
-        f"bigram model     {result.number('bigram_model_loss', '.4f')} on the same text: "
+        f"bigram model     {number(result, 'bigram_model_loss', '.4f')} on the same text: "
         "it sees only the previous token, and knows the training text's pairs",
     ]
-    if (sample := result.get("sample")) is not None:
+    if (sample := result["sample"]) is not None:
         lines += ["", "sample:", *(f"    {line}".rstrip() for line in str(sample).strip().splitlines())]
-    lines += ["", f"run folder       {result.get('run_dir')}"]
-    lines += [f"loss curve       {result.get('loss_curve')}", f"checkpoint       {result.get('checkpoint')}"]
+    lines += ["", f"run folder       {result['run_dir']}"]
+    lines += [f"loss curve       {result['loss_curve']}", f"checkpoint       {result['checkpoint']}"]
     return "\n".join(lines)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from ..bench.row import Row
 from ..planner.rows import is_of_cpu
-from .fields import row_fields
 from .markdown import plain
 
 MACHINE = "machine"
@@ -25,9 +24,9 @@ def machine(row: Row) -> str:
 
 def job_on_ranks(row: Row) -> str:
     """The setting of a step on several ranks: "2 x NVIDIA H200, xl, 4 x 512 per process, bf16"."""
-    get = row_fields(row).get
-    batch = f"{get('config.batch_size')} x {get('config.context_length')} per process"
-    return f"{get('config.devices')} x {machine(row)}, {get('config.size')}, {batch}, {get('config.precision')}"
+    c = row.config
+    batch = f"{c['batch_size']} x {c['context_length']} per process"
+    return f"{c['devices']} x {machine(row)}, {c['size']}, {batch}, {c['precision']}"
 
 
 def value_of(row: Row, name: str) -> Any:

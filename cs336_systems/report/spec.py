@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..bench.row import Row
-from .fields import row_fields
+from .fields import get, number
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,14 @@ class Column:
 
     def text(self, row: Row) -> str:
         """The formatted value, or "-" if the row has none."""
-        fields, name = row_fields(row), f"metrics.{self.metric}"
-        if not fields.has(name):
+        if get(row, f"metrics.{self.metric}", None) is None:
             return "-"
-        return str(fields.get(name)) if self.form == "s" else fields.number(name, self.form, self.unit)
+        return number(row, f"metrics.{self.metric}", self.form, self.unit)
 
     def value(self, row: Row) -> float | None:
         """The number itself, or None if the row has none."""
-        fields, name = row_fields(row), f"metrics.{self.metric}"
-        return fields.value(name) / self.unit if fields.has(name) else None
+        value = get(row, f"metrics.{self.metric}", None)
+        return None if value is None else value / self.unit
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Spread(Column):
 
     def text(self, row: Row) -> str:
         """Such as "12.34 ± 0.56", or "-" if the row has none."""
-        if not row_fields(row).has(f"metrics.{self.metric}"):
+        if get(row, f"metrics.{self.metric}", None) is None:
             return "-"
         return " ± ".join(Column("", f"{self.metric}.{of}", self.form, self.unit).text(row) for of in ("mean", "std"))
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..bench.profiling.nsys import record_command
 from ..bench.profiling.page import fill_page
 from ..bench.row import Row
 from ..machine.files import write_whole
+from .fields import naming_the_files
 from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import common_facts
@@ -30,14 +30,9 @@ def read_streams(path: Path) -> Streams:
         raise FileNotFoundError(f"{path} does not exist: a file that cs336 bench ddp --traces has written is needed")
     try:
         content = json.loads(path.read_text())
-        streams = {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} does not hold the intervals of a step: {error}") from error
-    for kind, intervals in streams.items():
-        for begin, end in intervals:
-            if not -math.inf < begin <= end < math.inf:
-                raise ValueError(f"{path}: {kind} has the interval ({begin}, {end}): it must not end before it begins")
-    return streams
+        return {kind: [(float(a), float(b)) for a, b in content[kind]] for kind in COLORS}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} does not hold the intervals of a step: {error!r}") from error
 
 
 def streams_table(paths: Sequence[Path]) -> str:
@@ -71,19 +66,13 @@ def plot_streams(paths: Sequence[Path], out: Path) -> None:
 
 
 def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
-    """Write a page of some steps that can be zoomed, from files that `record_step` wrote with the kernels' names.
-
-    Raises ValueError or FileNotFoundError naming a file that is not one.
-    """
+    """Write a page of some steps that can be zoomed, from files that `record_step` wrote with the kernels' names."""
     steps = []
     for path in paths:
         streams, content = read_streams(path), json.loads(path.read_text())
-        try:
-            names = [str(name) for name in content["names"]]
-            pieces = {kind: [(int(i), float(a), float(b)) for i, a, b in content["pieces"][kind]] for kind in COLORS}
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not hold the work of a step piece by piece: {error!r}") from error
-        steps.append({"name": path.stem, "totals": totals(streams), "names": names, "pieces": pieces})
+        with naming_the_files([path]):
+            named = {"names": content["names"], "pieces": content["pieces"]}
+        steps.append({"name": path.stem, "totals": totals(streams), **named})
     data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}
     title = "Compute and communication over one step"
     write_whole(out, fill_page("streams.html", ("axes.js", "streams.js"), title, note, data))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..bench.row import Row
 from ..planner.rows import is_of_cpu
-from .fields import row_fields
+from .fields import get, number
 from .markdown import markdown_table
 from .selection import OUTCOMES, group_key, grouped, job_on_ranks
 from .spec import Column, Plot, View
@@ -34,15 +34,14 @@ def _setting_tables(rows: Sequence[Row]) -> str:
     def step(row: Row) -> tuple[str, ...]:
         if row.status != "ok":
             return (OUTCOMES[row.status], "-", "-", "-")
-        fields, added, spread = row_fields(row), "-", "-"
+        added, spread = "-", "-"
         base = same_launch[row.variant] or alone.get(_kind(row))
         if base is not None and base.status == "ok":
             added = f"{row.metrics['step_ms']['p50'] / base.metrics['step_ms']['p50'] - 1:+.1%}"
-        ends = ("metrics.step_ms.p20", "metrics.step_ms.p80")
-        if all(map(fields.has, ends)):
-            spread = " to ".join(fields.number(end, ".1f") for end in ends)
+        if get(row, "metrics.step_ms.p20", None) is not None:
+            spread = " to ".join(number(row, f"metrics.step_ms.{end}", ".1f") for end in ("p20", "p80"))
         peak = Column("peak", "peak_memory_bytes", ".1f", 2**30).text(row)  # missing where variants shared the memory
-        return (fields.number("metrics.step_ms.p50", ".1f"), spread, added, peak)
+        return (number(row, "metrics.step_ms.p50", ".1f"), spread, added, peak)
 
     whose = "process, loaded libraries included," if is_of_cpu(rows[0]) else "GPU"
     head = (
@@ -50,7 +49,7 @@ def _setting_tables(rows: Sequence[Row]) -> str:
         f"peak memory per {whose} in GiB:"
     )
     parts = [head, _side_by_side(last.values(), ("step", "p20 to p80", "added", "peak"), step)]
-    profiled = [row for row in last.values() if row_fields(row).has("metrics.communication_ms")]
+    profiled = [row for row in last.values() if row.metrics.get("communication_ms") is not None]
     if profiled:
         parts += [
             "One more step, profiled on the first rank, which makes it longer. Times in ms: the step, its "
@@ -67,7 +66,7 @@ def _kind(row: Row) -> tuple[bool, bool]:
 
 
 def _communication(row: Row) -> tuple[str, ...]:
-    span, sent, both = (row_fields(row).value(f"metrics.{name}_ms") for name in ("span", "communication", "both"))
+    span, sent, both = (row.metrics[f"{name}_ms"] for name in ("span", "communication", "both"))
     return f"{span:.1f}", f"{sent:.1f}", f"{sent / span:.0%}" if span else "n/a", f"{sent - both:.1f}"
 
 

@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 
 from ..bench.row import Row
-from .fields import row_fields
+from .fields import get
 from .markdown import markdown_table, plain
 from .selection import MACHINE, OUTCOMES, common_facts, field_in_words, machine, show, value_of
 from .spec import View
@@ -14,15 +14,13 @@ from .spec import View
 def table(rows: Sequence[Row], view: View) -> str:
     """A Markdown table with a line for each row, below a line of the fields that all rows share.
 
-    Columns without any value are left out. Raises ValueError for a successful row that has none of the view's metrics.
+    Columns without any value are left out.
     """
     facts, differing = common_facts(rows, view.keys)
-    shown = [column for column in view.columns if any(row_fields(row).has(f"metrics.{column.metric}") for row in rows)]
+    shown = [column for column in view.columns if any(column.text(row) != "-" for row in rows)]
     lines = []
     for row in rows:
         cells = [column.text(row) for column in shown]
-        if row.status == "ok" and all(cell == "-" for cell in cells):
-            raise ValueError(f"{row_fields(row).source} has no metrics that its table shows")
         if row.status != "ok":  # other metrics stay, such as the memory that it would have needed
             cells[:1] = [OUTCOMES[row.status]]
         setting = [show(value_of(row, name), name) for name in differing] or [row.variant]
@@ -47,8 +45,7 @@ def csv_text(rows: Sequence[Row], view: View) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["variant", MACHINE, *names, "status", *metrics, "error"])
     for row in rows:
-        fields = row_fields(row)
-        values = [fields.get(f"metrics.{name}") if fields.has(f"metrics.{name}") else "" for name in metrics]
+        values = [get(row, f"metrics.{name}", None) for name in metrics]
         config = [show(value) if isinstance(value, list) else value for value in map(row.config.get, names)]
         writer.writerow([row.variant, machine(row), *config, row.status, *values, row.error or ""])
     return out.getvalue()

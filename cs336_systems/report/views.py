@@ -1,7 +1,6 @@
 """The tables and plots of every case, and the files made from rows: Markdown, CSV and PNG."""
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +9,7 @@ from ..bench.row import Row, read_rows
 from ..machine.files import write_whole
 from . import memory_parts, memory_profiles, step_streams, strategy_tables, sweep_reports
 from .attention_tables import ATTENTION_VIEWS, attention_table
+from .fields import naming_the_files
 from .kernel_profiles import kernels_table
 from .markdown import markdown_table
 from .plots import redraw
@@ -213,35 +213,29 @@ def columns_of(case: str, *names: str) -> list[Column]:
 def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
     """Markdown tables of rows, one for each case. `swept` names further fields that tell rows apart.
 
-    Raises ValueError for a case that has no table, and for a row without the fields that its table shows.
+    Raises ValueError for a case that has no table.
     """
-    tables = []
-    for case, own in _by_case(rows).items():
-        with naming_the_case(case):
-            tables.append(_case_table(own, swept))
-    return "\n\n".join(tables)
+    return "\n\n".join(_case_table(own, swept) for own in _by_case(rows).values())
 
 
 def write_views(rows: Sequence[Row], folder: Path, swept: Sequence[str] = ()) -> list[Path]:
     """Write a table (.md, .csv) and plots (.png) for each case into a folder; return the files.
 
-    A case with its own `write` gets the files of that instead. Empty plots are left out. `swept` and the errors are as
-    in `rows_table`.
+    A case with its own `write` gets the files of that instead. Empty plots are left out. `swept` is as in `rows_table`.
     """
     files = []
     for case, own in _by_case(rows).items():
-        with naming_the_case(case):
-            view = _view(case, swept)
-            shown = view.derive(latest(own, view.keys)) if view else []
-            if view and view.write:
-                files += view.write(shown, folder)
-                continue
-            files.append(write_whole(folder / f"{case}.md", _case_table(own, swept) + "\n"))
-            if view:
-                files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
-                for plot in view.plots:
-                    files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
-                files += view.more(shown, folder) if view.more else []
+        view = _view(case, swept)
+        shown = view.derive(latest(own, view.keys)) if view else []
+        if view and view.write:
+            files += view.write(shown, folder)
+            continue
+        files.append(write_whole(folder / f"{case}.md", _case_table(own, swept) + "\n"))
+        if view:
+            files.append(write_whole(folder / f"{case}.csv", csv_text(shown, view)))
+            for plot in view.plots:
+                files += redraw(plot, shown, folder / f"{case}-{plot.name}.png", view.keys)
+            files += view.more(shown, folder) if view.more else []
     return files
 
 
@@ -267,58 +261,10 @@ def _case_table(rows: Sequence[Row], swept: Sequence[str]) -> str:
     return table(view.derive(latest(rows, view.keys)), view)
 
 
-UNFIT = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, StopIteration)
-"""Raised by a table or plot if a row lacks a field, or has a value that cannot be computed with."""
-
-
-def in_words(error: BaseException) -> str:
-    """The fault in the rows behind an error of UNFIT; for any other error its message."""
-    match error:
-        case KeyError():
-            return f"there is no {error.args[0]!r}" if error.args else "something is missing"
-        case IndexError() | StopIteration():
-            return "a list is too short"
-        case ZeroDivisionError():
-            return "a number that others are divided by is 0"
-        case ArithmeticError():
-            return "a number is too large"
-        case TypeError() | AttributeError():
-            return f"a value is of another type than it must be ({error})"
-    return str(error)
-
-
-@contextlib.contextmanager
-def naming_the_case(case: str) -> Iterator[None]:
-    """Turn an error of UNFIT into a ValueError naming the case, because row files may come from anywhere."""
-    try:
-        yield
-    except UNFIT as error:
-        raise ValueError(f"a row of case {case!r} is not as its table or plot needs it: {in_words(error)}") from error
-
-
-@contextlib.contextmanager
-def naming_the_files(paths: Sequence[Path], cases: Collection[str] | None = None) -> Iterator[None]:
-    """Make an error name the file and line of the first row that cannot be shown by itself, or else all files.
-
-    `cases` limits the search to the cases that were shown.
-    """
-    try:
-        yield
-    except (ValueError, *UNFIT) as error:
-        for path in paths:
-            for line, row in enumerate(read_rows(path), 1):
-                if cases is None or row.case in cases:
-                    try:
-                        rows_table([row])
-                    except ValueError as reason:
-                        raise ValueError(f"{path}, line {line}: {reason}") from error
-        raise ValueError(f"{', '.join(map(str, paths))}: {in_words(error)}") from error
-
-
 def show_files(paths: Sequence[Path], show: Callable[[Sequence[Row]], Shown]) -> Shown:
-    """The result of `show` for the rows of all files. Errors name the file and line, as in `naming_the_files`."""
+    """The result of `show` for the rows of all files. An error about the rows names the files."""
     rows = [row for path in paths for row in read_rows(path)]
-    if not rows:
-        raise ValueError(f"{', '.join(map(str, paths))}: there is no row")
     with naming_the_files(paths):
+        if not rows:
+            raise ValueError("there is no row")
         return show(rows)

@@ -60,7 +60,7 @@ def test_the_page_shows_the_name_under_the_pointer(tmp_path: Path) -> None:
 def test_a_file_without_names_is_named(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(json.dumps({"compute": [[0, 3]], "communication": []}))
-    with pytest.raises(ValueError, match=r"old\.json does not hold the work of a step piece by piece"):
+    with pytest.raises(ValueError, match=r"old\.json: there is no 'names'"):
         write_page([path], tmp_path / "page.html", "")
 
 

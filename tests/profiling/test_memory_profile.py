@@ -19,7 +19,7 @@ from cs336_systems.bench.profiling.recording import MAX_ENTRIES, _allocator_hist
 from cs336_systems.bench.profiling.storage_recorder import StorageRecorder
 from cs336_systems.bench.profiling.timeline import Timeline
 from cs336_systems.bench.profiling.timeline_plot import COLORS
-from cs336_systems.bench.row import Row, read_rows
+from cs336_systems.bench.row import read_rows
 from cs336_systems.bench.workload import Workbench, Workload
 from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
@@ -96,9 +96,6 @@ def test_the_report_draws_timelines_of_rows_alone(quick_out: Path, tmp_path: Pat
     assert [file.name for file in write_views([old], tmp_path / "old")] == ["profile-memory.md", "profile-memory.csv"]
     (line,) = csv.DictReader((tmp_path / "one/profile-memory.csv").open())
     assert line["at_peak_bytes.gradients"] == str(row.metrics["at_peak_bytes"]["gradients"])
-    broken = replace(row, metrics=row.metrics | {"timeline": {"ms": [0.0]}})
-    with pytest.raises(ValueError, match="row of case 'profile-memory'"):
-        write_views([broken], tmp_path / "broken")
 
 
 def test_quick_writes_a_summary_in_words(quick_out: Path) -> None:
@@ -260,11 +257,6 @@ def test_a_wrong_option_is_one_line(wrong: list[str], said: str, tmp_path: Path,
     err = capsys.readouterr().err
     assert err.startswith(f"cs336: {said.replace('TMP', str(tmp_path))}")
     assert err.count("\n") == 1
-
-
-def test_a_table_refuses_a_row_without_its_numbers() -> None:
-    with pytest.raises(ValueError, match=r"has no metrics\.at_peak_bytes"):
-        rows_table([Row(case="profile-memory", variant="a", config={}, metrics={"peak_bytes": 1})])
 
 
 def test_the_allocators_recording_is_asked_for_as_pytorch_takes_it_and_ends_even_after_an_error(

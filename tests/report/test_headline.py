@@ -137,10 +137,8 @@ def test_two_files_are_two_runs(tmp_path: Path) -> None:
 
 
 def test_a_row_without_the_compared_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: a row of case 'train-step', variant 'cs336' has no"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: there is no 'step_ms'"):
         headline([file_of([replace(OURS, metrics={}), PEER], tmp_path / "rows.jsonl")])
-    with pytest.raises(ValueError, match="a row of case 'train-step' is not as its table or plot needs it"):
-        headline([file_of([OURS, replace(PEER, metrics={"step_ms": {"mean": 0.0}})], tmp_path / "zero.jsonl")])
 
 
 def test_pictures_are_written_to_out_and_their_hashes_follow_the_rows(tmp_path: Path) -> None:

@@ -170,20 +170,11 @@ def spoilt(path: Path, case: str, lines: Sequence[int], spoil: Callable[[dict[st
 
 SPOILT: dict[str, tuple[str, Sequence[int], Callable[[dict[str, Any]], Any], str]] = {
     "missing metric": (
-        "flash", [20], lambda row: row["metrics"].pop("forward_ms"), r", variant '\w+' has no metrics.forward_ms.p50$"
+        "flash", [20], lambda row: row["metrics"].pop("forward_ms"), "there is no 'metrics.forward_ms.p50'$"
     ),
     "missing field": ("model", [2], lambda row: row["config"].pop("attention"), "there is no 'attention'$"),
-    "text among numbers": (
-        "model", [4], lambda row: row["config"].update(context_length="many"), "has config.context_length 'many'"
-    ),
-    "zero": (
-        "flash", [20], lambda row: row["metrics"]["forward_ms"].update(p50=0), "has metrics.forward_ms.p50 0: it must"
-    ),
-    "no whole number": (
-        "all-reduce", [3], lambda row: row["metrics"].update(calls=2.5), r"line 3: .* has metrics.calls 2.5: it must be"
-    ),
     "null": (
-        "warmup", [1], lambda row: row["metrics"].update(steps_ms=None), "a value is of another type than it must be"
+        "warmup", [1], lambda row: row["metrics"].update(steps_ms=None), "a value is not as a table or plot needs it"
     ),
 }  # fmt: skip
 

@@ -13,9 +13,9 @@ from ...bench.row import read_rows
 from ...config.model import MODEL_SIZES
 from ...machine.files import write_whole
 from ...planner.working import Section, show
+from ..fields import UNFIT, in_words, naming_the_files
 from ..markdown import markdown_table
 from ..selection import machine
-from ..views import UNFIT, in_words, naming_the_files
 from .claims import XL_2026, ClaimError
 from .commands import measured_by, not_measured, settings_in_short
 from .problem import Exhibit, Problem, RowFile, evidence_of
@@ -175,7 +175,7 @@ def _naming_rows(problem: Problem, files: Mapping[str, Sequence[RowFile]], cases
         raise
     except (ValueError, *UNFIT) as error:
         paths = list(dict.fromkeys(file.path for case in cases for file in files.get(case, ())))
-        with naming_the_files(paths, cases):
+        with naming_the_files(paths):
             raise ValueError(f"rows are not as {problem.name} needs them: {in_words(error)}") from error
 
 
