@@ -18,9 +18,9 @@ from ..kernels.attention import get_attention
 from ..machine.garbage import objects_set_aside
 from ..parallel import comm
 from ..parallel.ranks import alone
-from ..training.fits import lacking_memory
 from ..training.loop import Trainer
 from ..training.metrics import summarise
+from ..training.preflight import memory_shortage
 from .instruments.timing import wait_for
 from .outcome import free_memory
 
@@ -48,8 +48,8 @@ Look = Callable[[Any, bool, Trainer], dict[str, Any]]
 
 def check_host_memory(run: RunConfig, device: torch.device) -> None:
     """Raise MemoryError for a CPU run that exceeds this machine's memory: the system would kill it silently."""
-    if device.type == "cpu" and (lacking := lacking_memory(run, device)):
-        raise MemoryError(lacking)
+    if device.type == "cpu" and (shortage := memory_shortage(run, device)):
+        raise MemoryError(shortage)
 
 
 def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
@@ -112,7 +112,7 @@ def measure_in_turns(
                     times = time_steps(built.trainer, config.steps)
                     found = {"steps_ms": times, "first_loss": built.first_loss, "startup_s": built.startup_s}
                     if not built_once:
-                        found["peak_memory_bytes"] = built.trainer.memory_bytes()
+                        found["peak_memory_bytes"] = built.trainer.peak_memory_bytes()
                         found["held_before_bytes"] = built.held_before_bytes
                     everything[config].append(found)
                     seen = look(config, is_first, built.trainer) if look is not None and is_last else {}

@@ -5,7 +5,6 @@ import functools
 import json
 import shlex
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
     Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
     """
     parser = train_parser()
-    words = _config_files_first(list(arguments), parser)
+    words = _read_config_files(arguments, parser)
     try:
         built = parse(parser, words)
     except ValueError as error:
@@ -52,35 +51,45 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
     return RunConfig(**fields), built.print_config
 
 
-def _config_files_first(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """Move --config to the front, so that fields on the command line override the file wherever they stand.
+def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """Replace --config FILE by the file's content, in front, so that fields on the command line override it.
 
-    The name of a file is replaced by its content, because a pipe can be read only once.
+    Raises ValueError for the config.json of a run that was moved or copied, unless --run_dir is given.
     """
-    files, others = [], []
-    while arguments:
-        word = arguments.pop(0)
-        if word == "--config" and arguments:
-            files.append(Path(arguments.pop(0)))
-        elif word.startswith("--config="):
-            files.append(Path(word.removeprefix("--config=")))
-        else:
-            others.append(word)
+    files, others = _split_config_files(arguments)
     given = {word.partition("=")[0] for word in others}
     contents = {file: _read_config(file, parser) for file in files}
-    for content in contents.values():
-        if "--model.size" in given:  # it replaces the sizes in the file
+    if "--model.size" in given:  # it replaces the sizes in the files
+        for content in contents.values():
             content["model"] = {k: v for k, v in content.get("model", {}).items() if k not in SIZE_FIELDS}
     with_folder = [file for file, content in contents.items() if "run_dir" in content]
     if with_folder and "--run_dir" not in given:
-        file = with_folder[-1]
-        run_dir = contents[file]["run_dir"]
-        if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != file.parent.resolve():
-            raise ValueError(
-                f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
-                f"{shlex.quote(str(file.parent))} to continue it there, or another --run_dir for a new run"
-            )
+        _check_not_moved(with_folder[-1], contents[with_folder[-1]]["run_dir"])
     return [word for file in files for word in ("--config", json.dumps(contents[file]))] + others
+
+
+def _split_config_files(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The files of --config FILE and --config=FILE, and all other arguments."""
+    files: list[Path] = []
+    others: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word.startswith("--config="):
+            files.append(Path(word.removeprefix("--config=")))
+        elif word == "--config" and (file := next(words, None)) is not None:
+            files.append(Path(file))
+        else:
+            others.append(word)
+    return files, others
+
+
+def _check_not_moved(file: Path, run_dir: Any) -> None:
+    """Raise ValueError if a configuration file lies in the folder of a run, but names another one."""
+    if isinstance(run_dir, str) and _is_of_run(file) and Path(run_dir).resolve() != file.parent.resolve():
+        raise ValueError(
+            f"run_dir is {run_dir!r} in config file {file}, whose run was moved or copied: give --run_dir "
+            f"{shlex.quote(str(file.parent))} to continue it there, or another --run_dir for a new run"
+        )
 
 
 def _is_of_run(file: Path) -> bool:
@@ -90,14 +99,6 @@ def _is_of_run(file: Path) -> bool:
     from ..training.folder import is_run
 
     return is_run(file.parent)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Raises ValueError for a repeated name, of which `json` would drop one value."""
-    counts = Counter(name for name, _ in pairs)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"it has {twice[0]!r} twice: it must be given once")
-    return dict(pairs)
 
 
 def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
@@ -111,21 +112,17 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
         raise ValueError(f"config file {path} is a folder: it must be a JSON file")
     try:
         # Editors on Windows put a byte-order mark in front.
-        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config file {path} does not hold a JSON object")
-    seen: set[str] = set()
     for name, value in content.items():
         if name in GROUPS and not isinstance(value, dict):
             raise ValueError(f"config file {path}: {name} is {json.dumps(value)}: it must be a JSON object")
         for field in [f"{name}.{key}" for key in value] if name in GROUPS else [name]:
             if field not in field_names(parser):
                 raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
-            if field in seen:
-                raise ValueError(f"config file {path} has {field!r} twice: it must be given once")
-            seen.add(field)
     if "data" in content:
         content["data"] = without_derived_paths(content["data"])
     if "optimizer" in content:
@@ -148,10 +145,10 @@ def train(arguments: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         return 0
     from ..report.run_folders import summary
-    from ..training.pipeline import train
+    from ..training import pipeline
 
     started = time.perf_counter()
-    result = train(config)
+    result = pipeline.train(config)
     if launched_rank():  # rank 0 reports for all
         return 0 if result.interrupted is None else _EXIT_CODES[result.interrupted]
     if result.interrupted is not None:

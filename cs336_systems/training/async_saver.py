@@ -40,15 +40,14 @@ class AsyncSaver:
     def save(
         self, folder: Path, tensors: Mapping[str, Tensor | Rows], manifest: Manifest, keep_last: int | None = None
     ) -> Path:
-        """Copy the tensors and return the path of the checkpoint, which is written later. Then older ones are pruned.
+        """Copy the tensors, write them later and prune older checkpoints. Returns the checkpoint's path.
 
-        Waits for the previous save and raises its CheckpointError. Work that the current stream does on the tensors
-        after this call is not saved.
+        Waits for the previous save and raises its CheckpointError.
         """
         self.wait()
         own = _own_part(tensors)
         copies = {name: self._copy(name, tensor) for name, tensor in own.items()}
-        gpu = _gpu_of(own)
+        gpu = next((_local(tensor).device for tensor in own.values() if _local(tensor).is_cuda), None)
         copied = None
         if gpu is not None:
             copied = torch.cuda.Event(blocking=True)  # blocking: the waiting thread sleeps
@@ -112,9 +111,9 @@ class AsyncSaver:
 
 
 def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Rows]:
-    """The tensors that this rank writes. A tensor that several ranks have goes to the least loaded of them.
+    """The tensors that this rank writes, chosen before the copy: else main memory would hold all of them once per rank.
 
-    The division comes before the copy, because otherwise main memory would hold the whole state once per rank.
+    A tensor that several ranks have goes to the least loaded of them.
     """
     if comm.world_size() == 1:
         return tensors
@@ -129,11 +128,6 @@ def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Row
         if owner == comm.rank():
             mine.add(name)
     return {name: tensor for name, tensor in tensors.items() if name in mine}
-
-
-def _gpu_of(tensors: Mapping[str, Tensor | Rows]) -> torch.device | None:
-    """The rank's GPU, if one of the tensors is on it."""
-    return next((_local(tensor).device for tensor in tensors.values() if _local(tensor).is_cuda), None)
 
 
 def _local(tensor: Tensor | Rows) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cs336_basics.data import count_starts, gather_sequences, sequence_starts
 
+from ..config.run import TrainConfig
 from ..machine.hardware import use_device_in_thread
 
 Tokens = npt.NDArray[np.unsignedinteger]
@@ -51,11 +52,6 @@ class BatchLoader:
         self._pool.shutdown(cancel_futures=True)
 
 
-def validation_starts(num_tokens: int, length: int, wanted: int, micro_batch: int) -> npt.NDArray[np.int64]:
-    """Starts of up to `wanted` validation sequences, back to back from the beginning, (batches, B).
-
-    If there is at least one whole micro-batch, the rest is left out, so that a compiled model sees one shape.
-    """
-    count = min(wanted, (num_tokens - 1) // length)
-    micro_batch = min(count, micro_batch)
-    return (np.arange(count - count % micro_batch) * length).reshape(-1, micro_batch)
+def micro_batch_size(train: TrainConfig, world_size: int) -> int:
+    """Sequences that each process takes through the model at once."""
+    return train.batch_size // train.gradient_accumulation_steps // world_size

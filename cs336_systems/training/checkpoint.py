@@ -1,12 +1,10 @@
 """Checkpoints that are whole or absent.
 
-A checkpoint is a folder `step_00000100` of safetensors files and `manifest.json`. Every rank writes its own tensors,
-through `torch.distributed.checkpoint`, which serves one process and many alike. Then rank 0 writes the manifest, with
-the size and SHA-256 of every file. The folder is written under another name, flushed to the disk and renamed into
-place, so a crash at any moment leaves a whole folder of that name or none. Nothing is ever unpickled.
+A checkpoint is a folder `step_00000100` of safetensors files and `manifest.json`. Every rank writes its own tensors.
+Then rank 0 writes the manifest, with the size and SHA-256 of every file. The folder is written under another name,
+flushed to the disk and renamed into place, so a crash at any moment leaves a whole folder of that name or none.
 
-All ranks call `save_checkpoint` and `prune_together` together. The other functions act on files and communicate
-nothing: with several ranks, `together.on_first_rank` calls them.
+All ranks call `save_checkpoint` and `prune_together` together. The other functions communicate nothing.
 """
 
 import contextlib
@@ -38,10 +36,8 @@ class CheckpointError(RuntimeError):
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor | Rows], manifest: Manifest, group: Any = None) -> Path:
     """Write a checkpoint into `folder` and return its path once it is on the disk.
 
-    All ranks call it together, each with its own tensors (see `write_tensors`). Rank 0 writes its manifest, with the
-    files filled in. `group` is a `together.file_group`, for saving from another thread than the main one.
-
-    If one rank fails (a full disk, say) or is gone, removes the unfinished folder and raises CheckpointError on all.
+    All ranks call it together, each with its own tensors (see `write_tensors`). `group` is a `together.file_group`, for
+    saving in a thread. If one rank fails or is gone, removes the unfinished folder and raises CheckpointError on all.
     """
     group = group or main_group()
     final = folder / checkpoint_name(manifest.step)

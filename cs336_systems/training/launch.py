@@ -43,8 +43,8 @@ _PROGRAM = ["-m", "cs336_systems.training.one_rank"]
 def launch(config: RunConfig) -> RunResult:
     """Run `train(config)` in `parallel.devices` processes; return the run's result.
 
-    Raises the error of the first process that failed: one of the errors of `train`, or a RuntimeError. Raises
-    KeyboardInterrupt, or its subclass Ended, for a signal that comes before the processes can save.
+    Raises the error of the first process that failed. Raises KeyboardInterrupt, or its subclass Ended, for a signal
+    that comes before the processes can save.
     """
     check_devices(config.train.device, config.parallel.devices)
     by_interrupt = False

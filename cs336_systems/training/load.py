@@ -17,7 +17,6 @@ from cs336_basics.tokenizer import Tokenizer
 from ..config.run import ModelConfig
 from ..kernels.attention import get_attention
 from ..machine.hardware import environment
-from ..planner.accounting import num_parameters
 from .checkpoint import save_checkpoint
 from .folder import CHECKPOINTS, CONFIG, TOKENIZER
 from .manifest import MANIFEST, Manifest, newest_whole_checkpoint, verify_checkpoint
@@ -64,8 +63,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Manifest]:
 def load_model(path: str | Path) -> LoadedModel:
     """Load the weights and the tokenizer of a run folder or checkpoint, onto the CPU.
 
-    Raises ValueError if the manifest describes no model that the files can hold, or if the run's tokenizer is not the
-    one that the checkpoint was made with.
+    Raises ValueError if the manifest describes no model, or if the run's tokenizer is not the checkpoint's.
     """
     checkpoint, manifest = find_checkpoint(Path(path))
     file = checkpoint / MANIFEST
@@ -76,9 +74,6 @@ def load_model(path: str | Path) -> LoadedModel:
         shape = ModelConfig(**values).shape
     except ValueError as error:
         raise ValueError(f"checkpoint file {file} describes no model: {error}") from error
-    needed, there = 4 * num_parameters(shape), sum(entry["bytes"] for entry in manifest.files.values())
-    if needed > there:  # before a model of so many layers is built
-        raise ValueError(f"checkpoint file {file} describes a model of {needed:,} bytes, its files hold {there:,}")
     with torch.device("meta"):
         names = TransformerLM(**asdict(shape)).state_dict()
     stored = tensor_shapes(checkpoint)
@@ -102,10 +97,11 @@ def export_run(path: str | Path, out: str | Path | None = None) -> tuple[Path, P
     """
     loaded = load_model(path)
     out = Path(out) if out is not None else loaded.checkpoint.resolve().parent.parent / "hf"
-    if any((out / name).exists() for name in (CHECKPOINTS, MANIFEST, METRICS_FILE)):
-        raise ValueError(f"{out} is a run or a checkpoint, whose files an export would replace: give another folder")
-    if out.exists() and not (out / "model.safetensors").exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} holds other files than an export's: give another folder")
+    is_run = any((out / name).exists() for name in (CHECKPOINTS, MANIFEST, METRICS_FILE))
+    is_export = (out / "model.safetensors").exists()
+    is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if is_run or not (is_export or is_new):
+        raise ValueError(f"{out} holds files that are not of an export: give another folder")
     export_hf(loaded.state_dict, loaded.shape, loaded.tokenizer, out)
     return loaded.checkpoint, out
 
@@ -117,7 +113,7 @@ def import_run(folder: str | Path, run_dir: str | Path) -> Path:
     """
     run_dir = Path(run_dir)
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ValueError(f"{run_dir} is there and not empty: give a new folder for the run")
+        raise ValueError(f"{run_dir} is not empty: give a new folder for the run")
     shape, state_dict, tokenizer = import_hf(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {"model": asdict(shape)}

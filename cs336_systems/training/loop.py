@@ -27,7 +27,7 @@ from ..config.run import RunConfig
 from ..machine.hardware import autocast, device_peak_flops, to_host, with_index
 from ..parallel import comm, failure
 from ..planner.accounting import training_flops
-from .batches import BatchLoader, Tokens, validation_starts
+from .batches import BatchLoader, Tokens, micro_batch_size
 from .build import build_optimizer, compiled, prepare_model, wrap_model
 from .graph import RecordedStep
 
@@ -144,7 +144,7 @@ class Trainer:
             "data_wait_ms": data_wait * 1e3,
             "tokens_per_s": train.batch_size * self.context_length / elapsed,
             "mfu": None if self._peak is None else self._flops / elapsed / self._peak / comm.world_size(),
-            "memory_bytes": self.memory_bytes(),
+            "memory_bytes": self.peak_memory_bytes(),
             "skipped_steps": position.skipped_steps,
         }
 
@@ -206,14 +206,17 @@ class Trainer:
     @property
     def micro_batch(self) -> int:
         """Sequences that this process takes through the model at once."""
-        train = self.config.train
-        return train.batch_size // train.gradient_accumulation_steps // comm.world_size()
+        return micro_batch_size(self.config.train, comm.world_size())
 
     def validation_starts(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Starts of the validation sequences, (batches, B). The sequences are the same for any number of ranks."""
-        micro_batch = self.micro_batch * comm.world_size()
-        starts = validation_starts(num_tokens, self.context_length, self.config.train.validation_sequences, micro_batch)
-        return starts if starts.size % self.micro_batch else starts.reshape(-1, self.micro_batch)
+        """Starts of the validation sequences, back to back, (batches, B); the same ones for any number of ranks.
+
+        If there is a whole batch of all ranks, the rest is left out, so that a compiled model sees one shape.
+        """
+        count = min(self.config.train.validation_sequences, (num_tokens - 1) // self.context_length)
+        together = min(count, self.micro_batch * comm.world_size())
+        starts = np.arange(count - count % together) * self.context_length
+        return starts.reshape(-1, together if starts.size % self.micro_batch else self.micro_batch)
 
     def reset_clock(self) -> None:
         """Time the next step from here. Work since the last step does not count."""
@@ -225,7 +228,7 @@ class Trainer:
             self._recorded.close()
         self.loader.close()
 
-    def memory_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int:
         """Peak memory of the GPU's allocator, or on a CPU of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)

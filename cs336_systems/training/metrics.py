@@ -1,6 +1,7 @@
 """The metrics of a run: metrics.jsonl, a progress line, and on request TensorBoard and Weights & Biases."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +17,8 @@ from rich.text import Text
 
 from cs336_basics.files import naming_file
 
-from ..config.run import RunConfig
+from ..config.checks import shown
+from ..config.run import LogConfig, RunConfig
 from ..machine.console import READER_GONE, say
 from ..machine.files import write_figure, write_whole
 
@@ -56,12 +58,8 @@ class TensorBoard:
     """TensorBoard event files in the run folder."""
 
     def __init__(self, run_dir: Path, last_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "log.tensorboard is true, but tensorboard is not installed: pip install tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, row: Row) -> None:
@@ -80,12 +78,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, last_step: int) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                f"log.wandb is {config.log.wandb!r}, but wandb is not installed: pip install wandb"
-            ) from error
+        import wandb
+
         id_file = run_dir / "wandb" / "run_id.txt"
         try:
             self._run = wandb.init(
@@ -118,8 +112,16 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def check_packages(log: LogConfig) -> None:
+    """Raise ValueError naming the field if it needs a package that is not installed."""
+    for package, is_used in (("tensorboard", log.tensorboard), ("wandb", log.wandb != "off")):
+        if is_used and importlib.util.find_spec(package) is None:
+            value = shown(getattr(log, package))
+            raise ValueError(f"log.{package} is {value}, but {package} is not installed: pip install {package}")
+
+
 def open_sinks(run_dir: Path, config: RunConfig, last_step: int) -> list[Sink]:
-    """The sinks that the configuration names. Raises ValueError if a package is not installed."""
+    """The sinks that the configuration names. `check_packages` has found their packages."""
     sinks: list[Sink] = []
     if config.log.tensorboard:
         sinks.append(TensorBoard(run_dir, last_step))
@@ -137,9 +139,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("it is no row of metrics, an object with a step")
-            for name, value in row.items():
-                if isinstance(value, bool) or not isinstance(value, int | float | None):
-                    raise ValueError(f"{name} is {value!r}: it must be a number or null")
             rows.append(row)
         except ValueError as error:
             if i < len(lines) - 1:

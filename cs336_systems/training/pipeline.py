@@ -1,6 +1,7 @@
 """The main job: from a configuration to a trained model and a sample from it."""
 
 import contextlib
+import os
 
 import torch
 
@@ -19,8 +20,7 @@ from .run import Run
 def train(config: RunConfig) -> RunResult:
     """Run everything that the configuration describes and return the result.
 
-    With `parallel.devices` above 1, this process starts that many processes and waits for them. A process that torchrun
-    has started is one of all ranks, and each of them calls this function.
+    With `parallel.devices` above 1, this process starts that many processes. Under torchrun, every rank calls this.
 
     Raises ValueError or FileNotFoundError for a mistake that the user can fix, NonFiniteError for a loss or gradient
     norm that is not finite, CheckpointError if a checkpoint cannot be written, and CollectiveError if another rank is
@@ -40,6 +40,8 @@ def train(config: RunConfig) -> RunResult:
 
 def train_on(config: RunConfig, device: torch.device) -> RunResult:
     """The whole run on this rank's device. All ranks call it together, and rank 0 writes the files."""
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     with contextlib.ExitStack() as stack:
         plan, weights = plan_run(config, device, stack)
         data = prepare_on_every_rank(plan.config, plan.check_may_make)

@@ -1,6 +1,8 @@
 """The data of a run: text -> tokenizer -> token files, each made by a stage that is skipped if it is up to date."""
 
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,6 @@ from cs336_basics.data import (
     load_tokens,
     read_info,
     sidecar_path,
-    token_dtype,
     write_tokens,
 )
 from cs336_basics.files import sha256_of_file
@@ -21,11 +22,14 @@ from cs336_basics.tokenizer import Tokenizer, check_vocab_size, sample_evenly
 from ..config.checks import shown
 from ..config.run import RunConfig
 from .batches import Tokens
-from .stages import Check, in_data_dir, is_kept, no_check, one_at_a_time, require_disk_space, run_stage
+from .stages import in_data_dir, is_kept, one_at_a_time, run_stage
 from .texts import TextSpan, find_texts
 from .together import file_group, on_every_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
+
+MayRefuse = Callable[[], None] | None
+"""Called before a tokenizer or training tokens are made. It may refuse by raising an error."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class PreparedData:
     train_sha256: str
 
 
-def prepare_on_every_rank(config: RunConfig, check: Check = no_check) -> PreparedData:
+def prepare_on_every_rank(config: RunConfig, before_making: MayRefuse = None) -> PreparedData:
     """`prepare_data` on rank 0, then on the other ranks, which may have other disks. All ranks call it together.
 
     Ranks wait for each other for up to a week, because a download or a tokenizer's training may take long.
@@ -48,24 +52,23 @@ def prepare_on_every_rank(config: RunConfig, check: Check = no_check) -> Prepare
 
     def prepare() -> None:
         if not made:
-            made.append(prepare_data(config, check))
+            made.append(prepare_data(config, before_making))
 
     on_first_rank(prepare, "preparation of the data", group)
     on_every_rank(prepare, "preparation of the data", group)
     return made[0]
 
 
-def prepare_data(config: RunConfig, check: Check = no_check) -> PreparedData:
+def prepare_data(config: RunConfig, before_making: MayRefuse = None) -> PreparedData:
     """Run the stages whose files are missing or stale, then load and check the data.
 
-    `check` is called before a tokenizer or training tokens are made. Raises FileNotFoundError or ValueError naming the
-    file or the field.
+    Raises FileNotFoundError or ValueError naming the file or the field.
     """
     data = config.data
     tokenizer_path, train_path, valid_path = _paths(config)
     for name, path in (("tokenizer", tokenizer_path), ("train_tokens", train_path), ("valid_tokens", valid_path)):
         if path.is_dir():
-            raise ValueError(f"data.{name} {path} is a folder: it must be a file, or a name that is free")
+            raise ValueError(f"data.{name} {path} is a folder: it must be a file, or the name of a new one")
         if config.skip_data and name != "tokenizer" and not path.is_file():
             raise FileNotFoundError(
                 f"data.{name} {path} does not exist, and --skip_data was given: leave it out to make the file"
@@ -74,12 +77,12 @@ def prepare_data(config: RunConfig, check: Check = no_check) -> PreparedData:
         logger.info("data: as it is (--skip_data)")
         return _load(config)
     if is_kept(data, train_path) and is_kept(data, valid_path):
-        logger.info("data: %s and %s were not made here, used as they are", train_path, valid_path)
+        logger.info("data: %s and %s exist and are used as they are", train_path, valid_path)
         return _load(config)
     if train_path.resolve() == valid_path.resolve():
         raise ValueError(
-            f"data.valid_tokens is {data.valid_tokens!r}: it must be another file than data.train_tokens, because both "
-            "are to be made (--skip_data takes a file that is there as it is)"
+            f"data.valid_tokens is {data.valid_tokens!r}: it must differ from data.train_tokens, because both files "
+            "are made (--skip_data uses an existing file as it is)"
         )
     if data.source == "text" and not data.train_text:
         raise ValueError(
@@ -88,8 +91,8 @@ def prepare_data(config: RunConfig, check: Check = no_check) -> PreparedData:
         )
     make = _make_random_tokens if data.source == "random" else _make_tokens_from_text
     with one_at_a_time(train_path.parent):
-        make(config, check)
-        return _load(config)  # in the lock: another run may replace the files later, but not what is mapped by then
+        make(config, before_making)
+        return _load(config)  # in the lock: later, another run may replace the files, but these are mapped by then
 
 
 def _paths(config: RunConfig) -> tuple[Path, Path, Path]:
@@ -98,30 +101,25 @@ def _paths(config: RunConfig) -> tuple[Path, Path, Path]:
     return Path(data.tokenizer_path), Path(str(data.train_tokens)), Path(str(data.valid_tokens))
 
 
-def _make_random_tokens(config: RunConfig, check: Check) -> None:
-    data, vocab_size = config.data, config.model.shape.vocab_size
+def _make_random_tokens(config: RunConfig, before_making: MayRefuse) -> None:
+    data, shape = config.data, config.model.shape
     _, train_path, valid_path = _paths(config)
     # A tenth is enough to validate on, but never less than two sequences.
-    shares = (train_path, data.random_tokens), (valid_path, data.random_tokens // 10)
-    files = [(path, max(count, 2 * config.model.shape.context_length + 2)) for path, count in shares]
-    sizes = [(path, count * token_dtype(vocab_size).itemsize) for path, count in files]
-    for i, (path, count) in enumerate(files):
-        inputs = {"random_tokens": count, "seed": data.seed, "split": i, "vocab_size": vocab_size}
-
-        def make(path: Path = path, count: int = count, seed: tuple[int, int] = (data.seed, i)) -> None:
-            rng = np.random.default_rng(seed)
-            chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
-            write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
-
-        def check_all(i: int = i) -> None:
-            if i == 0:
-                check()
-            require_disk_space("data.random_tokens", data.random_tokens, sizes[i:])
-
-        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), check=check_all)
+    for split, (path, wanted) in enumerate(((train_path, data.random_tokens), (valid_path, data.random_tokens // 10))):
+        count = max(wanted, 2 * shape.context_length + 2)
+        inputs = {"random_tokens": count, "seed": data.seed, "split": split, "vocab_size": shape.vocab_size}
+        make = functools.partial(_draw_tokens, path, count, shape.vocab_size, (data.seed, split))
+        may_refuse = before_making if path == train_path else None
+        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=may_refuse)
 
 
-def _make_tokens_from_text(config: RunConfig, check: Check) -> None:
+def _draw_tokens(path: Path, count: int, vocab_size: int, seed: tuple[int, int]) -> None:
+    rng = np.random.default_rng(seed)
+    chunks = (rng.integers(0, vocab_size, min(1 << 22, count - n)) for n in range(0, count, 1 << 22))
+    write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
+
+
+def _make_tokens_from_text(config: RunConfig, before_making: MayRefuse) -> None:
     data, vocab_size = config.data, config.model.shape.vocab_size
     tokenizer_path, train_path, valid_path = _paths(config)
     if not is_kept(data, tokenizer_path):
@@ -129,46 +127,48 @@ def _make_tokens_from_text(config: RunConfig, check: Check) -> None:
     train_text, valid_text = find_texts(config)
     inputs = {"text": train_text.fingerprint, "vocab_size": vocab_size, "algorithm": "byte-level BPE, GPT-2 words"}
     # The tokenizer's training holds every distinct word and the places of its pairs: memory grows with the text.
-    sample_bytes, text_bytes = data.tokenizer_sample_bytes, train_text.size
-    if text_bytes > sample_bytes:
-        inputs["sample_bytes"] = sample_bytes
-
-    def train_tokenizer() -> None:
-        blocks = train_text.blocks()
-        if text_bytes > sample_bytes:
-            logger.info(
-                f"tokenizer: trained on an evenly spaced sample of {sample_bytes:,} of the text's {text_bytes:,} bytes "
-                "(data.tokenizer_sample_bytes)"
-            )
-            blocks = sample_evenly(blocks, sample_bytes, text_bytes)
-        tokenizer = Tokenizer.train(blocks, vocab_size)
-        tokenizer.save(tokenizer_path)
-        if tokenizer.vocab_size < vocab_size:
-            logger.warning(
-                f"the text has words for a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: the rest of the "
-                "model's vocabulary stays unused"
-            )
-
-    run_stage(data, "tokenizer", tokenizer_path, inputs, train_tokenizer, check=check)
+    if train_text.size > data.tokenizer_sample_bytes:
+        inputs["sample_bytes"] = data.tokenizer_sample_bytes
+    make = functools.partial(_train_tokenizer, config, train_text)
+    run_stage(data, "tokenizer", tokenizer_path, inputs, make, before_making=before_making)
     tokenizer = Tokenizer.load(tokenizer_path)
     for text, path in ((train_text, train_path), (valid_text, valid_path)):
         inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+        make = functools.partial(_encode, tokenizer, tokenizer_path, text, path)
+        may_refuse = before_making if path == train_path else None
+        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=may_refuse)
 
-        def encode(text: TextSpan = text, path: Path = path) -> None:
-            tokens = tokenizer.encode_stream(text.blocks(), f"text file {text.path}")
-            made_with = dict(tokenizer_sha256=tokenizer.sha256, source=str(text.path))
-            info = write_tokens(path, tokens, tokenizer.vocab_size, **made_with)
-            bytes_per_token = text.size / max(info.count, 1)
-            logger.info("tokens: %s has %s tokens, %.1f bytes a token", path, f"{info.count:,}", bytes_per_token)
-            # A byte-level tokenizer gives at most a token a byte, and a token is rarely more than a word.
-            if not 0.95 <= bytes_per_token < 16:
-                logger.warning(
-                    f"tokens: {bytes_per_token:.1f} bytes a token is far from the usual 1 to 6: is {tokenizer_path} "
-                    f"the right tokenizer for {text.path}?"
-                )
 
-        may_refuse = check if path == train_path else no_check
-        run_stage(data, "tokens", path, inputs, encode, sidecar=sidecar_path(path), check=may_refuse)
+def _train_tokenizer(config: RunConfig, text: TextSpan) -> None:
+    vocab_size, sample_bytes = config.model.shape.vocab_size, config.data.tokenizer_sample_bytes
+    blocks = text.blocks()
+    if text.size > sample_bytes:
+        logger.info(
+            f"tokenizer: trained on an evenly spaced sample of {sample_bytes:,} of the text's {text.size:,} bytes "
+            "(data.tokenizer_sample_bytes)"
+        )
+        blocks = sample_evenly(blocks, sample_bytes, text.size)
+    tokenizer = Tokenizer.train(blocks, vocab_size)
+    tokenizer.save(config.data.tokenizer_path)
+    if tokenizer.vocab_size < vocab_size:
+        logger.warning(
+            f"the text has words for a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: the rest of the model's "
+            "vocabulary stays unused"
+        )
+
+
+def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Path) -> None:
+    tokens = tokenizer.encode_stream(text.blocks(), f"text file {text.path}")
+    made_with = dict(tokenizer_sha256=tokenizer.sha256, source=str(text.path))
+    info = write_tokens(path, tokens, tokenizer.vocab_size, **made_with)
+    bytes_per_token = text.size / max(info.count, 1)
+    logger.info("tokens: %s has %s tokens, %.1f bytes a token", path, f"{info.count:,}", bytes_per_token)
+    # A byte-level tokenizer gives at most a token a byte, and a token is rarely more than a word.
+    if not 0.95 <= bytes_per_token < 16:
+        logger.warning(
+            f"tokens: {bytes_per_token:.1f} bytes a token is far from the usual 1 to 6: is {tokenizer_path} the right "
+            f"tokenizer for {text.path}?"
+        )
 
 
 def _load(config: RunConfig) -> PreparedData:
@@ -201,7 +201,7 @@ def _load(config: RunConfig) -> PreparedData:
     for name, path, tokens in (("train", train_path, train), ("valid", valid_path, valid)):
         if len(tokens) <= shape.context_length:
             raise ValueError(
-                f"data.{name}_tokens {path}{_source(config, name, path)} holds {len(tokens)} tokens: at least "
+                f"data.{name}_tokens {path} holds {len(tokens)} tokens: at least "
                 f"{shape.context_length + 1} are needed, one more than model.context_length: give a longer text or a "
                 "smaller model.context_length"
             )
@@ -238,14 +238,3 @@ def _find_tokenizer(config: RunConfig, made_train_tokens: str) -> Tokenizer | No
         )
     logger.warning("data: no tokenizer is known for %s, so no text will be sampled: give --data.tokenizer", train_path)
     return None
-
-
-def _source(config: RunConfig, name: str, path: Path) -> str:
-    """The fields that a token file was made from, for a message; empty for a file that was not made here."""
-    data = config.data
-    if config.skip_data or is_kept(data, path) or data.source not in ("stories", "text"):
-        return ""
-    fields = ["story_chars" if data.source == "stories" else "train_text"]
-    if name == "valid":
-        fields = ["valid_fraction", *fields] if data.valid_text is None else ["valid_text"]
-    return f", made from {' and '.join(f'data.{field} {getattr(data, field)}' for field in fields)},"

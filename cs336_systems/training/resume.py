@@ -22,12 +22,12 @@ from ..config.data import without_derived_paths
 from ..config.run import RunConfig
 from ..parallel import comm
 from .checkpoint import set_newer_aside
-from .fits import check_config
 from .folder import CHECKPOINTS, CONFIG, RESULT, TOKENIZER, check_run_dir, locked
 from .load import LoadedModel, load_model
 from .loop import Position, Trainer
 from .manifest import Manifest, check_identity, find_checkpoints, newest_whole_checkpoint, verify_checkpoint
 from .metrics import METRICS_FILE
+from .preflight import check_config
 from .prepare import PreparedData
 from .result import RunResult
 from .stages import in_data_dir

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import time
 from dataclasses import asdict
 
@@ -71,7 +70,7 @@ class Run:
 
     def train(self) -> RunResult:
         """Train to the last step, to train.max_minutes or to a signal; save, validate and report."""
-        trainer, train = self.trainer, self.config.train
+        trainer, settings = self.trainer, self.config.train
         interval = self.config.checkpoint.checkpointing_interval
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(trainer))
@@ -81,8 +80,7 @@ class Run:
                 lambda: self.sinks.extend(open_sinks(self.run_dir, self.config, position.step)), "start of the log"
             )
             self._announce()
-            if train.deterministic:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+            if settings.deterministic:
                 stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
                 torch.use_deterministic_algorithms(True)
             for sink in self.sinks:
@@ -91,10 +89,10 @@ class Run:
             if self.config.checkpoint.async_save:
                 self.saver = stack.enter_context(AsyncSaver())
             if comm.rank() == 0:
-                self.progress = stack.enter_context(Progress(position.step, train.max_steps))
+                self.progress = stack.enter_context(Progress(position.step, settings.max_steps))
             trainer.reset_clock()
             # Several ranks agree during a step whether to stop; a single one can stop at any time.
-            while position.step < train.max_steps and not trainer.stopping:
+            while position.step < settings.max_steps and not trainer.stopping:
                 if comm.world_size() == 1 and stop.wanted():
                     break
                 row = trainer.train_step(lambda: stop.wanted() or self._time_is_up())
@@ -104,17 +102,17 @@ class Run:
                 if step == self.first_step:
                     self.startup_s = time.perf_counter() - self.started
                     stack.enter_context(objects_set_aside())
-                if train.validation_interval and step % train.validation_interval == 0:
+                if settings.validation_interval and step % settings.validation_interval == 0:
                     self._validate()
                 if interval > 0 and step % interval == 0:
                     self._save()
             interrupted = None
-            if position.step < train.max_steps:
+            if position.step < settings.max_steps:
                 signals = comm.gather_objects(stop.signal, "reason of the stop")
                 interrupted = next((name for name in signals if name is not None), None)
                 if interrupted is None and self._time_is_up():
-                    where = f"step {position.step} of {train.max_steps}"
-                    logger.info("time is up: train.max_minutes %g, at %s", train.max_minutes, where)
+                    where = f"step {position.step} of {settings.max_steps}"
+                    logger.info("time is up: train.max_minutes %g, at %s", settings.max_minutes, where)
             if self.saved_step != position.step:  # save first: after its signal, a scheduler soon kills the run
                 self._save()
             if self.validated is None or self.validated[0] != position.step:
@@ -179,35 +177,16 @@ class Run:
         trainer.reset_clock()
 
     def _report(self, interrupted: str | None) -> RunResult:
-        """The result of the run; rank 0 also writes it, with a plot of the losses and a sample."""
-        train, shape = self.config.train, self.config.model.shape
-        sample = None
-        if interrupted is None and self.data.tokenizer is not None:
-            sample = sample_of_trainer(self.trainer, self.data.tokenizer)
-            if sample is not None:
-                write_whole(self.run_dir / SAMPLE, sample)
-        if interrupted is None and self.data.tokenizer is None:
-            logger.info("sample: none, because the run has no tokenizer")
-        starts = self.trainer.validation_starts(len(self.data.valid))
-        measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss covers
-        loss_curve = self.run_dir / LOSS_CURVE
-
-        def compare_with_baselines() -> tuple[float, float, float]:
-            """Entropies of the validation tokens and a bigram model's loss, drawn beside the run's losses."""
-            unigram, bigram = unigram_bigram_entropy(measured)
-            bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
-            baselines = {"unigram entropy": unigram, "bigram model": bigram_loss}
-            plot_loss_curves({self.run_dir.name: read_metrics(self.run_dir / METRICS_FILE)}, loss_curve, baselines)
-            return unigram, bigram, bigram_loss
-
-        unigram, bigram, bigram_loss = on_first_rank(compare_with_baselines, "drawing of the losses")
+        """Draw a sample and the losses; return the result of the run, which rank 0 also writes."""
+        sample = self._sample() if interrupted is None else None
+        unigram, bigram, bigram_loss = on_first_rank(self._compare_with_baselines, "drawing of the losses")
         timed = self.rows[5:]
         step_ms = summarise([row["step_ms"] for row in timed])
-        tokens = train.batch_size * shape.context_length
+        tokens = self.config.train.batch_size * self.config.model.shape.context_length
         result = RunResult(
             run_dir=str(self.run_dir),
             checkpoint=str(self.checkpoints / checkpoint_name(self.trainer.position.step)),
-            loss_curve=str(loss_curve),
+            loss_curve=str(self.run_dir / LOSS_CURVE),
             step=self.trainer.position.step,
             interrupted=interrupted,
             train_loss=finite_or_none(self.rows[-1]["loss"]) if self.rows else None,
@@ -223,9 +202,31 @@ class Run:
             data_wait_ms=float(np.mean([row["data_wait_ms"] for row in timed])) if timed else None,
             tokens_per_s=tokens / step_ms["p50"] * 1e3 if timed else None,
             mfu=float(np.median([row["mfu"] for row in timed])) if timed and timed[0]["mfu"] is not None else None,
-            peak_memory_bytes=self.trainer.memory_bytes(),
+            peak_memory_bytes=self.trainer.peak_memory_bytes(),
             env=self.env,
         )
         if comm.rank() == 0:
             write_json(self.run_dir / RESULT, asdict(result))
         return result
+
+    def _sample(self) -> str | None:
+        """A sample of text, on rank 0, which also writes it. All ranks call it together."""
+        if self.data.tokenizer is None:
+            logger.info("sample: none, because the run has no tokenizer")
+            return None
+        sample = sample_of_trainer(self.trainer, self.data.tokenizer)
+        if sample is not None:
+            write_whole(self.run_dir / SAMPLE, sample)
+        return sample
+
+    def _compare_with_baselines(self) -> tuple[float, float, float]:
+        """Draw the losses. Returns the validation tokens' unigram and bigram entropy, and a bigram model's loss."""
+        shape = self.config.model.shape
+        starts = self.trainer.validation_starts(len(self.data.valid))
+        measured = self.data.valid[: starts.size * shape.context_length + 1]  # the tokens that the loss covers
+        unigram, bigram = unigram_bigram_entropy(measured)
+        bigram_loss = bigram_model_loss(self.data.train, measured, shape.vocab_size)
+        rows = read_metrics(self.run_dir / METRICS_FILE)
+        baselines = {"unigram entropy": unigram, "bigram model": bigram_loss}
+        plot_loss_curves({self.run_dir.name: rows}, self.run_dir / LOSS_CURVE, baselines)
+        return unigram, bigram, bigram_loss

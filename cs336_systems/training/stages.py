@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from cs336_basics.files import sha256_of_file, write_json
 from ..config.run import DataConfig
 
 logger = logging.getLogger(__name__)
-
-Check = Callable[[], None]
-"""Called before a file is made. It may refuse by raising an error."""
-
-
-def no_check() -> None:
-    """The check that refuses nothing."""
 
 
 def in_data_dir(data: DataConfig, path: Path) -> bool:
@@ -50,19 +42,19 @@ def run_stage(
     make: Callable[[], None],
     *,
     sidecar: Path | None = None,
-    check: Check = no_check,
+    before_making: Callable[[], None] | None = None,
 ) -> None:
     """Call `make`, which writes `output` and its sidecar, unless the file is kept or up to date.
 
-    Raises ValueError if a file of the user's is where the sidecar goes, and the errors of `check`, which is called
-    before anything is written.
+    `before_making` is called first, and may refuse by an error. Raises ValueError if a file of the user's is where the
+    sidecar goes.
     """
     if is_kept(data, output):
-        logger.info("%s: %s was not made here, used as it is", name, output)
+        logger.info("%s: %s exists and is used as it is", name, output)
         return
     stamp = _stamp(output)
     if sidecar is not None and sidecar.is_file() and not stamp.is_file():
-        raise ValueError(f"{sidecar} was not made here, but is to be written beside {output}: move one of them")
+        raise ValueError(f"{sidecar} is your own file, in the place of the sidecar of {output}: move one of them")
     files = [output] if sidecar is None else [output, sidecar]
 
     def hashes() -> dict[str, str | None]:
@@ -74,7 +66,8 @@ def run_stage(
             logger.info("%s: %s is up to date, skipped", name, output)
             return
         why = "because the text or its settings changed, or the file is damaged"
-    check()
+    if before_making is not None:
+        before_making()
     logger.info("%s: making %s, %s", name, output, why)  # shows a mistyped name of an existing file
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(stamp, {"inputs": None, "sha256": None})  # unfinished: if the stage is interrupted, it runs again
@@ -93,24 +86,6 @@ def _read_stamp(path: Path) -> dict[str, Any]:
     except ValueError:
         return {}
     return stamp if isinstance(stamp, dict) else {}
-
-
-def require_disk_space(field: str, value: int, sizes: list[tuple[Path, int]]) -> None:
-    """Raise ValueError naming the field if files of these sizes do not fit on their disks."""
-
-    def disk(path: Path) -> int:
-        return path.parent.stat().st_dev
-
-    for path, _ in sizes:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    for path, _ in sizes:
-        needed = sum(size for other, size in sizes if disk(other) == disk(path))
-        free = shutil.disk_usage(path.parent).free
-        if needed > free:
-            raise ValueError(
-                f"{field} is {value}: the files made from it take up to {needed:,} bytes, and the disk of "
-                f"{path.parent} has {free:,} bytes free"
-            )
 
 
 @contextlib.contextmanager

@@ -110,9 +110,8 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], group: Any = None) -> list[str]:
     """Write tensors into a folder, as flushed safetensors files of bounded size; return the names of this rank's files.
 
-    All ranks call it together. A Tensor under one name on several ranks is the same on all, and one of them writes it.
-    Each rank writes its own part of a DTensor or of Rows. If a rank fails, all raise its error; if one is gone, they
-    raise CollectiveError.
+    All ranks call it together. One of them writes a tensor that several have; each writes its part of a DTensor or of
+    Rows. If a rank fails, all raise its error; if one is gone, they raise CollectiveError.
     """
     parts = [tensor.local if isinstance(tensor, Rows) else tensor for tensor in tensors.values()]
     writer = _Writer(folder, from_gpu=any(part.is_cuda for part in parts))

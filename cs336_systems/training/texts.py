@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cs336_basics import stories
-from cs336_basics.data import token_dtype
 from cs336_basics.files import replaced, sha256_of_file
 from cs336_basics.tokenizer import END_OF_TEXT, read_utf8
 
 from ..config.run import RunConfig
-from .stages import one_at_a_time, require_disk_space, run_stage
+from .stages import one_at_a_time, run_stage
 
 logger = logging.getLogger(__name__)
 
@@ -65,22 +64,14 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
         return train, valid
     text_path = folder / "stories.txt"
     if data.source == "stories":
-        chars = data.story_chars
-        inputs = {"story_chars": chars, "seed": data.seed, "generator": sha256_of_file(str(stories.__file__))}
-        # The text is ASCII. The number of its tokens is not known yet, but is at most the number of characters.
-        width, valid_chars = token_dtype(config.model.shape.vocab_size).itemsize, int(chars * data.valid_fraction)
-        sizes = [
-            (text_path, chars),
-            (Path(str(data.train_tokens)), (chars - valid_chars) * width),
-            (Path(str(data.valid_tokens)), valid_chars * width),
-        ]
+        generator = sha256_of_file(str(stories.__file__))
+        inputs = {"story_chars": data.story_chars, "seed": data.seed, "generator": generator}
 
         def write_stories() -> None:
             with replaced(text_path) as beside, beside.open("w", encoding="utf-8") as file:
-                file.writelines(stories.stories(data.seed, chars))
+                file.writelines(stories.stories(data.seed, data.story_chars))
 
-        check = functools.partial(require_disk_space, "data.story_chars", chars, sizes)
-        run_stage(data, "text", text_path, inputs, write_stories, check=check)
+        run_stage(data, "text", text_path, inputs, write_stories)
     else:
         text_path = Path(str(data.train_text))
     whole = _whole_text(text_path)

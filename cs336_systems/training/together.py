@@ -20,8 +20,7 @@ T = TypeVar("T")
 def file_group(wait_h: float = 0.5) -> Any:
     """A new gloo group of all ranks, for work on files; None with one process. All ranks call it together.
 
-    Ranks wait for each other for up to wait_h hours, because hashing or writing many gigabytes takes longer than a step
-    of training. A background thread needs a group of its own.
+    Ranks wait for each other for up to wait_h hours. A background thread needs a group of its own.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(hours=wait_h)) if comm.world_size() > 1 else None
 

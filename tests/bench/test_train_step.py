@@ -5,7 +5,7 @@ import pytest
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases.train_step import CASE
 from cs336_systems.report.views import rows_table
-from cs336_systems.training import fits
+from cs336_systems.training import preflight
 
 
 def test_a_row_has_its_run_and_rates_from_its_time() -> None:
@@ -27,7 +27,7 @@ def test_a_row_has_its_run_and_rates_from_its_time() -> None:
 
 
 def test_a_model_too_large_for_a_cpu_is_an_oom_row_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "memory_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(preflight, "memory_bytes", lambda device: 1 << 20)
     given = {"variant": ("cs336", "hf_llama"), "size": ("xl",)}
     for row in CASE.measure(configurations(CASE, given, quick=True)):
         assert (row.status, row.error is not None and "to train this needs at least" in row.error) == ("oom", True)

@@ -150,18 +150,6 @@ def test_an_unknown_field_in_the_file_suggests_a_near_one(
     assert error_of("--config", write_config(content)).startswith(f"unknown field {name}: did you mean {near}")
 
 
-@pytest.mark.parametrize(
-    "content, name",
-    [
-        ('{"train": {"max_steps": 1, "max_steps": 2}}', "max_steps"),
-        ('{"train": {}, "data": {}, "train": {}}', "train"),
-        ('{"train.max_steps": 1, "train": {"max_steps": 2}}', "train.max_steps"),
-    ],
-)
-def test_a_field_that_the_file_has_twice_is_refused(write_config: WriteConfig, content: str, name: str) -> None:
-    assert f"has '{name}' twice" in error_of("--config", write_config(content))
-
-
 def test_a_config_file_may_begin_with_a_byte_order_mark(write_config: WriteConfig) -> None:
     path = write_config({"train": {"max_steps": 3}})
     Path(path).write_bytes(b"\xef\xbb\xbf" + Path(path).read_bytes())

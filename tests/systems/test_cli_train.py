@@ -1,6 +1,5 @@
 """`cs336 train` from end to end: a good run, and one line for texts, token files, devices and models that are wrong."""
 
-import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cs336_basics.stories import stories
 from cs336_basics.tokenizer import Tokenizer
@@ -63,14 +61,7 @@ WRONG_TEXTS: dict[str, tuple[bytes | None, list[str], str]] = {
     "a folder": (GOOD_TEXT, ["--data.valid_text=."], ". is not a regular file"),
     "empty": (b"", [], "input.txt is empty"),
     "0xff": (GOOD_TEXT[:5000] + b"\xff" + GOOD_TEXT[5000:], [], "input.txt must be UTF-8 text: .* at byte 5000"),
-    "half a character": (GOOD_TEXT[:5000] + b"\xc3(" + GOOD_TEXT[5000:], [], "input.txt must .* at byte 5000"),
-    "a surrogate": (GOOD_TEXT[:5000] + b"\xed\xa0\x80" + GOOD_TEXT[5000:], [], "input.txt must .* at byte 5000"),
-    "half a character at the end": (GOOD_TEXT + b"\xc3", [], f"input.txt must .* at byte {len(GOOD_TEXT)}"),
-    "far inside": ((GOOD_TEXT * 300)[:2_500_000] + b"\xfe" + GOOD_TEXT, [], "input.txt must .* at byte 2500000"),
-    **{
-        encoding: (GOOD_TEXT.decode().encode(encoding), [], "input.txt must be UTF-8 text: .*")
-        for encoding in ("utf-16", "utf-16-le", "utf-32-be")
-    },
+    "utf-16": (GOOD_TEXT.decode().encode("utf-16"), [], "input.txt must be UTF-8 text: .*"),
 }
 
 
@@ -80,45 +71,22 @@ def test_a_text_that_cannot_be_used_is_named(train_text: Callable[..., str], wro
     assert re.fullmatch(f"text file {message}", train_text(content, *more))
 
 
-def test_an_unreadable_text_is_named(train_text: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # A patch, because file permissions do not stop root, who often runs tests.
-    open_ = Path.open
-
-    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
-        if self.name == "input.txt":
-            raise PermissionError(13, "Permission denied", str(self))
-        return open_(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with open("input.txt", "wb") as file:
-        file.write(GOOD_TEXT)
-    assert train_text(None) == "text file input.txt cannot be read: Permission denied"
-
-
-def test_text_shorter_than_a_context_says_how_much_is_needed(train_text: Callable[..., str]) -> None:
-    message = train_text(b"once upon a time, twice upon a dime")
-    assert message.startswith("data.train_tokens data/text/train.npy, made from data.train_text input.txt, holds ")
-    assert " tokens: at least 17 are needed, one more than model.context_length" in message
-
-
 @pytest.mark.parametrize(
-    "more, fields",
+    "text, valid_text, field",
     [
-        ((), "data.valid_fraction 0.1 and data.train_text input.txt"),
-        (("--data.valid_text=valid.txt",), "data.valid_text valid.txt"),
+        (b"once upon a time, twice upon a dime", None, "data.train_tokens data/text/train.npy"),
+        ("日本語".encode(), None, "data.train_tokens data/text/train.npy"),
+        (b"one two three " * 30, "Once.", "data.valid_tokens data/text/valid.npy"),
     ],
 )
-def test_a_validation_text_shorter_than_a_context_names_its_fields(
-    train_text: Callable[..., str], more: tuple[str, ...], fields: str
+def test_text_shorter_than_a_context_says_how_much_is_needed(
+    train_text: Callable[..., str], text: bytes, valid_text: str | None, field: str
 ) -> None:
-    Path("valid.txt").write_text("Once.")
-    message = train_text(b"one two three " * 30, *more)
-    assert message.startswith(f"data.valid_tokens data/text/valid.npy, made from {fields}, holds ")
-
-
-@pytest.mark.parametrize("text", [b"\xc3\xa9", "日本語".encode(), b"x"])
-def test_a_text_of_a_few_characters_is_too_short(train_text: Callable[..., str], text: bytes) -> None:
-    assert ": at least 17 are needed" in train_text(text)
+    if valid_text is not None:
+        Path("valid.txt").write_text(valid_text)
+    message = train_text(text, *(["--data.valid_text=valid.txt"] if valid_text is not None else []))
+    assert message.startswith(f"{field} holds ")
+    assert " tokens: at least 17 are needed, one more than model.context_length" in message
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused(train_text: Callable[..., str]) -> None:
@@ -156,33 +124,6 @@ def test_a_truncated_token_file_is_named(train_tokens: Callable[..., str]) -> No
     assert train_tokens().startswith("token file train.npy is truncated or not a .npy array")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"no array at all" * 10])
-def test_a_token_file_that_is_no_array_is_named(train_tokens: Callable[..., str], content: bytes) -> None:
-    Path("train.npy").write_bytes(content)
-    assert train_tokens().startswith("token file train.npy is truncated or not a .npy array")
-
-
-def test_an_npz_archive_as_token_file_is_named(train_tokens: Callable[..., str]) -> None:
-    np.savez("train.npz", tokens=np.zeros(100, dtype=np.uint16))
-    assert train_tokens(file="train.npz").startswith("token file train.npz ")
-
-
-@pytest.mark.parametrize(
-    "array, said",
-    [
-        (np.zeros(100, np.int64), "int64 of shape (100,)"),
-        (np.zeros(100, np.float32), "float32 of shape (100,)"),
-        (np.zeros((10, 10), np.uint16), "uint16 of shape (10, 10)"),
-        (np.zeros((), np.uint16), "uint16 of shape ()"),
-    ],
-)
-def test_a_token_file_of_another_type_is_described(
-    train_tokens: Callable[..., str], array: np.ndarray, said: str
-) -> None:
-    np.save("train.npy", array)
-    assert train_tokens().startswith(f"token file train.npy holds {said}: it must be a one-dimensional array of uint16")
-
-
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_an_id_outside_the_vocabulary_is_named_with_file_and_offset(
     train_tokens: Callable[..., str], dtype: Any
@@ -201,26 +142,6 @@ def test_an_id_outside_the_vocabulary_is_found_in_the_validation_file_too(train_
     assert train_tokens().startswith("token file valid.npy has ID 65535 at offset 99: ")
 
 
-def test_a_token_file_shorter_than_a_context_says_how_much_is_needed(train_tokens: Callable[..., str]) -> None:
-    np.save("train.npy", np.zeros(16, dtype=np.uint16))
-    accepted = "at least 17 are needed, one more than model.context_length"
-    assert train_tokens().startswith(f"data.train_tokens train.npy holds 16 tokens: {accepted}")
-
-
-def test_a_token_file_that_differs_from_its_sidecar_says_so(train_tokens: Callable[..., str]) -> None:
-    np.save("train.npy", np.zeros(100, dtype=np.uint16))
-    sidecar = dict(count=99, vocab_size=300, sha256="", tokenizer_sha256="", source="")
-    Path("train.json").write_text(json.dumps(sidecar))
-    assert train_tokens() == "token file train.npy holds 100 tokens but its sidecar says 99"
-
-
-@pytest.mark.parametrize("content", ['{"tokenizer_sha256": "', '{"count": 100, "tokenizer_sha256": ""}'])
-def test_a_broken_sidecar_is_named(train_tokens: Callable[..., str], content: str) -> None:
-    np.save("train.npy", np.zeros(100, dtype=np.uint16))
-    Path("train.json").write_text(content)
-    assert "train.json" in train_tokens()
-
-
 def test_a_tokenizer_larger_than_the_models_vocabulary_names_both(train_tokens: Callable[..., str]) -> None:
     Tokenizer.train(stories(0, 10_000), 400).save("tokenizer.json")
     np.save("train.npy", np.zeros(100, dtype=np.uint16))
@@ -230,7 +151,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_names_both(train_tokens: 
     )
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'])
+@pytest.mark.parametrize("content", ["", "{}"])
 def test_a_tokenizer_file_that_cannot_be_loaded_is_named(train_tokens: Callable[..., str], content: str) -> None:
     Path("tokenizer.json").write_text(content)
     np.save("train.npy", np.zeros(100, dtype=np.uint16))
@@ -239,12 +160,6 @@ def test_a_tokenizer_file_that_cannot_be_loaded_is_named(train_tokens: Callable[
 
 
 # A wrong machine or model
-
-
-@pytest.mark.parametrize("name", ["tpu", "cuda:x", "CPU", "", "cuda0"])
-def test_a_wrong_device_name_lists_the_accepted_ones(cs336: Run, folder: Path, name: str) -> None:
-    message = the_line(cs336("train", *TINY, *SHORT, f"--train.device={name}"))
-    assert message == f"train.device is '{name}': it must be auto, cpu, cuda or cuda:N"
 
 
 def test_a_missing_cuda_device_lists_those_that_exist(cs336: Run, folder: Path) -> None:
@@ -286,7 +201,7 @@ def test_a_model_that_just_fits_into_memory_is_not_refused(
 ) -> None:
     needed = least_training_bytes(ModelConfig(**MODEL).shape, batch_size=4, micro_batch=4, **counted)
     for there, code in ((needed - 1, 2), (needed, 0)):
-        monkeypatch.setattr("cs336_systems.training.fits.memory_bytes", lambda device, there=there: there)
+        monkeypatch.setattr("cs336_systems.training.preflight.memory_bytes", lambda device, there=there: there)
         assert cs336("train", *TINY, *SHORT, *options, "--train.device=cpu", "--run_dir=run")[0] == code
 
 
@@ -306,23 +221,13 @@ def test_an_attention_kernel_that_cannot_run_here_is_refused_before_anything_is_
     assert list(folder.iterdir()) == []
 
 
-def test_a_precision_that_the_device_lacks_lists_the_others(
-    cs336: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cs336_systems.training.pipeline.use_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
-    message = the_line(cs336("train", *TINY, *SHORT, "--train.precision=bf16"))
-    assert message == "train.precision is 'bf16': Tesla T4 has no bfloat16 arithmetic; it must be fp16 or fp32 here"
-
-
 @pytest.mark.parametrize("field", ["train.seed", "data.seed", "sample.seed"])
-@pytest.mark.parametrize("seed", [-1, 1 << 63, 1 << 64])
-def test_a_seed_works_or_is_one_line_that_names_it(cs336: Run, folder: Path, field: str, seed: int) -> None:
-    small = ["--data.source=random", "--data.random_tokens=100", f"--{field}={seed}"]
-    code, _, err = result = cs336("train", *TINY, *SHORT, *small)
-    assert code == 0 or field in the_line(result), err
+def test_the_largest_seed_works_and_others_are_refused_by_name(cs336: Run, folder: Path, field: str) -> None:
+    small = ["--data.source=random", "--data.random_tokens=100"]
+    assert cs336("train", *TINY, *SHORT, *small, f"--{field}={(1 << 63) - 1}")[0] == 0
+    for seed in (-1, 1 << 63):
+        with pytest.raises(ValueError, match=field):
+            parse_run_config([*TINY, f"--{field}={seed}"])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,34 +23,26 @@ from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 
 from .helpers import (
     DAMAGE,
-    NONSENSE,
+    REST,
     TENSOR_DAMAGE,
     assert_same_tensors,
     change_manifest,
     read_independently,
     save_step,
     tensor_file,
-    tensors_of,
     warnings_of,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
-
-
 # Writing
 
 
-def test_safetensors_alone_reads_the_saved_tensors(tmp_path: Path) -> None:
-    path = save_step(tmp_path, 7)
-    assert path == tmp_path / "step_00000007"
-    assert_same_tensors(read_independently(path), tensors_of(7))
-
-
 def test_a_checkpoint_is_safetensors_and_one_json_file_and_nothing_that_could_be_unpickled(tmp_path: Path) -> None:
-    names = [path.name for path in save_step(tmp_path, 1).iterdir()]
+    path = save_step(tmp_path, 1)
+    assert path == tmp_path / "step_00000001"
+    names = [path.name for path in path.iterdir()]
     assert MANIFEST in names
     assert all(name.endswith(".safetensors") for name in names if name != MANIFEST)
 
@@ -75,18 +66,6 @@ def test_any_tensor_comes_back_bit_for_bit(tmp_path: Path, tensor: torch.Tensor)
     into = {"t": torch.empty(tensor.shape, dtype=tensor.dtype)}
     read_tensors(path, into)
     assert_same_tensors(into, {"t": tensor})
-
-
-def test_many_tensors_are_spread_over_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.training.tensor_files._FILE_BYTES", 1000)
-    tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(7)} | {"large": torch.arange(1000.0)}
-    path = save_checkpoint(tmp_path, tensors, Manifest(step=1, **REST))
-    assert len(list(path.glob("*.safetensors"))) == 5  # two tensors of 400 bytes a file, the large one by itself
-    assert_same_tensors(read_independently(path), tensors)
-    into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    read_tensors(path, into)
-    assert_same_tensors(into, tensors)
-    assert len(verify_checkpoint(path).files) == 5
 
 
 def test_the_manifest_has_the_given_fields(tmp_path: Path) -> None:
@@ -136,16 +115,8 @@ def test_restoring_gives_back_weights_optimizer_and_random_numbers(tmp_path: Pat
     other_model, other_optimizer = tiny_model_and_optimizer(seed=2)
     restore_state(path, other_model, other_optimizer, CPU)
     assert_same_tensors(collect_state(other_model, other_optimizer, CPU), saved)
+    assert other_optimizer.param_groups[0]["params"] == list(other_model.parameters())
     assert torch.equal(torch.rand(5), drawn_next)
-
-
-def test_restoring_leaves_parameters_where_they_are(tmp_path: Path) -> None:
-    model, optimizer = tiny_model_and_optimizer(seed=1)
-    path = save_checkpoint(tmp_path, collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
-    addresses = [p.data_ptr() for p in model.parameters()]
-    restore_state(path, model, optimizer, CPU)
-    assert [p.data_ptr() for p in model.parameters()] == addresses
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
 @pytest.mark.parametrize("writer", ["own", "fused", "foreach"])
@@ -182,7 +153,7 @@ def test_one_checkpoint_serves_every_implementation_of_the_optimizer(tmp_path: P
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_whole_one_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    _, second, third = (save_step(tmp_path, step) for step in (1, 2, 3))
+    _, second, third = (save_step(tmp_path, step, elements=1000) for step in (1, 2, 3))
     name = tensor_file(third).name if damage in TENSOR_DAMAGE else MANIFEST
     DAMAGE[damage](third)
     with pytest.raises(ValueError, match=str(third)) as caught:
@@ -198,30 +169,11 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_whole_one_is_fou
     assert name in warning
 
 
-@pytest.mark.parametrize("named", NONSENSE)
-def test_nonsense_under_a_right_checksum_is_named_with_the_accepted_values(tmp_path: Path, named: str) -> None:
-    path = save_step(tmp_path, 2, elements=10)
-    NONSENSE[named](path)
-    with pytest.raises(ValueError, match=rf"{MANIFEST} cannot be read: its .*: it must be ") as caught:
-        verify_checkpoint(path)
-    assert f"its {named}" in str(caught.value)
-
-
 def test_a_tensor_file_that_the_manifest_does_not_list_is_not_read_unverified(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2, elements=10)
     (path / "more.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"more\.safetensors is not in the manifest"):
         verify_checkpoint(path)
-
-
-def test_every_torn_checkpoint_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step in (1, 2, 3):
-        DAMAGE["a byte flipped"](save_step(tmp_path, step, elements=100))
-    assert newest_whole_checkpoint(tmp_path) is None
-    warnings = warnings_of(caplog)
-    assert len(warnings) == 3
-    for step, warning in zip((3, 2, 1), warnings, strict=True):
-        assert checkpoint_name(step) in warning
 
 
 @pytest.mark.parametrize("field", ["step", "sequences"])

@@ -2,15 +2,8 @@
 
 import contextlib
 import json
-import multiprocessing
-import os
-import random
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +11,37 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 
 from cs336_systems.parallel import comm
 from cs336_systems.training import checkpoint
 from cs336_systems.training.async_saver import AsyncSaver
 from cs336_systems.training.checkpoint import CheckpointError, save_checkpoint
+from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import (
     MANIFEST,
     Manifest,
     checkpoint_name,
     find_checkpoints,
-    newest_whole_checkpoint,
     verify_checkpoint,
 )
+from cs336_systems.training.state import collect_state
 from cs336_systems.training.tensor_files import Rows, read_tensors
 
 from ..distributed import run_ranks
 from .helpers import (
+    REST,
     assert_same_tensors,
     error_of,
     largest_file,
+    make_config,
     raw_bytes,
     read_independently,
     tensors_of,
+    tiny_trainer,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-REST: dict[str, Any] = dict(
-    sequences=4, identity={"a": 1}, trainer={"skipped_steps": 0, "scaler": {}}, config={"b": {}}, versions={}
-)
 
 
 @contextlib.contextmanager
@@ -230,47 +224,6 @@ def test_an_error_of_one_rank_in_the_background_is_raised_on_all(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(1)]
 
 
-# kill -9
-
-
-def save_without_end(folder: str, first_step: int, elements: int, events: Connection) -> None:
-    torch.set_num_threads(1)
-    saver = AsyncSaver()
-    for step in count(first_step):
-        events.send(step)
-        saver.save(Path(folder), tensors_of(step, elements), Manifest(step=step, **REST), keep_last=2)
-
-
-def test_kill_9_at_any_moment_leaves_the_newest_finished_checkpoint_whole(tmp_path: Path) -> None:
-    kills, elements = 15, 200_000
-    rng = random.Random(0)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch.distributed.checkpoint", "cs336_systems.training"])
-    newest, in_the_middle = 0, 0
-    for _ in range(kills):
-        receiving, sending = context.Pipe(duplex=False)
-        child = context.Process(target=save_without_end, args=(str(tmp_path), newest + 1, elements, sending))
-        child.start()
-        sending.close()
-        asked = 0
-        for _ in range(rng.randrange(3, 6)):
-            assert receiving.poll(60), "the saving process tells nothing"
-            asked = receiving.recv()
-        time.sleep(rng.uniform(0, 0.05))  # this is the random moment, not a wait for something
-        os.kill(child.pid, signal.SIGKILL)  # type: ignore[arg-type]
-        child.join(timeout=30)
-        assert child.exitcode == -signal.SIGKILL
-        receiving.close()
-        in_the_middle += any(path.name.startswith(".saving-") for path in tmp_path.iterdir())
-        for path in find_checkpoints(tmp_path):
-            assert_same_tensors(read_independently(path), tensors_of(verify_checkpoint(path).step, elements))
-        found = newest_whole_checkpoint(tmp_path)
-        assert found is not None
-        newest = found[1].step
-        assert newest >= asked - 2, "the last finished save is gone"
-    assert in_the_middle > kills // 4, "the kills did not hit the saves"
-
-
 def copied_bytes(folder: str) -> tuple[int, int]:
     """Bytes that this rank holds in main memory to save a state that all ranks have, and the size of the state."""
     tensors = tensors_of(1)
@@ -284,3 +237,109 @@ def test_the_ranks_hold_one_copy_of_the_state_together(tmp_path: Path) -> None:
     results = run_ranks(copied_bytes, 2, str(tmp_path))
     assert sum(held for held, _ in results) == results[0][1]
     assert_same_tensors(read_independently(tmp_path / "step_00000001"), tensors_of(1))
+
+
+# While a model trains
+
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    return collect_state(trainer.model, trainer.optimizer, trainer.device)
+
+
+def kept_apart(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The state as it is when the GPU comes to this, without waiting for that."""
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "device, implementation, cuda_graph",
+    [
+        ("cpu", "own", False),
+        ("cpu", "torch_fused", False),
+        pytest.param("cuda", "own", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", "torch_fused", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", "torch_foreach", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", "torch_fused", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_steps_during_a_save_do_not_change_the_saved_state(
+    device: str, implementation: str, cuda_graph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = dict(device=device, cuda_graph=cuda_graph)
+    config = make_config(tmp_path, optimizer=dict(implementation=implementation), train=train)
+    with tiny_trainer(config, device=device) as trainer, AsyncSaver() as saver:
+        for _ in range(3):  # the second and third go into the copies of the first; step 3 is the one that is recorded
+            for _ in range(2):
+                trainer.train_step()
+            with held_back(monkeypatch) as go_on:
+                state = state_of(trainer)
+                expected = kept_apart(state)
+                path = saver.save(tmp_path, state, Manifest(step=trainer.position.step, **REST))
+                for _ in range(2):
+                    trainer.train_step()
+                go_on()
+                saver.wait()
+            saved, expected = read_independently(path), on_cpu(expected)
+            assert_same_tensors(saved, expected)
+            changed = [name for name, now in on_cpu(state_of(trainer)).items() if not torch.equal(now, saved[name])]
+            assert any(name.startswith("model.") for name in changed), "nothing was trained meanwhile"
+            assert any(name.endswith("exp_avg") for name in changed)
+
+
+@pytest.mark.gpu
+def test_a_save_waits_for_work_queued_before_it_and_not_for_later_work(tmp_path: Path) -> None:
+    weight = torch.zeros(1 << 20, device="cuda")
+    second = int(1e9)  # clock cycles, about
+    with AsyncSaver() as saver:
+        # The first save makes the pinned copy, which may wait for the GPU.
+        saver.save(tmp_path, {"weight": weight}, Manifest(step=1, **REST))
+        saver.wait()
+        torch.cuda._sleep(second)
+        weight.fill_(1)
+        path = saver.save(tmp_path, {"weight": weight}, Manifest(step=2, **REST))
+        assert not torch.cuda.current_stream().query(), "the call has waited for the GPU"
+        assert not path.exists()
+        weight.fill_(2)  # as the next step's update does, in the same queue
+        saver.wait()
+    assert bool((read_independently(path)["weight"] == 1).all())
+
+
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_the_copies_are_made_once(device: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path, optimizer=dict(implementation="torch_fused"), train=dict(device=device))
+    with tiny_trainer(config, device=device) as trainer, AsyncSaver() as saver:
+        places = []
+        for _ in range(3):
+            trainer.train_step()
+            state = state_of(trainer)
+            saver.save(tmp_path, state, Manifest(step=trainer.position.step, **REST))
+            places.append({name: copy.data_ptr() for name, copy in saver._buffers.items()})
+            assert saver._buffers.keys() == state.keys()
+            for name, copy in saver._buffers.items():
+                assert copy.device.type == "cpu"
+                assert copy.data_ptr() != state[name].data_ptr()
+                if state[name].is_cuda:  # all but the generators' states, and step counters of some optimizers
+                    assert copy.is_pinned(), name
+        assert places[0] == places[1] == places[2]
+        assert any(tensor.is_cuda for tensor in state.values()) == (device == "cuda")
+    assert saver._buffers == {}
+
+
+def test_tensors_in_main_memory_are_written_without_waiting_for_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there is a GPU, PyTorch's writer copies ahead from it, and waits for all of its work."""
+
+    def ahead(*_: Any, **__: Any) -> Any:
+        raise AssertionError("copies ahead")
+
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", ahead)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path = save_checkpoint(tmp_path, tensors_of(1), Manifest(step=1, **REST))
+    assert_same_tensors(read_independently(path), tensors_of(1))

@@ -29,6 +29,7 @@ from cs336_systems.training.manifest import (
 )
 
 from .helpers import (
+    NO_SPACE,
     FaultyFileSystem,
     Killed,
     assert_same_tensors,
@@ -47,8 +48,6 @@ from .helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-NO_SPACE = OSError(28, "No space left on device")
 
 
 def assert_whole(path: Path) -> None:

@@ -20,19 +20,9 @@ from cs336_systems.training.manifest import Manifest, checkpoint_name, newest_wh
 from cs336_systems.training.together import on_every_rank, on_first_rank, reason
 
 from ..distributed import run_ranks
-from .helpers import (
-    DAMAGE,
-    FaultyFileSystem,
-    error_of,
-    largest_file,
-    save_step,
-    tensors_of,
-)
+from .helpers import DAMAGE, NO_SPACE, REST, FaultyFileSystem, error_of, largest_file, save_step, tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
-NO_SPACE = OSError(28, "No space left on device")
 
 
 def own_tensors(step: int, elements: int = 50_000) -> dict[str, Tensor]:

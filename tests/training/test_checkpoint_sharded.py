@@ -24,18 +24,11 @@ from cs336_systems.training.state import collect_state, restore_state
 from cs336_systems.training.tensor_files import Rows, read_tensors, tensor_shapes
 
 from ..distributed import run_ranks
-from .helpers import (
-    assert_same_tensors,
-    error_of,
-    make_config,
-    read_independently,
-)
+from .helpers import REST, assert_same_tensors, error_of, make_config, read_independently
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
-
 # One run, divided in several ways
 
 SHAPES = {"embedding": (7, 3), "block.weight": (5, 4), "norm": (6,), "row": (1, 2), "nothing": (0, 2)}
@@ -288,41 +281,6 @@ def test_dtensors_with_uneven_and_empty_parts_are_saved_and_read(tmp_path: Path,
     run_ranks(save_dtensors, world_size, str(tmp_path))
     expected = {name: tensor for name, tensor in expected_state().items() if name != "rng.cpu"}
     assert_same_tensors(assemble_independently(tmp_path / checkpoint_name(1)), expected)
-
-
-def resume_dtensor_model(path: str) -> list[Tensor]:
-    """A model and optimizer of PyTorch's own sharding, resumed, and one step of it; whole weights are returned."""
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = init_device_mesh("cpu", (comm.world_size(),))
-    results = []
-    for resume in (False, True):
-        torch.manual_seed(0)
-        whole = nn.Linear(3, 5)
-        model = nn.Linear(3, 5)
-        for name, parameter in whole.named_parameters():
-            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            for parameter in model.parameters():
-                parameter.grad = parameter.detach() * 2
-            optimizer.step()
-
-        if resume:
-            restore_state(Path(path) / checkpoint_name(1), model, optimizer, CPU)
-        else:
-            step()
-            save_checkpoint(Path(path), collect_state(model, optimizer, CPU), Manifest(step=1, **REST))
-        step()
-        results += [model.weight.full_tensor().detach(), model.bias.full_tensor().detach()]  # type: ignore
-    return results
-
-
-def test_a_model_of_dtensors_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    for weight, bias, weight_resumed, bias_resumed in run_ranks(resume_dtensor_model, 4, str(tmp_path)):
-        assert torch.equal(weight, weight_resumed)
-        assert torch.equal(bias, bias_resumed)
 
 
 def freeze_and_resume(folder: str, sharded: bool) -> list[dict[str, Tensor]]:

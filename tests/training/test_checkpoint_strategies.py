@@ -1,7 +1,6 @@
 """With the strategies as they are: a run that one division over ranks has saved goes on under every other."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,17 +16,15 @@ from cs336_systems.training.state import collect_state, restore_state
 from cs336_systems.training.tensor_files import read_tensors, tensor_shapes
 
 from ..distributed import run_ranks
-from .helpers import assert_same_tensors
+from .helpers import REST, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-REST: dict[str, Any] = dict(sequences=0, identity={}, trainer={}, config={}, versions={})
-
 Way = tuple[str, bool | str]  # strategy, and whether the optimizer is sharded, "simple" by the readable version
 WAYS: dict[int, list[Way]] = {
     1: [("none", False), ("fsdp", False)],
-    2: [("bucketed", False), ("bucketed", True), ("fsdp_simple", False)],
+    2: [("bucketed", False), ("bucketed", True), ("fsdp_simple", False), ("torch_fsdp", False)],
     3: [("fsdp", False), ("naive", True), ("naive", "simple")],
 }
 

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import shutil
-import statistics
 import struct
 import subprocess
 import sys
@@ -59,10 +58,14 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     rows = [ROW, {"step": 10, "valid_loss": 1.25}, {**ROW, "step": 11, "mfu": None}]
     sink = JsonLines(path)
+    assert read_metrics(path) == []
     for i, row in enumerate(rows, start=1):
         sink.write(row)
         assert read_metrics(path) == rows[:i], "a row is not in the file as soon as it is written"
+    sink.write({"step": 12, "loss": math.nan, "grad_norm": math.inf})
     sink.close()
+    assert "NaN" not in path.read_text()
+    assert read_metrics(path)[-1] == {"step": 12, "loss": None, "grad_norm": None}
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
@@ -111,20 +114,6 @@ def test_a_resume_cuts_off_the_rows_after_its_step_and_only_those(
     assert read_metrics(path) == [*kept, {"step": last_step + 1, "loss": 9.0}]
 
 
-def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
-    assert read_metrics(write_lines(tmp_path / METRICS_FILE)) == []
-
-
-@given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=50))
-@settings(max_examples=50, deadline=None)
-def test_a_summary_lies_between_the_extremes_and_in_order(times: list[float]) -> None:
-    summary = summarise(times)
-    ordered = [min(times), summary["p20"], summary["p50"], summary["p80"], max(times)]
-    assert ordered == pytest.approx(sorted(ordered))
-    assert summary["mean"] == pytest.approx(sum(times) / len(times))
-    assert summary["std"] == pytest.approx(statistics.pstdev(times), abs=1e-6)
-
-
 def test_a_summary_of_known_times() -> None:
     assert summarise([1, 2, 3, 4, 5, 6]) == pytest.approx(dict(p20=2, p50=3.5, p80=5, mean=3.5, std=1.7078251))
     assert summarise([]) == {}
@@ -140,55 +129,23 @@ def progress_at(monkeypatch: pytest.MonkeyPatch, console: Console, first_step: i
 
 
 @pytest.mark.parametrize(
-    "row, first_step, max_steps, seconds, expected",
+    "row, first_step, max_steps, seconds, parts",
     [
-        (
-            ROW,
-            0,
-            30,
-            10.0,
-            "step 10/30  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 0:20",
-        ),
-        (
-            {**ROW, "step": 1010, "mfu": None, "loss": 11.0},
-            1000,  # resumed there: the time is that of ten steps
-            2010,
-            1.0,
-            "step 1,010/2,010  loss 11.0000  lr 1.23e-03  12,346 tok/s  mem 1.50 GiB  left 1:40",
-        ),
-        (
-            {**ROW, "step": 30, "loss": math.nan},
-            0,
-            30,
-            10.0,
-            "step 30/30  loss nan  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 0:00",
-        ),
-        (
-            {**ROW, "step": 2},
-            0,
-            100_002,
-            2.0,
-            "step 2/100,002  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB  left 1666:40",
-        ),
-        (
-            {**ROW, "step": 1001},
-            1000,  # the first step since the resume, which may have compiled the model
-            2010,
-            60.0,
-            "step 1,001/2,010  loss 2.3457  lr 1.23e-03  12,346 tok/s  mfu 45.7%  mem 1.50 GiB",
-        ),
+        (ROW, 0, 30, 10.0, ["step 10/30", "loss 2.3457", "lr 1.23e-03", "12,346", "45.7%", "1.50 GiB", "left 0:20"]),
+        # Resumed at step 1,000: the time is of ten steps.
+        ({**ROW, "step": 1010, "mfu": None}, 1000, 2010, 1.0, ["step 1,010/2,010", "left 1:40"]),
+        ({**ROW, "step": 30, "loss": math.nan}, 0, 30, 10.0, ["loss nan", "left 0:00"]),
+        ({**ROW, "step": 2}, 0, 100_002, 2.0, ["left 1666:40"]),
     ],
 )
 def test_the_progress_line_of_a_row(
-    monkeypatch: pytest.MonkeyPatch,
-    row: dict[str, Any],
-    first_step: int,
-    max_steps: int,
-    seconds: float,
-    expected: str,
+    monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], first_step: int, max_steps: int, seconds: float, parts: Any
 ) -> None:
     progress = progress_at(monkeypatch, Console(file=io.StringIO()), first_step, max_steps)
-    assert progress.format(row, 100.0 + seconds) == expected
+    line = progress.format(row, 100.0 + seconds)
+    assert [part for part in parts if part not in line] == []
+    # The first step may compile the model, so nothing is said after it.
+    assert "left" not in progress.format({**ROW, "step": first_step + 1}, 160.0)
 
 
 def test_an_mfu_that_is_not_known_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,19 +237,6 @@ def test_tensorboard_has_every_loss_once_also_after_a_resume(tmp_path: Path) -> 
 # Weights & Biases
 
 
-def test_wandb_offline_keeps_its_run_in_the_run_folder_and_needs_no_setting(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    config = make_config(tmp_path, log=dict(wandb="offline", wandb_project="tiny"), train=dict(max_steps=3))
-    done = run_train(config)  # by itself: wandb leaves a service behind until its process ends
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
-    (file,) = folder.glob("*.wandb")
-    content = file.read_bytes()
-    for name in (b"valid_loss", b"grad_norm", b"tiny"):
-        assert name in content
-    assert not (tmp_path / "wandb").exists()
-
-
 def wandb_log(file: Path) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     """The run's ID in a .wandb file, and the values of each key by step, in the order in which they were logged.
 
@@ -320,8 +264,12 @@ def wandb_log(file: Path) -> tuple[str, dict[str, list[tuple[int, float]]]]:
 
 def test_wandb_goes_on_with_the_same_run_after_a_resume_rewound_to_its_step(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    config = make_config(tmp_path, log=dict(wandb="offline"), checkpoint=dict(checkpointing_interval=5))
-    assert run_train(config).returncode == 0
+    log = dict(wandb="offline", wandb_project="tiny")
+    config = make_config(tmp_path, log=log, checkpoint=dict(checkpointing_interval=5))
+    assert run_train(config).returncode == 0  # by itself: wandb leaves a service behind until its process ends
+    assert not (tmp_path / "wandb").exists()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"tiny" in file.read_bytes()
     shutil.rmtree(checkpoint_path(config, 10))
     other = dataclasses.replace(config.train, max_steps=12)  # so that steps 6 to 10 have other rates than at first
     assert run_train(dataclasses.replace(config, resume="auto", train=other)).returncode == 0
@@ -376,9 +324,8 @@ def test_neither_tensorboard_nor_wandb_is_imported_unasked(tmp_path: Path) -> No
 def test_a_missing_package_is_a_value_error_that_names_field_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: dict[str, Any], module: str, field: str
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=f"pip install {module}") as caught:
         train(make_config(tmp_path, log=log))
     assert field in str(caught.value)
+    assert not (tmp_path / "run").exists()

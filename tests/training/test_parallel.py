@@ -50,6 +50,12 @@ def train_some(
         return state, told, valid
 
 
+@functools.cache
+def train_alone(config: RunConfig, steps: int = STEPS) -> tuple[dict[str, Tensor], list[Any], float]:
+    """`train_some` in one process, once for each configuration."""
+    return train_some(config, steps)
+
+
 def assert_same(actual: Any, expected: Any, rtol: float, atol: float) -> None:
     state, rows, valid = actual
     for name, tensor in expected[0].items():
@@ -65,7 +71,7 @@ def assert_near(actual: Any, expected: Any, config: RunConfig) -> None:
     With 16 bits some gradients are rounding noise, and AdamW's first steps are as large for them as for any other, so
     that single elements may be anywhere. Training on half of the batch is off by half and more.
     """
-    start, _, _ = train_some(config, 0)
+    start, _, _ = train_alone(config, 0)
     state, rows, valid = actual
     for name, tensor in expected[0].items():
         moved, off = (float(torch.linalg.vector_norm(tensor - other)) for other in (start[name], state[name]))
@@ -89,7 +95,7 @@ def test_weights_losses_and_norms_are_those_of_one_process(
     config = config_of(strategy, shard_optimizer, gradient_accumulation_steps=2)
     results = run_ranks(train_some, world_size, config)
     assert_ranks_equal(results)
-    assert_same(results[0], train_some(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-5)
+    assert_same(results[0], train_alone(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy, shard_optimizer, precision", every_variant("bf16", "fp16"))
@@ -98,9 +104,9 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
     results = run_ranks(train_some, 2, config)
     assert_ranks_equal(results)
     alone = config_of(precision=precision)
-    assert_near(results[0], train_some(alone), alone)
+    assert_near(results[0], train_alone(alone), alone)
     with pytest.raises(AssertionError, match="off, moved by"):
-        assert_near(train_some(config_of(precision=precision, batch_size=4)), train_some(alone), alone)
+        assert_near(train_alone(config_of(precision=precision, batch_size=4)), train_alone(alone), alone)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +132,7 @@ def test_mixed_precision(strategy: str, shard_optimizer: bool, precision: str) -
 def test_compiled_and_checkpointed_blocks(strategy: str, train: dict[str, Any]) -> None:
     results = run_ranks(train_some, 2, config_of(strategy, **train), 3, timeout_s=150)
     assert_ranks_equal(results)
-    assert_same(results[0], train_some(config_of(), 3), rtol=1e-3, atol=1e-5)
-
-
-def train_compiled(config: RunConfig, steps: int) -> tuple[dict[str, Tensor], list[Any], float]:
-    """`train_some` with compiled code traced only. Generating machine code takes most of the time."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # of this process, which ends with the test
-    return train_some(config, steps)
-
-
-@pytest.mark.slow  # tests/parallel has it without the loop
-def test_compiled_blocks_of_sharded_weights() -> None:
-    results = run_ranks(train_compiled, 2, config_of("fsdp", compile=True), 3)
-    assert_ranks_equal(results)
-    assert_same(results[0], train_some(config_of(), 3), rtol=1e-3, atol=1e-5)
+    assert_same(results[0], train_alone(config_of(), 3), rtol=1e-3, atol=1e-5)
 
 
 def test_sharded_weights_in_bfloat16_are_those_of_one_process() -> None:
@@ -147,7 +140,7 @@ def test_sharded_weights_in_bfloat16_are_those_of_one_process() -> None:
     results = run_ranks(train_some, 2, config_of("fsdp", **train))
     assert_ranks_equal(results)
     alone = config_of(**train)
-    assert_near(results[0], train_some(alone), alone)
+    assert_near(results[0], train_alone(alone), alone)
 
 
 @pytest.mark.multigpu
@@ -156,7 +149,7 @@ def test_weights_are_those_of_one_process_on_gpus(strategy: str, shard_optimizer
     config = config_of(strategy, shard_optimizer, device="cuda", gradient_accumulation_steps=2)
     results = run_ranks(train_some, 2, config, STEPS, "cuda", device="cuda")
     assert_ranks_equal(results)
-    assert_same(results[0], train_some(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-4)
+    assert_same(results[0], train_alone(config_of(gradient_accumulation_steps=2)), rtol=1e-3, atol=1e-4)
 
 
 # The sample at the end

@@ -2,21 +2,18 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.failure import Watchdog
-from cs336_systems.training import async_saver
 from cs336_systems.training.async_saver import AsyncSaver
 from cs336_systems.training.batches import BatchLoader
 from cs336_systems.training.manifest import Manifest
 from tests.distributed import run_ranks
-from tests.training.helpers import make_config, random_tokens, tensors_of, tiny_trainer
+from tests.training.helpers import REST, make_config, random_tokens, tiny_trainer
 
-REST: dict[str, Any] = dict(sequences=4, identity={}, trainer={}, config={}, versions={})
 GPU = torch.device("cuda", 3)
 
 
@@ -44,21 +41,6 @@ def test_the_loader(used: dict[str, int]) -> None:
     loader._pool.submit(lambda: None).result(timeout=10)
     loader.close()
     assert used == {"batches_0": 3}
-
-
-def test_the_saver(used: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Event:
-        def __init__(self, blocking: bool) -> None: ...
-        def record(self, stream: Any) -> None: ...
-        def synchronize(self) -> None:
-            assert used == {"checkpoint": 3}, "asked for before the thread was on its GPU"
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(async_saver, "_gpu_of", lambda tensors: GPU)
-    with AsyncSaver() as saver:
-        saver.save(tmp_path, tensors_of(1), Manifest(step=1, **REST))
-    assert used == {"checkpoint": 3}
 
 
 def contexts_after_training(folder: str) -> list[bool]:

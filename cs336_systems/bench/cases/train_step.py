@@ -143,7 +143,7 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
         trainer.close()
         metrics["step_ms"] = summarise([row["step_ms"] for row in rows[1:]])  # the first began on an idle device
         metrics["data_wait_ms"] = float(np.mean([row["data_wait_ms"] for row in rows]))
-        metrics["peak_memory_bytes"] = trainer.memory_bytes()
+        metrics["peak_memory_bytes"] = trainer.peak_memory_bytes()
     shape, seconds = run.model.shape, metrics["step_ms"]["mean"] / 1e3
     peak = device_peak_flops(device, config.precision)
     metrics["tokens_per_s"] = config.batch_size * shape.context_length / seconds

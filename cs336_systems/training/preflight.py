@@ -1,4 +1,4 @@
-"""Whether a run fits its device and its number of processes, before a model is built."""
+"""Checks before anything is made: does the run fit its device, its processes and the installed packages?"""
 
 import torch
 
@@ -9,24 +9,27 @@ from ..machine.hardware import DTYPES, check_precision, memory_bytes
 from ..parallel import comm
 from ..parallel.ranks import local_world_size
 from ..planner.accounting import least_training_bytes
+from .batches import micro_batch_size
 from .build import strategy_of
+from .metrics import check_packages
 
 
 def check_config(config: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if the run cannot train on this device or with this number of processes."""
+    """Raise ValueError if the run cannot train on this device, with this number of processes or these packages."""
     config.check_world_size(comm.world_size())
     check_precision(device, config.train.precision)
     if config.train.cuda_graph and device.type != "cuda":
         raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
-    if lacking := lacking_memory(config, device):
-        raise ValueError(lacking)
+    if shortage := memory_shortage(config, device):
+        raise ValueError(shortage)
     strategy_of(config)
     shape = config.model.shape
     check_attention(config.model.attention, shape.d_model // shape.num_heads, DTYPES[config.train.precision], device)
+    check_packages(config.log)
 
 
-def lacking_memory(config: RunConfig, device: torch.device) -> str:
-    """A message if the run cannot fit into memory, else "". Needs no model: a huge one takes long to fail."""
+def memory_shortage(config: RunConfig, device: torch.device) -> str:
+    """The message for a run that cannot fit into memory, or "". Builds no model: a huge one takes long to fail."""
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
     strategy = config.parallel.strategy_for(world_size)
@@ -34,21 +37,21 @@ def lacking_memory(config: RunConfig, device: torch.device) -> str:
     needed = least_training_bytes(
         shape,
         train.batch_size // world_size,
-        train.batch_size // train.gradient_accumulation_steps // world_size,
+        micro_batch_size(train, world_size),
         weight_parts=world_size if sharded else 1,
         state_parts=world_size if sharded or config.parallel.shard_optimizer else 1,
         weight_bytes=2 if train.weight_dtype == "bf16" else 4,
         loss_chunk_tokens=train.loss_chunk_tokens,
     )
-    there = memory_bytes(device)
-    if device.type == "cpu" and there is not None:
-        there //= local_world_size()
-    if there is None or needed <= there:
+    available = memory_bytes(device)
+    if device.type == "cpu" and available is not None:
+        available //= local_world_size()
+    if available is None or needed <= available:
         return ""
     names = ("vocab_size", "context_length", "d_model", "d_ff", "num_layers")
     sizes = [f"model.{name} {getattr(shape, name)}" for name in names]
     sizes += [f"train.{name} {getattr(train, name)}" for name in ("batch_size", "gradient_accumulation_steps")]
     return (
         f"{', '.join(sizes)}: to train this needs at least {needed / 2**30:,.1f} GiB, and {device} has "
-        f"{there / 2**30:,.1f} GiB"
+        f"{available / 2**30:,.1f} GiB"
     )
