@@ -99,6 +99,10 @@ def tiny_trainer(
         trainer.close()
 
 
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
 def checkpoint_path(config: RunConfig, step: int) -> Path:
     return Path(str(config.run_dir)) / "checkpoints" / f"step_{step:08d}"
 

@@ -1,4 +1,4 @@
-"""Building a model for training: the type of its weights, the loss in chunks, activations kept by compiled blocks."""
+"""Building a model for training: the type of its weights, the loss in chunks, activations kept or computed again."""
 
 import dataclasses
 import functools
@@ -20,9 +20,10 @@ from cs336_systems.parallel.ddp import DDP
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.training.build import cast_weights, compile_model, wrap_model
 from cs336_systems.training.load import load_model
+from cs336_systems.training.loop import Trainer
 from cs336_systems.training.pipeline import train
 
-from .helpers import make_config, random_tokens, tiny_trainer
+from .helpers import assert_same_tensors, make_config, random_tokens, tiny_trainer, weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -206,3 +207,71 @@ def test_a_compiled_backward_pass_computes_in_the_types_of_the_uncompiled_one(
     eager, compiled = (gradients_under_autocast(dtype, compile) for compile in (False, True))
     assert len(eager) == 12
     assert all(map(torch.equal, compiled, eager))
+
+
+# Activation checkpointing
+
+
+def blocks_computed(trainer: Trainer) -> int:
+    """How often a block's attention runs in a step."""
+    calls = []
+    handles = [layer.attn.register_forward_hook(lambda *_: calls.append(1)) for layer in trainer.model.layers]
+    trainer.train_step()
+    for handle in handles:
+        handle.remove()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    "kind, again",
+    [
+        ("none", 0),
+        ("block", 5),
+        ("every_1", 5),
+        ("every_2", 3),
+        ("every_5", 1),
+        ("groups_1", 5),
+        ("groups_2", 5),
+        ("groups_5", 5),
+        ("first_2", 2),
+        ("first_5", 5),
+    ],
+)
+def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
+    weights, losses = [], []
+    for activation_checkpointing in ("none", kind):
+        train = dict(activation_checkpointing=activation_checkpointing)
+        with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
+            computed = blocks_computed(trainer)
+            losses.append(trainer.train_step()["loss"])
+            weights.append(weights_of(trainer))
+    assert computed == 5 + again
+    assert losses[0] == losses[1]
+    assert_same_tensors(*weights)
+
+
+@pytest.mark.parametrize(
+    "kind, kept",
+    [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1), ("first_2", 2 + 4 * 3)],
+)
+def test_a_group_of_checkpointed_blocks_keeps_only_its_input(kind: str, kept: int, tmp_path: Any) -> None:
+    """Counts the saved tensors as large as the input. A block saves 4: the inputs and the outputs of its norms."""
+    train = dict(activation_checkpointing=kind)
+    tokens = torch.zeros(3, 16, dtype=torch.long)
+    saved: dict[int, Tensor] = {}
+    with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
+        x = trainer.model.token_embeddings(tokens)
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
+        with hooks:
+            trainer.model.through_blocks(x)
+    assert len([t for t in saved.values() if t.shape == x.shape]) == kept
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_", "groups_0", "groups", "group_2"]
+)
+def test_an_unknown_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"train\.activation_checkpointing is .* none, block, first_K, every_K or groups_K"
+    ):
+        TrainConfig(activation_checkpointing=kind)

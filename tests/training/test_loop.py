@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import os
-import signal
 import threading
 from typing import Any
 
@@ -16,10 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cs336_basics.data import sequence_starts
-from cs336_systems.config.run import TrainConfig
 from cs336_systems.training.batches import BatchLoader
 from cs336_systems.training.loop import NonFiniteError, Trainer
-from cs336_systems.training.signals import StopRequest
 
 from .helpers import (
     CONTEXT_LENGTH,
@@ -29,6 +25,7 @@ from .helpers import (
     random_tokens,
     tiny_trainer,
     warnings_of,
+    weights_of,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,10 +33,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 OPTIMIZERS = ["own", "torch", "torch_foreach", "torch_fused"]
 given_quickly = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
 def expected_batch(tokens: np.ndarray, first: int, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -442,100 +435,3 @@ def test_a_nan_loss_or_infinite_gradients_at_the_smallest_scale_are_no_overflow(
         with pytest.raises(NonFiniteError):
             trainer.train_step()
         assert_same_tensors(weights_of(trainer), weights)
-
-
-# Signals
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_a_sigint_after_it_interrupts(number: signal.Signals) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
-        assert stop.signal is None
-        os.kill(os.getpid(), number)
-        assert stop.signal == number.name
-        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may repeat itself
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_in_another_thread_signals_are_left_alone() -> None:
-    before, found = signal.getsignal(signal.SIGINT), []
-
-    def use() -> None:
-        with StopRequest() as stop:
-            found.extend([stop.signal, signal.getsignal(signal.SIGINT)])
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join(timeout=30)
-    assert found == [None, before]
-
-
-# Activation checkpointing
-
-
-def blocks_computed(trainer: Trainer) -> int:
-    """How often a block's attention runs in a step."""
-    calls = []
-    handles = [layer.attn.register_forward_hook(lambda *_: calls.append(1)) for layer in trainer.model.layers]
-    trainer.train_step()
-    for handle in handles:
-        handle.remove()
-    return len(calls)
-
-
-@pytest.mark.parametrize(
-    "kind, again",
-    [
-        ("none", 0),
-        ("block", 5),
-        ("every_1", 5),
-        ("every_2", 3),
-        ("every_5", 1),
-        ("groups_1", 5),
-        ("groups_2", 5),
-        ("groups_5", 5),
-        ("first_2", 2),
-        ("first_5", 5),
-    ],
-)
-def test_checkpointed_blocks_are_computed_again_and_give_the_same_weights(kind: str, again: int, tmp_path: Any) -> None:
-    weights, losses = [], []
-    for activation_checkpointing in ("none", kind):
-        train = dict(activation_checkpointing=activation_checkpointing)
-        with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
-            computed = blocks_computed(trainer)
-            losses.append(trainer.train_step()["loss"])
-            weights.append(weights_of(trainer))
-    assert computed == 5 + again
-    assert losses[0] == losses[1]
-    assert_same_tensors(*weights)
-
-
-@pytest.mark.parametrize(
-    "kind, kept",
-    [("none", 4 * 5), ("block", 5), ("every_2", 3 + 4 * 2), ("groups_2", 3), ("groups_5", 1), ("first_2", 2 + 4 * 3)],
-)
-def test_a_group_of_checkpointed_blocks_keeps_only_its_input(kind: str, kept: int, tmp_path: Any) -> None:
-    """Counts the saved tensors as large as the input. A block saves 4: the inputs and the outputs of its norms."""
-    train = dict(activation_checkpointing=kind)
-    tokens = torch.zeros(3, 16, dtype=torch.long)
-    saved: dict[int, Tensor] = {}
-    with tiny_trainer(make_config(tmp_path, train=train, model=dict(num_layers=5))) as trainer:
-        x = trainer.model.token_embeddings(tokens)
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
-        with hooks:
-            trainer.model.through_blocks(x)
-    assert len([t for t in saved.values() if t.shape == x.shape]) == kept
-
-
-@pytest.mark.parametrize(
-    "kind", ["", "every_0", "every_-1", "every_x", "blocks", "every_", "groups_0", "groups", "group_2"]
-)
-def test_an_unknown_kind_of_activation_checkpointing_is_refused(kind: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"train\.activation_checkpointing is .* none, block, first_K, every_K or groups_K"
-    ):
-        TrainConfig(activation_checkpointing=kind)

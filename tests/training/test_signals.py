@@ -3,8 +3,10 @@
 import dataclasses
 import fcntl
 import json
+import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from cs336_systems.training import train
 from cs336_systems.training.folder import LOCK
 from cs336_systems.training.manifest import checkpoint_name, verify_checkpoint
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
+from cs336_systems.training.signals import StopRequest
 from tests.distributed import wait_until
 
 from .helpers import (
@@ -33,6 +36,35 @@ from .runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fast_reports")
+
+
+# The request to stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_a_sigint_after_it_interrupts(number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert stop.signal is None
+        os.kill(os.getpid(), number)
+        assert stop.signal == number.name
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may repeat itself
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def use() -> None:
+        with StopRequest() as stop:
+            found.extend([stop.signal, signal.getsignal(signal.SIGINT)])
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(timeout=30)
+    assert found == [None, before]
 
 
 # Real processes and real signals
