@@ -25,7 +25,7 @@ from cs336_systems.bench.cases.overlap_trace import OverlapTrace
 from cs336_systems.bench.outcome import failure, requested_bytes
 from cs336_systems.bench.row import Row, append_row, exit_code, read_rows
 from cs336_systems.bench.runner import rows_on_this_gpu, run_case
-from cs336_systems.cli.bench import _disturbed, _parser
+from cs336_systems.cli.bench import _disturbed, case_parser
 from cs336_systems.machine.console import by_command
 from tests.distributed import processes, wait_until
 
@@ -416,6 +416,7 @@ def test_doubtful_times_are_reported() -> None:
 
 
 def test_the_help_of_a_quick_run_has_quick_defaults() -> None:
-    whole, quick = (" ".join(_parser(get_case("flash"), is_quick).format_help().split()) for is_quick in (False, True))
+    parsers = (case_parser(get_case("flash"), "bench flash", "bench", "", is_quick) for is_quick in (False, True))
+    whole, quick = (" ".join(parser.format_help().split()) for parser in parsers)
     assert "(default: 128 256 512" in whole
     assert "(default: 32 64)" in quick

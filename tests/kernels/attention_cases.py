@@ -150,7 +150,8 @@ class Truth:
     """The 2-norm of the terms of each sum. It bounds rounding where terms cancel: with one key, dq and dk are 0."""
     o_rounding: dict[str, float]
     """The change of dq and dk if each o_id were off by its own size: backward reads a rounded o."""
-    largest_score: float
+    largest_exponent: float
+    """The largest score or logsumexp. Both are rounded before their difference becomes an exponent."""
 
 
 def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) -> Truth:
@@ -175,7 +176,7 @@ def compute_truth(q: Tensor, k: Tensor, v: Tensor, dO: Tensor, is_causal: bool) 
         logsumexp,
         {name: float(x.sum().sqrt()) for name, x in squares.items()},
         {name: float(x.sum().sqrt()) for name, x in squares_by_o.items()},
-        float(scores.abs().max()) if scores.numel() else 0.0,
+        max((float(x.abs().max()) for x in (scores, logsumexp[logsumexp.isfinite()]) if x.numel()), default=0.0),
     )
 
 
@@ -226,7 +227,7 @@ def check_close(
     """Compare one result with the truth. A plain computation that overflows allows no error of its own."""
     unit = torch.finfo(torch.promote_types(result.dtype, torch.float32)).eps
     error, plain_error = (float((x.double() - expected).norm()) for x in (result, plain))
-    by_rounding = 2 * unit * (truth.largest_score * float(expected.norm()) + truth.rounding[name])
+    by_rounding = 2 * unit * (truth.largest_exponent * float(expected.norm()) + truth.rounding[name])
     if result.dtype == torch.float64:  # the truth is rounded too: half a unit each
         by_rounding += unit * float(expected.norm())
     # o is rounded, and so is p before it: a quarter of a unit is a little more than their deviation.
@@ -240,7 +241,7 @@ def check_logsumexp(saved: Tensor, truth: Truth, dtype: torch.dtype) -> None:
     finite = truth.logsumexp > -math.inf  # at least one key
     assert torch.equal(saved > -math.inf, finite)
     if finite.any():
-        size = max(1.0, truth.largest_score, float(truth.logsumexp[finite].abs().max()))
+        size = max(1.0, truth.largest_exponent)
         # The truth is no more exact than a float64 kernel.
         assert float((saved - truth.logsumexp)[finite].abs().max()) <= 8 * torch.finfo(saved.dtype).eps * size
 
