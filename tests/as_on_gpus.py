@@ -14,6 +14,7 @@ from cs336_systems.bench.workload import Workload
 from cs336_systems.cli import profile as profile_command
 
 RESULTS = Path(__file__).parents[1] / "results/h200"
+run_case = runner.run_case
 ROWS = {"kernels": "kernels.jsonl", "model": "model.jsonl", "ddp": "strategies/ddp.jsonl"}
 
 
@@ -49,7 +50,8 @@ def quick_profile(profile: Callable[[Sequence[str]], int], gpus: Any) -> Callabl
         Workload(**{name.lstrip("-"): int(value) if value.isdigit() else value for name, value in given.items()})
         gpus.stop()
         try:
-            return profile([kind, "--quick", out_name, out])
+            with mock.patch.object(runner, "run_case", run_case):
+                return profile([kind, "--quick", out_name, out])
         finally:
             gpus.start()
 

@@ -92,7 +92,7 @@ def test_the_command_uses_all_reduce_rows_in_its_folder(
         assert bench(["bucket-size", "--quick", "--out", str(tmp_path), *words]) == 0
         return {config.rows for config in asked}
 
-    monkeypatch.setattr(bench_command, "_measure", measure)
+    monkeypatch.setattr(bench_command, "measure", measure)
     assert rows_of() == {""}
     assert "all-reduce.jsonl does not exist" in caplog.text
     caplog.clear()

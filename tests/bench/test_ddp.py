@@ -105,7 +105,7 @@ def test_a_failing_variant_is_a_row_and_the_others_are_measured(launch: Callable
 
 def test_each_round_yields_rows_of_the_rounds_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
-        def memory_bytes(self) -> int:
+        def peak_memory_bytes(self) -> int:
             return 1
 
     def built(config: DDPBench, device: torch.device) -> Any:

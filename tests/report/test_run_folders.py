@@ -38,13 +38,6 @@ def test_runs_without_metrics_are_not_drawn(tmp_path: Path, caplog: pytest.LogCa
     assert not (tmp_path / "none.png").exists()
 
 
-def test_a_loss_that_is_no_number_is_refused_with_its_line(tmp_path: Path) -> None:
-    shutil.copytree(DEMO, tmp_path / "run")
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": "abc"}\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"run/metrics\.jsonl, line 2: loss is 'abc': it must be a number or null"):
-        plot_runs([tmp_path / "run"], tmp_path / "run.png")
-
-
 @pytest.mark.parametrize("content", ["{}", "[]", "not JSON", '{"model": 3}', '{"model": {"size": "huge"}}'])
 @pytest.mark.parametrize("name", ["config.json", "result.json"])
 def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str, content: str) -> None:

@@ -987,21 +987,21 @@ COMMANDS = {command: each.case for problem in PROBLEMS for each in problem.exhib
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_parse_and_give_configurations(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse_and_give_configurations(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what, name, *options = shlex.split(command)
     if what == "profile":
         assert COMMANDS[command] == f"profile-{name}"
         asked: list[Any] = []
+        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("cs336_systems.bench.case.check_sized_for_gpu", lambda *_: None)
-        monkeypatch.setattr(profile_command, "_each_kernel_profile", lambda each, *_: asked.extend(each) or 0)
-        monkeypatch.setattr(profile_command, "_profile_each", lambda each, *_: asked.extend(each) or 0)
+        monkeypatch.setattr(profile_command, "measure", lambda case, each, *_: asked.extend(each) or [])
         assert profile_command.profile([name, *options]) == 0
         assert len(asked) > 1
         return
     assert (what, name) == ("bench", COMMANDS[command])
     assert name in NAMES
     case = get_case(name)
-    parsed = bench_command._parser(case, is_quick=False).parse_args(options)
+    parsed = bench_command.case_parser(case, "bench", "bench", "", is_quick=False).parse_args(options)
     given = {
         name: tuple(values) for name in case.config.__dataclass_fields__ if (values := getattr(parsed, name, None))
     }

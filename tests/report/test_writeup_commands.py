@@ -41,7 +41,7 @@ def options_of(command: str) -> dict[str, list[Any]]:
     cs336, what, name, *options = shlex.split(command)
     assert (cs336, what) == ("cs336", "bench")
     case = get_case(name)
-    parsed = bench_command._parser(case, is_quick=False).parse_args(options)
+    parsed = bench_command.case_parser(case, "bench", "bench", "", is_quick=False).parse_args(options)
     return {f.name: values for f in fields(case.config) if (values := getattr(parsed, f.name, None)) is not None}
 
 
