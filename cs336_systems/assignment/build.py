@@ -1,0 +1,260 @@
+"""Builds the write-up: fills the problems' templates and writes Markdown, HTML and PDF."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from jinja2.ext import Extension
+
+from ..bench.row import Row
+from ..machine.files import write_whole
+from ..report.markdown import markdown_table
+from ..report.selection import OUTCOMES, machine
+from ..report.views import rows_table
+from .figures import FORMATS, Fields, Figures, NoRows, Source, faster, working
+from .pictures import Pictures
+
+TITLE = "CS336 Assignment 2: systems"
+TEMPLATES = Path(__file__).parent / "problems"
+MARKDOWN, HTML, PDF = "writeup.md", "writeup.html", "writeup.pdf"
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Profiling and benchmarking": (
+        "benchmarking_script",
+        "nsys_profile",
+        "mixed_precision_accumulation",
+        "benchmarking_mixed_precision",
+        "memory_profiling",
+    ),
+    "Attention": (
+        "pytorch_attention",
+        "torch_compile",
+        "flash_forward",
+        "flash_backward",
+        "flash_benchmarking",
+        "leaderboard_2025",
+    ),
+    "Data parallelism": (
+        "distributed_communication_single_node",
+        "naive_ddp_benchmarking",
+        "minimal_ddp_flat_benchmarking",
+        "ddp_overlap_individual_parameters_benchmarking",
+        "ddp_bucketed_benchmarking",
+        "communication_accounting",
+    ),
+    "Sharded optimizer state": ("optimizer_state_sharding_accounting",),
+    "Activation checkpointing and FSDP": ("gradient_checkpointing", "fsdp_accounting"),
+    "Parallelism on paper": (
+        "alternate_ring_all_reduce",
+        "data_parallel_calcs",
+        "fsdp_calcs",
+        "tp_calcs",
+        "fsdp_tp_calcs",
+    ),
+    "Leaderboard": ("leaderboard_2026",),
+}
+"""The problems of both editions of the handout, in order."""
+
+
+@dataclass
+class Answer:
+    """One problem: its name, its text in Markdown, and the rows that its figures come from."""
+
+    name: str
+    text: str
+    sources: list[Source]
+
+
+@dataclass
+class WriteUp:
+    """The whole document in Markdown, and the full tables of its rows."""
+
+    summary: str
+    sections: dict[str, list[Answer]]
+    appendix: list[tuple[str, str]] = field(default_factory=list)
+    """Title and text of each table."""
+
+    def markdown(self) -> str:
+        """The document without its appendix."""
+        parts = [f"# {TITLE}", self.summary]
+        for section, answers in self.sections.items():
+            parts += [f"## {section}", *(f"### {answer.name}\n\n{answer.text}" for answer in answers)]
+        return "\n\n".join(parts) + "\n"
+
+    def full_tables(self) -> str:
+        """The appendix."""
+        tables = (f"### {title}\n\n{text}" for title, text in self.appendix)
+        return "\n\n".join(["## Appendix: all rows", *tables]) + "\n"
+
+
+class Environment(jinja2.Environment):
+    """Reads `row.copy` as the row's field of that name, also where a dict has a method of the name."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
+
+
+class PartTag(Extension):
+    """`{% part %} ... {% endpart %}`: becomes a box with the command to run if a query inside finds no rows."""
+
+    tags = {"part"}
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endpart",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_part"), [], [], body).set_lineno(line)
+
+    def _part(self, caller: Callable[[], str]) -> str:
+        try:
+            return caller()
+        except NoRows as missing:
+            return f"\n> **Not measured yet.** Measure it with `{missing}`.\n\n"
+
+
+def build(
+    results: Path, out: Path, problems: Path | None = None, card: str | None = None, say: Callable[[str], None] = print
+) -> WriteUp:
+    """Fill the templates with the rows below `results`; pictures go into `out`.
+
+    problems: a folder whose templates replace ours. say: is told each problem's name before it is filled.
+    Raises ClaimError if rows contradict a template, and ValueError naming the template for a mistake in it.
+    """
+    figures = Figures(results, card)
+    env = environment(figures, Pictures(out), [*([problems] if problems else []), TEMPLATES])
+    sections: dict[str, list[Answer]] = {}
+    used: dict[int, Source] = {}
+    for section, names in SECTIONS.items():
+        for name in names:
+            say(name)
+            figures.begin(name)
+            text = fill(env, name)
+            sources = [*{id(source): source for source in figures.used}.values()]
+            used |= {id(source): source for source in sources}
+            sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, out), sources))
+    figures.begin("summary")
+    return WriteUp(fill(env, "summary"), sections, _appendix([*used.values()], out))
+
+
+def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -> jinja2.Environment:
+    """The functions and filters that templates may use."""
+    env = Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        undefined=jinja2.StrictUndefined,
+        extensions=[PartTag, "jinja2.ext.do"],
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+    def evaluate(expression: str) -> Callable[[Fields], Any]:
+        compiled = env.compile_expression(expression, undefined_to_none=False)
+        return lambda row: compiled(**row)
+
+    def table(rows: Sequence[Fields], columns: Mapping[str, str], left: int = 1) -> str:
+        """A line for each row. columns: header -> expression over the row's fields; "-" where a row lacks a field."""
+        cells = {header: evaluate(expression) for header, expression in columns.items()}
+        lines = [[_cell(text, row) for text in cells.values()] for row in rows]
+        return markdown_table([*cells], lines, left=left)
+
+    def grid(rows: Sequence[Fields], down: str, across: str, value: str, corner: str = "") -> str:
+        """A table of one value by two fields: a line for each value of `down`, a column for each of `across`."""
+        of_line, of_column, of_cell = map(evaluate, (down, across, value))
+        columns = [*dict.fromkeys(str(of_column(row)) for row in rows)]
+        cells: dict[str, dict[str, str]] = {}
+        for row in rows:
+            cells.setdefault(str(of_line(row)), {})[str(of_column(row))] = _cell(of_cell, row)
+        lines = [[name, *(line.get(column, "-") for column in columns)] for name, line in cells.items()]
+        return markdown_table([corner or down, *columns], lines)
+
+    env.filters |= FORMATS
+    env.globals |= {
+        "rows": figures.rows,
+        "row": figures.row,
+        "launch": figures.launch,
+        "claim": figures.claim,
+        "card": figures.card,
+        "faster": faster,
+        "table": table,
+        "grid": grid,
+        "working": working,
+        "lines": lambda rows, x, y, caption, **options: pictures.lines(
+            figures.problem, rows, evaluate(x), evaluate(y), caption, **options
+        ),
+        "bars": lambda rows, name, value, caption, **options: pictures.bars(
+            figures.problem, rows, evaluate(name), evaluate(value), caption, **options
+        ),
+        "shares": lambda spans, caption: pictures.shares(figures.problem, spans, caption),
+        "max": max,
+        "min": min,
+        "zip": zip,
+    }
+    return env
+
+
+def fill(env: jinja2.Environment, name: str) -> str:
+    """A template's text. Raises ValueError naming the template and line for a mistake in it."""
+    try:
+        return env.get_template(f"{name}.md").render().strip()
+    except NoRows as missing:
+        return f"> **Not measured yet.** Measure it with `{missing}`."
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{error.filename}, line {error.lineno}: {error.message}") from error
+    except jinja2.UndefinedError as error:
+        raise ValueError(f"{name}.md: {error.message}") from error
+
+
+def write(document: WriteUp, out: Path, full: bool = False) -> list[Path | str]:
+    """Write the document as Markdown, HTML and PDF; return the files, or a reason instead of the PDF.
+
+    full: with the appendix in the PDF.
+    """
+    from .html import html_page
+    from .typeset import NO_TYPST, to_typst, write_pdf
+
+    text, appendix = document.markdown(), document.full_tables()
+    write_whole(out / MARKDOWN, f"{text}\n{appendix}")
+    write_whole(out / HTML, html_page(TITLE, document, out))
+    try:
+        write_pdf(to_typst(TITLE, f"{text}\n{appendix}" if full else text), out, out / PDF)
+    except ModuleNotFoundError as error:
+        if error.name != "typst":
+            raise
+        return [out / MARKDOWN, out / HTML, NO_TYPST]
+    return [out / MARKDOWN, out / HTML, out / PDF]
+
+
+def _cell(text: Callable[[Fields], Any], row: Fields) -> str:
+    try:
+        return str(text(row))
+    except (jinja2.UndefinedError, TypeError):
+        return "-" if row["status"] == "ok" else OUTCOMES[row["status"]]
+
+
+def _measured_by(sources: Sequence[Source], out: Path) -> str:
+    """A line that names the machines and the files of an answer's rows."""
+    if not sources:
+        return ""
+    machines = ", ".join(dict.fromkeys(machine(source.row) for source in sources))
+    files = ", ".join(_link(path, out) for path in dict.fromkeys(source.path for source in sources))
+    return f"\n\n*Measured on {machines}; rows in {files}.*"
+
+
+def _link(path: Path, out: Path) -> str:
+    return f"[{path.parent.name}/{path.name}]({quote(os.path.relpath(path, out))})"
+
+
+def _appendix(sources: Sequence[Source], out: Path) -> list[tuple[str, str]]:
+    """A full table for each case and file, with the commands, commits and machine behind it."""
+    files: dict[tuple[str, Path], list[Row]] = {}
+    for source in sources:
+        files.setdefault((source.row.case, source.path), []).append(source.row)
+    tables = []
+    for (case, path), rows in sorted(files.items()):
+        commands = dict.fromkeys(f"`{row.env['command']}`" for row in rows if "command" in row.env)
+        commits = ", ".join(dict.fromkeys(f"`{row.env['commit']}`" for row in rows if "commit" in row.env))
+        facts = [f"Rows: {_link(path, out)}; {machine(rows[0])}; commit {commits}."]
+        facts += [f"Measured by {', '.join(commands)}."] if commands else []
+        tables.append((f"{case}: {path.parent.name}", "\n\n".join([rows_table(rows), *facts])))
+    return tables

@@ -1,0 +1,245 @@
+"""What a problem's template may call: queries over measured rows, formats, tables, claims and the planner's arithmetic.
+
+A query names a case of `cs336 bench` or `cs336 profile` and the fields that its rows must have. A template reads the
+fields of the row that comes back:
+
+    {% set step = row("model", size="xl", mode="train_step", precision="bf16") %}
+    A step takes {{ step.step_ms.p50 | ms }}.
+"""
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bench.row import Row, read_rows
+from ..planner.working import Section
+from ..report.markdown import markdown_table, plain
+from ..report.selection import OUTCOMES, machine
+from ..report.views import VIEWS
+
+Fields = dict[str, Any]
+"""One row as a template sees it: the fields of its configuration and its metrics, and `variant`, `machine`, `status`.
+
+`metrics` has the metrics alone, for a name that the configuration has too.
+"""
+_PROFILES = ("profile-kernels", "profile-memory")
+_KEYS = {
+    **{case: view.keys for case, view in VIEWS.items()},
+    "ddp": ("compile", "devices", "size", "context_length", "batch_size", "precision"),
+    "profile-kernels": ("size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer"),
+}
+"""The fields that tell settings of a case apart, beside the variant."""
+
+
+class NoRows(LookupError):
+    """A query found nothing. The message is the command that measures it."""
+
+
+class ClaimError(ValueError):
+    """The rows contradict a claim of a template."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A row and the file that holds it."""
+
+    path: Path
+    row: Row
+
+
+class Figures:
+    """The rows below a folder, of one card where that has them and of any other machine where it has not.
+
+    card: the name of a GPU, or "CPU" (default: the GPU with the most rows). Raises ValueError if results is no folder
+    or has a file that cannot be read as rows.
+    """
+
+    def __init__(self, results: Path, card: str | None = None) -> None:
+        if not results.is_dir():
+            raise ValueError(f"results is {str(results)!r}: it must be a folder with row files")
+        paths = [path for path in results.rglob("*.jsonl") if path.name == "rows.jsonl" or path.stem in _KEYS]
+        sources = [Source(path, row) for path in sorted(paths) for row in read_rows(path) if row.case in _KEYS]
+        # Folders inside a folder hold earlier measurements, so a deeper file of the same day counts as older.
+        sources.sort(key=lambda source: (source.row.env.get("date", ""), -len(source.path.parts)))
+        self.sources = sources
+        self.card = card or _most_common(machine(source.row) for source in sources)
+        self.used: list[Source] = []
+        """Rows that queries returned since `begin`."""
+        self.problem = ""
+
+    def begin(self, problem: str) -> None:
+        """Count rows and report claims for this problem from now on."""
+        self.problem, self.used = problem, []
+
+    def rows(self, case: str, **where: Any) -> list[Fields]:
+        """The newest row of each setting, in the order of the values that `where` lists.
+
+        where: a value, or a list of values, for each field; `status="any"` includes runs that failed or did not fit.
+        Raises NoRows if there is none.
+        """
+        return [_fields(source.row) for source in self._find(case, where)]
+
+    def row(self, case: str, **where: Any) -> Fields:
+        """The only row that matches. Raises NoRows if there is none, and ValueError if several settings match."""
+        found = self._find(case, where)
+        if len(found) > 1:
+            settings = [{name: source.row.config.get(name) for name in _KEYS[case]} for source in found]
+            differing = [name for name in _KEYS[case] if len({str(each[name]) for each in settings}) > 1]
+            raise ValueError(f"{len(found)} rows match {_command(case, where)}: they differ in {', '.join(differing)}")
+        return _fields(found[0].row)
+
+    def launch(self, case: str, variants: Sequence[str], **where: Any) -> dict[str, Fields]:
+        """The rows of several variants that one launch measured, by variant: only these may be compared closely.
+
+        A launch is the rows of one file, commit and machine. The newest that has all variants is returned; if none
+        has, NoRows is raised.
+        """
+        launches: dict[tuple[str, ...], dict[str, Source]] = {}
+        for source in self._matching(case, {**where, "variant": list(variants)}):
+            key = (str(source.path), str(source.row.env.get("commit")), machine(source.row))
+            launches.setdefault(key, {})[source.row.variant] = source
+        whole = [found for found in launches.values() if len(found) == len(set(variants))]
+        if not whole:
+            raise NoRows(_command(case, where))
+        own = [found for found in whole if self._is_own(next(iter(found.values())))]
+        chosen = (own or whole)[-1]
+        self.used += chosen.values()
+        return {variant: _fields(chosen[variant].row) for variant in variants}
+
+    def claim(self, holds: bool, text: str, **figures: Any) -> str:
+        """Return the text if it holds. Raises ClaimError naming problem, claim and figures if it does not."""
+        if not holds:
+            seen = ", ".join(f"{name} {value}" for name, value in figures.items())
+            raise ClaimError(f"{self.problem}: the rows contradict {text!r}{': ' if seen else ''}{seen}")
+        return text
+
+    def _find(self, case: str, where: Mapping[str, Any]) -> list[Source]:
+        newest: dict[tuple[str, ...], Source] = {}
+        for source in self._matching(case, where):
+            setting = (source.row.variant, *(str(source.row.config.get(name)) for name in _KEYS[case]))
+            newest[setting] = source
+        if not newest:
+            raise NoRows(_command(case, where))
+        own = [source for source in newest.values() if self._is_own(source)]
+        found = sorted(own or newest.values(), key=lambda source: _place(source.row, where))
+        self.used += found
+        return found
+
+    def _matching(self, case: str, where: Mapping[str, Any]) -> list[Source]:
+        """Rows of a case that fit, oldest first; those of the card last, so that they win."""
+        wanted = {"status": "ok", **where}
+        if wanted["status"] == "any":
+            del wanted["status"]
+        found = [source for source in self.sources if source.row.case == case and _fits(source.row, wanted)]
+        return sorted(found, key=self._is_own)
+
+    def _is_own(self, source: Source) -> bool:
+        return machine(source.row) == self.card
+
+
+def _most_common(names: Iterable[str]) -> str:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return max(counts, key=lambda name: (not name.startswith("CPU"), counts[name]), default="CPU")
+
+
+def _fields(row: Row) -> Fields:
+    own = {"variant": row.variant, "machine": machine(row), "status": row.status, "metrics": row.metrics}
+    return {**row.metrics, **row.config, **own}
+
+
+def _fits(row: Row, where: Mapping[str, Any]) -> bool:
+    fields = _fields(row)
+    return all(fields.get(name) in (value if isinstance(value, list) else [value]) for name, value in where.items())
+
+
+def _place(row: Row, where: Mapping[str, Any]) -> list[int]:
+    fields = _fields(row)
+    return [value.index(fields[name]) for name, value in where.items() if isinstance(value, list)]
+
+
+def _command(case: str, where: Mapping[str, Any]) -> str:
+    """The command that measures a setting."""
+    words = ["cs336", *(case.split("-") if case in _PROFILES else ("bench", case))]
+    for name, value in where.items():
+        if name not in ("status", "machine"):
+            words += [f"--{name}", *(_word(each) for each in (value if isinstance(value, list) else [value]))]
+    return shlex.join(words)
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def number(value: float) -> str:
+    """Three significant digits: 0.0123, 17.9, 1,264."""
+    digits = f"{value:.3g}"
+    return f"{float(digits):,.0f}" if abs(value) >= 1000 else digits
+
+
+def ms(value: float) -> str:
+    """Milliseconds in the unit that reads best: "120 us", "17.9 ms", "5.35 s"."""
+    scale, unit = (1e-3, "s") if value >= 1000 else (1, "ms") if value >= 0.1 else (1e3, "us")
+    return f"{number(value * scale)} {unit}"
+
+
+def gib(value: float) -> str:
+    """Bytes in GiB."""
+    return f"{number(value / 2**30)} GiB"
+
+
+def mib(value: float) -> str:
+    """Bytes in MiB."""
+    return f"{number(value / 2**20)} MiB"
+
+
+def percent(share: float) -> str:
+    """A share in percent, with two significant digits."""
+    return f"{100 * share:.0f}%" if abs(share) >= 0.095 else f"{100 * share:.2g}%"
+
+
+def times(ratio: float) -> str:
+    """A ratio: "1.8x"."""
+    return f"{ratio:.3g}x" if ratio >= 10 else f"{ratio:.2g}x"
+
+
+def span(values: Iterable[float], form: Callable[[float], str] = number) -> str:
+    """The least and the largest of some values: "1.8 to 2.1"."""
+    low, high = min(shown := list(values)), max(shown)
+    return form(low) if form(low) == form(high) else f"{form(low)} to {form(high)}"
+
+
+def faster(ours: float, theirs: float) -> str:
+    """Two times compared: "1.5x faster", "1.2x slower", or "as fast" within one percent."""
+    if abs(ours / theirs - 1) < 0.01:
+        return "as fast"
+    return f"{theirs / ours:.2f}x faster" if ours < theirs else f"{ours / theirs:.2f}x slower"
+
+
+def mean_std(times: Mapping[str, float]) -> str:
+    """The mean and the standard deviation of a time: "17.9 ± 0.2"."""
+    return f"{number(times['mean'])} ± {times['std']:.2g}"
+
+
+def share_of_mean(times: Mapping[str, float]) -> float:
+    """The standard deviation of a time as a share of its mean."""
+    return times["std"] / times["mean"]
+
+
+FORMATS = {each.__name__: each for each in (number, ms, gib, mib, percent, times, span, mean_std, share_of_mean)}
+
+
+def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
+    """The planner's arithmetic as a table: each quantity, its value and its working."""
+    from ..planner.working import shown
+
+    chosen = [section for section in sections if not titles or section.title in titles]
+    lines = [
+        (plain(term.name), value, f"`{term.working}`" if term.working else "")
+        for section in chosen
+        for term, value in zip(section.terms, shown(section.terms), strict=True)
+    ]
+    return markdown_table(("quantity", "value", "working"), lines)

@@ -1,0 +1,110 @@
+"""The pictures of the write-up, as SVG: the same type, colours and sizes in all of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..report.kernel_profiles import CLASS_COLORS
+from ..report.plots import KERNEL_COLORS
+
+FOLDER = "pictures"
+_COLORS = ("#1f4ea8", "#d62728", "#2ca02c", "#ff9f1c", "#9467bd", "#17a6c4", "#8c564b", "#6b6b6b")
+_STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "cs336",  # equal pictures get equal files
+}
+Cell = Callable[[dict[str, Any]], Any]
+
+
+class Pictures:
+    """Draws into a folder, numbered by problem."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.count: dict[str, int] = {}
+
+    def lines(
+        self, problem: str, rows: Sequence[dict[str, Any]], x: Cell, y: Cell, caption: str,
+        by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
+    ) -> str:  # fmt: skip
+        """A line for each value of the field `by`; returns the Markdown of the picture."""
+        figure, axes = _figure(3.0)
+        lines: dict[str, list[tuple[Any, Any]]] = {}
+        for row in rows:
+            lines.setdefault(str(row[by]) if by else "", []).append((x(row), y(row)))
+        for i, (name, points) in enumerate(lines.items()):
+            color = KERNEL_COLORS.get(name, _COLORS[i % len(_COLORS)])
+            xs, ys = zip(*sorted(points), strict=True)
+            axes.plot(xs, ys, marker="o", ms=4, lw=1.5, color=color, label=name)
+        if "x" in log:
+            ticks = sorted({point[0] for points in lines.values() for point in points})
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axes.minorticks_off()
+        if "y" in log:
+            axes.set_yscale("log")
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        if len(lines) > 1:
+            figure.legend(loc="outside right center")
+        return self._save(problem, figure, caption)
+
+    def bars(
+        self, problem: str, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
+        xlabel: str = "", form: str = ".3g",
+    ) -> str:  # fmt: skip
+        """A horizontal bar for each row, with its number at the end; returns the Markdown of the picture."""
+        figure, axes = _figure(0.7 + 0.27 * len(rows))
+        for place, row in enumerate(rows):
+            bar = axes.barh(place, value(row), 0.7, color=KERNEL_COLORS.get(str(name(row)), _COLORS[0]))
+            axes.bar_label(bar, [format(value(row), form)], padding=4)
+        axes.set_yticks(range(len(rows)), [str(name(row)) for row in rows])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)  # room for the numbers
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(xlabel)
+        return self._save(problem, figure, caption)
+
+    def shares(self, problem: str, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
+        """A bar for each span of a kernel profile, divided by class of kernel; returns the Markdown of the picture."""
+        figure, axes = _figure(0.9 + 0.32 * len(spans))
+        for place, (_, span) in enumerate(spans):
+            left = 0.0
+            for kind, color in CLASS_COLORS.items():
+                share = 100 * span["share"].get(kind, 0)
+                axes.barh(place, share, 0.7, left=left, color=color, label=kind if not place else None)
+                left += share
+        axes.set_yticks(range(len(spans)), [name for name, _ in spans])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("share of kernel time (%)")
+        figure.legend(loc="outside lower center", ncols=5)
+        return self._save(problem, figure, caption)
+
+    def _save(self, problem: str, figure: Any, caption: str) -> str:
+        import matplotlib
+
+        self.count[problem] = self.count.get(problem, 0) + 1
+        name = f"{FOLDER}/{problem}-{self.count[problem]}.svg"
+        (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
+        with matplotlib.rc_context(_STYLE):
+            figure.savefig(self.out / name, metadata={"Date": None})
+        return f"![{caption}]({name})"
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    """A figure as wide as the text of a page, in inches."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.6, height), layout="constrained")
+        return figure, figure.subplots()
