@@ -77,9 +77,9 @@ class WriteUp:
     appendix: list[tuple[str, str]] = field(default_factory=list)
     """Title and text of each table."""
 
-    def markdown(self) -> str:
-        """The document without its appendix."""
-        parts = [f"# {TITLE}", self.summary]
+    def body(self) -> str:
+        """The document without title and appendix."""
+        parts = [self.summary]
         for section, answers in self.sections.items():
             parts += [f"## {section}", *(f"### {answer.name}\n\n{answer.text}" for answer in answers)]
         return "\n\n".join(parts) + "\n"
@@ -205,19 +205,21 @@ def fill(env: jinja2.Environment, name: str) -> str:
         raise ValueError(f"{name}.md: {error.message}") from error
 
 
-def write(document: WriteUp, out: Path, full: bool = False) -> list[Path | str]:
+def write(document: WriteUp, out: Path, byline: tuple[str, str] = ("", ""), full: bool = False) -> list[Path | str]:
     """Write the document as Markdown, HTML and PDF; return the files, or a reason instead of the PDF.
 
-    full: with the appendix in the PDF.
+    byline: the author's name and the date. full: with the appendix in the PDF.
     """
     from .html import html_page
     from .typeset import NO_TYPST, to_typst, write_pdf
 
-    text, appendix = document.markdown(), document.full_tables()
-    write_whole(out / MARKDOWN, f"{text}\n{appendix}")
-    write_whole(out / HTML, html_page(TITLE, document, out))
+    appendix = document.full_tables()
+    write_whole(out / MARKDOWN, f"# {TITLE}\n\n{document.body()}\n{appendix}")
+    line = ", ".join(filter(None, byline))
+    write_whole(out / HTML, html_page(TITLE, line, document.body(), document.appendix, out))
     try:
-        write_pdf(to_typst(TITLE, f"{text}\n{appendix}" if full else text), out, out / PDF)
+        typst = to_typst(TITLE, *byline, f"{document.body()}\n{appendix}" if full else document.body())
+        write_pdf(typst, out, out / PDF)
     except ModuleNotFoundError as error:
         if error.name != "typst":
             raise

@@ -73,17 +73,18 @@ class Figures:
         """Count rows and report claims for this problem from now on."""
         self.problem, self.used = problem, []
 
-    def rows(self, case: str, **where: Any) -> list[Fields]:
+    def rows(self, case: str, command: str = "", **where: Any) -> list[Fields]:
         """The newest row of each setting, in the order of the values that `where` lists.
 
         where: a value, or a list of values, for each field; `status="any"` includes runs that failed or did not fit.
+        command: measures such rows (default: the case with the fields of `where` as options).
         Raises NoRows if there is none.
         """
-        return [_fields(source.row) for source in self._find(case, where)]
+        return [_fields(source.row) for source in self._find(case, where, command)]
 
-    def row(self, case: str, **where: Any) -> Fields:
+    def row(self, case: str, command: str = "", **where: Any) -> Fields:
         """The only row that matches. Raises NoRows if there is none, and ValueError if several settings match."""
-        found = self._find(case, where)
+        found = self._find(case, where, command)
         if len(found) > 1:
             settings = [{name: source.row.config.get(name) for name in _KEYS[case]} for source in found]
             differing = [name for name in _KEYS[case] if len({str(each[name]) for each in settings}) > 1]
@@ -97,7 +98,8 @@ class Figures:
         has, NoRows is raised.
         """
         launches: dict[tuple[str, ...], dict[str, Source]] = {}
-        for source in self._matching(case, {**where, "variant": list(variants)}):
+        where |= {"variant": list(variants)}
+        for source in self._matching(case, where):
             key = (str(source.path), str(source.row.env.get("commit")), machine(source.row))
             launches.setdefault(key, {})[source.row.variant] = source
         whole = [found for found in launches.values() if len(found) == len(set(variants))]
@@ -115,13 +117,13 @@ class Figures:
             raise ClaimError(f"{self.problem}: the rows contradict {text!r}{': ' if seen else ''}{seen}")
         return text
 
-    def _find(self, case: str, where: Mapping[str, Any]) -> list[Source]:
+    def _find(self, case: str, where: Mapping[str, Any], command: str) -> list[Source]:
         newest: dict[tuple[str, ...], Source] = {}
         for source in self._matching(case, where):
             setting = (source.row.variant, *(str(source.row.config.get(name)) for name in _KEYS[case]))
             newest[setting] = source
         if not newest:
-            raise NoRows(_command(case, where))
+            raise NoRows(command or _command(case, where))
         own = [source for source in newest.values() if self._is_own(source)]
         found = sorted(own or newest.values(), key=lambda source: _place(source.row, where))
         self.used += found

@@ -1,5 +1,6 @@
 """The pictures of the write-up, as SVG: the same type, colours and sizes in all of them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,32 @@ _STYLE = {
 Cell = Callable[[dict[str, Any]], Any]
 
 
+def _styled(draw: Callable[..., str]) -> Callable[..., str]:
+    """Draw in the style of the write-up."""
+
+    @functools.wraps(draw)
+    def drawn(*args: Any, **options: Any) -> str:
+        import matplotlib
+
+        with matplotlib.rc_context(_STYLE):
+            return draw(*args, **options)
+
+    return drawn
+
+
 class Pictures:
-    """Draws into a folder, numbered by problem."""
+    """Draws into a folder. Each method returns the Markdown of its picture, whose file is named after the problem."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.count: dict[str, int] = {}
 
+    @_styled
     def lines(
         self, problem: str, rows: Sequence[dict[str, Any]], x: Cell, y: Cell, caption: str,
         by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
     ) -> str:  # fmt: skip
-        """A line for each value of the field `by`; returns the Markdown of the picture."""
+        """A line for each value of the field `by`."""
         figure, axes = _figure(3.0)
         lines: dict[str, list[tuple[Any, Any]]] = {}
         for row in rows:
@@ -56,11 +71,12 @@ class Pictures:
             figure.legend(loc="outside right center")
         return self._save(problem, figure, caption)
 
+    @_styled
     def bars(
         self, problem: str, rows: Sequence[dict[str, Any]], name: Cell, value: Cell, caption: str,
         xlabel: str = "", form: str = ".3g",
     ) -> str:  # fmt: skip
-        """A horizontal bar for each row, with its number at the end; returns the Markdown of the picture."""
+        """A horizontal bar for each row, with its number at the end."""
         figure, axes = _figure(0.7 + 0.27 * len(rows))
         for place, row in enumerate(rows):
             bar = axes.barh(place, value(row), 0.7, color=KERNEL_COLORS.get(str(name(row)), _COLORS[0]))
@@ -72,8 +88,9 @@ class Pictures:
         axes.set_xlabel(xlabel)
         return self._save(problem, figure, caption)
 
+    @_styled
     def shares(self, problem: str, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
-        """A bar for each span of a kernel profile, divided by class of kernel; returns the Markdown of the picture."""
+        """A bar for each span of a kernel profile, divided by class of kernel."""
         figure, axes = _figure(0.9 + 0.32 * len(spans))
         for place, (_, span) in enumerate(spans):
             left = 0.0
@@ -90,21 +107,16 @@ class Pictures:
         return self._save(problem, figure, caption)
 
     def _save(self, problem: str, figure: Any, caption: str) -> str:
-        import matplotlib
-
         self.count[problem] = self.count.get(problem, 0) + 1
         name = f"{FOLDER}/{problem}-{self.count[problem]}.svg"
         (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context(_STYLE):
-            figure.savefig(self.out / name, metadata={"Date": None})
+        figure.savefig(self.out / name, metadata={"Date": None})
         return f"![{caption}]({name})"
 
 
 def _figure(height: float) -> tuple[Any, Any]:
     """A figure as wide as the text of a page, in inches."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.6, height), layout="constrained")
-        return figure, figure.subplots()
+    figure = Figure(figsize=(6.6, height), layout="constrained")
+    return figure, figure.subplots()

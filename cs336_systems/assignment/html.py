@@ -1,0 +1,62 @@
+"""The write-up as one HTML file: contents beside the text, tables that sort, light and dark, nothing to load."""
+
+import base64
+import html
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+_FILES = Path(__file__).parent / "pages"
+
+
+def html_page(title: str, byline: str, text: str, tables: list[tuple[str, str]], folder: Path) -> str:
+    """The page of a Markdown document whose pictures are in `folder`.
+
+    tables: title and Markdown of each full table, which the page keeps folded.
+    """
+    body, contents = _rendered(text, folder)
+    folded = [(name, _rendered(table, folder)[0]) for name, table in tables]
+    style, script, page = ((_FILES / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
+    return jinja2.Environment(autoescape=False).from_string(page).render(
+        title=html.escape(title), byline=html.escape(byline), body=body, contents=contents, tables=folded,
+        style=style, script=script,
+    )  # fmt: skip
+
+
+def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str]]]:
+    """The HTML of Markdown, and the level and name of each heading."""
+    from markdown_it import MarkdownIt
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = parser.parse(text)
+    contents, figures, captions = [], 0, 0
+    for i, token in enumerate(tokens):
+        if token.type == "heading_open":
+            name = html.escape(tokens[i + 1].content)
+            token.attrSet("id", name)
+            contents.append((token.tag, name))
+        for child in token.children or ():
+            if child.type == "image":
+                figures += 1
+                child.content = f"Figure {figures}. {child.content}"
+                child.attrSet("src", _embedded(folder / str(child.attrs["src"])))
+        if token.type == "inline" and token.content.startswith(": ") and tokens[i - 2].type == "table_close":
+            captions += 1
+            tokens[i - 1].attrSet("class", "caption")
+            first: Any = (token.children or [])[0]
+            first.content = f"Table {captions}. {first.content[2:]}"
+    parser.renderer.rules["image"] = _picture  # type: ignore[attr-defined]
+    parser.renderer.rules["table_open"] = lambda *_: '<div class="wide" tabindex="0"><table>'  # type: ignore[attr-defined]
+    parser.renderer.rules["table_close"] = lambda *_: "</table></div>"  # type: ignore[attr-defined]
+    return parser.renderer.render(tokens, parser.options, {}), contents
+
+
+def _picture(tokens: Any, index: int, *_: Any) -> str:
+    token = tokens[index]
+    caption = html.escape(token.content)
+    return f'<img src="{token.attrs["src"]}" alt="{caption}"><span class="caption">{caption}</span>'
+
+
+def _embedded(path: Path) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
