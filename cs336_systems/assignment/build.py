@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -74,8 +74,10 @@ class WriteUp:
 
     summary: str
     sections: dict[str, list[Answer]]
-    appendix: list[tuple[str, str]] = field(default_factory=list)
+    appendix: list[tuple[str, str]]
     """Title and text of each table."""
+    missing: list[str]
+    """The commands that would measure what the rows lack."""
 
     def body(self) -> str:
         """The document without title and appendix."""
@@ -92,6 +94,9 @@ class WriteUp:
 
 class Environment(jinja2.Environment):
     """Reads `row.copy` as the row's field of that name, also where a dict has a method of the name."""
+
+    missing: list[str]
+    """The commands that would measure the rows that queries did not find."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
@@ -111,7 +116,7 @@ class PartTag(Extension):
         try:
             return caller()
         except NoRows as missing:
-            return f"\n> **Not measured yet.** Measure it with `{missing}`.\n\n"
+            return f"\n{_box(self.environment, missing)}\n\n"
 
 
 def build(
@@ -135,10 +140,10 @@ def build(
             used |= {id(source): source for source in sources}
             sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, out), sources))
     figures.begin("summary")
-    return WriteUp(fill(env, "summary"), sections, _appendix([*used.values()], out))
+    return WriteUp(fill(env, "summary"), sections, _appendix([*used.values()], out), env.missing)
 
 
-def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -> jinja2.Environment:
+def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -> Environment:
     """The functions and filters that templates may use."""
     env = Environment(
         loader=jinja2.FileSystemLoader(folders),
@@ -147,6 +152,8 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+    env.missing = []
 
     def evaluate(expression: str) -> Callable[[Fields], Any]:
         compiled = env.compile_expression(expression, undefined_to_none=False)
@@ -193,16 +200,21 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
     return env
 
 
-def fill(env: jinja2.Environment, name: str) -> str:
+def fill(env: Environment, name: str) -> str:
     """A template's text. Raises ValueError naming the template and line for a mistake in it."""
     try:
         return env.get_template(f"{name}.md").render().strip()
     except NoRows as missing:
-        return f"> **Not measured yet.** Measure it with `{missing}`."
+        return _box(env, missing)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{error.filename}, line {error.lineno}: {error.message}") from error
     except jinja2.UndefinedError as error:
         raise ValueError(f"{name}.md: {error.message}") from error
+
+
+def _box(env: Any, missing: NoRows) -> str:
+    env.missing.append(str(missing))
+    return f"> **Not measured yet.** Measure it with `{missing}`."
 
 
 def write(document: WriteUp, out: Path, byline: tuple[str, str] = ("", ""), full: bool = False) -> list[Path | str]:
