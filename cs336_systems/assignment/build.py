@@ -15,7 +15,7 @@ from ..machine.files import write_whole
 from ..report.markdown import markdown_table
 from ..report.selection import OUTCOMES, machine
 from ..report.views import rows_table
-from .figures import FORMATS, Fields, Figures, NoRows, Source, faster, working
+from .figures import FORMATS, Fields, Figures, NoRows, Source, faster, plan, working
 from .pictures import Pictures
 
 TITLE = "CS336 Assignment 2: systems"
@@ -185,6 +185,8 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "faster": faster,
         "table": table,
         "grid": grid,
+        "plan": plan,
+        "plan": plan,
         "working": working,
         "lines": lambda rows, x, y, caption, **options: pictures.lines(
             figures.problem, rows, evaluate(x), evaluate(y), caption, **options
@@ -193,6 +195,9 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
             figures.problem, rows, evaluate(name), evaluate(value), caption, **options
         ),
         "shares": lambda spans, caption: pictures.shares(figures.problem, spans, caption),
+        "stacks": lambda bars, caption, **options: pictures.stacks(figures.problem, bars, caption, **options),
+        "streams": lambda rows, caption: pictures.streams(figures.problem, rows, caption),
+        "timelines": lambda panels, caption: pictures.timelines(figures.problem, panels, caption),
         "max": max,
         "min": min,
         "zip": zip,

@@ -9,7 +9,7 @@ fields of the row that comes back:
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..report.selection import OUTCOMES, machine
 from ..report.views import VIEWS
 
 Fields = dict[str, Any]
-"""One row as a template sees it: the fields of its configuration and its metrics, and `variant`, `machine`, `status`.
+"""One row as a template sees it: its configuration and metrics, and `variant`, `machine`, `status`, `path` (its file).
 
 `metrics` has the metrics alone, for a name that the configuration has too.
 """
@@ -80,7 +80,7 @@ class Figures:
         command: measures such rows (default: the case with the fields of `where` as options).
         Raises NoRows if there is none.
         """
-        return [_fields(source.row) for source in self._find(case, where, command)]
+        return [_shown(source) for source in self._find(case, where, command)]
 
     def row(self, case: str, command: str = "", **where: Any) -> Fields:
         """The only row that matches. Raises NoRows if there is none, and ValueError if several settings match."""
@@ -89,9 +89,9 @@ class Figures:
             settings = [{name: source.row.config.get(name) for name in _KEYS[case]} for source in found]
             differing = [name for name in _KEYS[case] if len({str(each[name]) for each in settings}) > 1]
             raise ValueError(f"{len(found)} rows match {_command(case, where)}: they differ in {', '.join(differing)}")
-        return _fields(found[0].row)
+        return _shown(found[0])
 
-    def launch(self, case: str, variants: Sequence[str], **where: Any) -> dict[str, Fields]:
+    def launch(self, case: str, variants: Sequence[str], command: str = "", **where: Any) -> dict[str, Fields]:
         """The rows of several variants that one launch measured, by variant: only these may be compared closely.
 
         A launch is the rows of one file, commit and machine. The newest that has all variants is returned; if none
@@ -104,11 +104,11 @@ class Figures:
             launches.setdefault(key, {})[source.row.variant] = source
         whole = [found for found in launches.values() if len(found) == len(set(variants))]
         if not whole:
-            raise NoRows(_command(case, where))
+            raise NoRows(command or _command(case, where))
         own = [found for found in whole if self._is_own(next(iter(found.values())))]
         chosen = (own or whole)[-1]
         self.used += chosen.values()
-        return {variant: _fields(chosen[variant].row) for variant in variants}
+        return {variant: _shown(chosen[variant]) for variant in variants}
 
     def claim(self, holds: bool, text: str, **figures: Any) -> str:
         """Return the text if it holds. Raises ClaimError naming problem, claim and figures if it does not."""
@@ -146,6 +146,10 @@ def _most_common(names: Iterable[str]) -> str:
     for name in names:
         counts[name] = counts.get(name, 0) + 1
     return max(counts, key=lambda name: (not name.startswith("CPU"), counts[name]), default="CPU")
+
+
+def _shown(source: Source) -> Fields:
+    return {**_fields(source.row), "path": source.path}
 
 
 def _fields(row: Row) -> Fields:
@@ -234,14 +238,62 @@ def share_of_mean(times: Mapping[str, float]) -> float:
 FORMATS = {each.__name__: each for each in (number, ms, gib, mib, percent, times, span, mean_std, share_of_mean)}
 
 
+def plan(name: str, **options: Any) -> list[Section]:
+    """The planner's arithmetic by the name of its `cs336 plan` command, with its options as arguments.
+
+    memory, activation and checkpointing take a named size and the fields of `planner.job.Job`; scaling takes those of
+    `planner.scaling.Layer`, and parallelism those of `planner.parallelism`. attention is the memory of plain attention
+    for a batch_size, length and head_size.
+    """
+    from ..config.model import ModelConfig
+    from ..planner.activations import activation_sections, attention_sections, checkpointing_sections
+    from ..planner.job import Job
+    from ..planner.memory import memory_sections
+    from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
+    from ..planner.scaling import Layer, scaling_sections
+
+    of_jobs = {"memory": memory_sections, "activation": activation_sections, "checkpointing": checkpointing_sections}
+    if name in of_jobs:
+        model = {field: options.pop(field) for field in ("size", "context_length") if field in options}
+        return of_jobs[name](Job(shape=ModelConfig(**model).shape, **options))
+    if name == "attention":
+        return attention_sections(**options)
+    if name == "scaling":
+        return scaling_sections(Layer(**options))
+    layer = {field.name: options.pop(field.name) for field in fields(FeedForward) if field.name in options}
+    return parallelism_sections(FeedForward(**layer), Mesh(**options))
+
+
+def plan(command: str, **options: Any) -> list[Section]:
+    """The sections that `cs336 plan COMMAND` prints: scaling, parallelism or ddp-overhead, with its options.
+
+    ddp-overhead takes the size of a model, the bandwidth (bytes/s) and overhead_s (s a call) of an all-reduce.
+    """
+    from ..config.model import ModelConfig
+    from ..planner.accounting import num_parameters
+    from ..planner.communication import overhead_sections
+    from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
+    from ..planner.scaling import Layer, scaling_sections
+
+    match command:
+        case "scaling":
+            return scaling_sections(Layer(**options))
+        case "parallelism":
+            return parallelism_sections(FeedForward(), Mesh(**options))
+        case "ddp-overhead":
+            nbytes = 4.0 * num_parameters(ModelConfig(size=options.pop("size")).shape)
+            return overhead_sections(nbytes, **options)
+    raise ValueError(f"plan is {command!r}: it must be scaling, parallelism or ddp-overhead")
+
+
 def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
-    """The planner's arithmetic as a table: each quantity, its value and its working."""
+    """The planner's arithmetic as a table: each quantity, its working and its value."""
     from ..planner.working import shown
 
     chosen = [section for section in sections if not titles or section.title in titles]
     lines = [
-        (plain(term.name), value, f"`{term.working}`" if term.working else "")
+        (plain(term.name), f"`{term.working}`" if term.working else "", value)
         for section in chosen
         for term, value in zip(section.terms, shown(section.terms), strict=True)
     ]
-    return markdown_table(("quantity", "value", "working"), lines)
+    return markdown_table(("quantity", "working", "value"), lines, left=2)

@@ -1,12 +1,15 @@
 """The pictures of the write-up, as SVG: the same type, colours and sizes in all of them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..bench.instruments.trace import merge
+from ..bench.profiling.timeline_plot import COLORS as MEMORY_COLORS
 from ..report.kernel_profiles import CLASS_COLORS
 from ..report.plots import KERNEL_COLORS
+from ..report.step_streams import read_streams
 
 FOLDER = "pictures"
 _COLORS = ("#1f4ea8", "#d62728", "#2ca02c", "#ff9f1c", "#9467bd", "#17a6c4", "#8c564b", "#6b6b6b")
@@ -106,12 +109,87 @@ class Pictures:
         figure.legend(loc="outside lower center", ncols=5)
         return self._save(problem, figure, caption)
 
+    @_styled
+    def stacks(
+        self, problem: str, bars: Sequence[tuple[str, Mapping[str, float]]], caption: str,
+        xlabel: str = "", scale: float = 1,
+    ) -> str:  # fmt: skip
+        """A horizontal bar for each name, divided into its parts; values are divided by `scale`."""
+        figure, axes = _figure(0.9 + 0.32 * len(bars))
+        left = [0.0] * len(bars)
+        parts = [*dict.fromkeys(part for _, values in bars for part in values)]
+        for i, part in enumerate(parts):
+            widths = [max(0.0, values.get(part, 0)) / scale for _, values in bars]
+            axes.barh(range(len(bars)), widths, 0.7, left=left, color=_COLORS[i % len(_COLORS)],
+                      label=part.replace("_", " "))  # fmt: skip
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(xlabel)
+        figure.legend(loc="outside lower center", ncols=5)
+        return self._save(problem, figure, caption)
+
+    @_styled
+    def streams(self, problem: str, rows: Sequence[dict[str, Any]], caption: str) -> str:
+        """The compute and communication of each row's profiled step on one time axis; "" if no file has them."""
+        found = [(row["variant"], file) for row in rows if (file := _streams_file(row)) is not None]
+        if not found:
+            return ""
+        figure, axes = _figure(0.7 + 0.62 * len(found))
+        ticks = []
+        for place, (variant, file) in enumerate(found):
+            for i, (kind, intervals) in enumerate(read_streams(file).items()):
+                # Kernels a few microseconds apart are drawn as one.
+                spans = [(a, b - a) for a, b in merge(intervals, gap=0.02)]
+                axes.broken_barh(spans, (2.5 * place + i - 0.4, 0.8), color=_COLORS[i], linewidth=0)
+                ticks.append((2.5 * place + i, f"{variant}: {kind}"))
+        axes.set_yticks(*zip(*ticks, strict=True))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("ms from the first kernel of the step")
+        axes.set_xlim(left=0)
+        return self._save(problem, figure, caption)
+
+    @_styled
+    def timelines(self, problem: str, panels: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
+        """Memory in use over a step, by category: a panel for each row of a memory profile, below its title."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.6, 0.5 + 1.9 * len(panels)), layout="constrained")
+        drawn: dict[str, Any] = {}
+        for axes, (title, row) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+            timeline, bottom = row["timeline"], [0.0] * len(row["timeline"]["ms"])
+            for name, in_use in timeline["in_use"].items():
+                top = [low + size / 2**30 for low, size in zip(bottom, in_use, strict=True)]
+                color = MEMORY_COLORS[name]
+                drawn[name] = axes.fill_between(timeline["ms"], bottom, top, step="post", color=color, linewidth=0)
+                bottom = top
+            axes.set_ylim(0, 1.15 * max(bottom))
+            axes.set_xlim(timeline["ms"][0], timeline["ms"][-1])
+            for name, (start, end) in timeline["phases"].items():
+                axes.axvline(start, color="black", lw=0.8, ls="--")
+                middle = (start + end) / 2
+                axes.text(middle, 0.98, name, transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8)
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.set_ylabel("in use (GiB)")
+        axes.set_xlabel("time on the host (ms)")
+        figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=len(drawn))
+        return self._save(problem, figure, caption)
+
     def _save(self, problem: str, figure: Any, caption: str) -> str:
         self.count[problem] = self.count.get(problem, 0) + 1
         name = f"{FOLDER}/{problem}-{self.count[problem]}.svg"
         (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
         figure.savefig(self.out / name, metadata={"Date": None})
         return f"![{caption}]({name})"
+
+
+def _streams_file(row: dict[str, Any]) -> Path | None:
+    """The file of intervals of a row's profiled step: below the folder of the rows, or where it was written."""
+    written = Path(row["streams"])
+    files = (row["path"].parent / written.parent.name / written.name, written)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _figure(height: float) -> tuple[Any, Any]:

@@ -2,7 +2,14 @@
 
 import math
 
-from .accounting import activation_bytes, best_group, block_bytes, checkpointed_activation_bytes, residual_bytes
+from .accounting import (
+    activation_bytes,
+    best_group,
+    block_bytes,
+    checkpointed_activation_bytes,
+    naive_attention_bytes,
+    residual_bytes,
+)
 from .job import Job
 from .working import Section, Term, total
 
@@ -98,6 +105,23 @@ def activation_sections(job: Job) -> list[Section]:
     how = f"{job.precision}, {'compiled' if job.compile else 'eager'}, attention {job.attention}"
     each = Section(f"Saved by a block for backward ({how})", (*terms, total("a block", terms)), (note,))
     return [Section("One activation of the residual stream", stream), each]
+
+
+def attention_sections(batch_size: int, length: int, head_size: int) -> list[Section]:
+    """Memory of plain attention on a GPU, term by term: float32, causal, without a head dimension."""
+    b, n, d = batch_size, length, head_size
+    workings = {
+        "scores": f"S = 4 B N^2 = 4 x {b} x {n}^2",
+        "masked_scores": "S",
+        "softmax": "S",
+        "masks": f"2 M = 2 N^2 = 2 x {n}^2",
+        "saved_for_backward": "S + M + 12 B N D: softmax, a mask, q / sqrt(D), k and v",
+        "forward_peak": "2 S + 2 M + 4 B N D",
+        "backward_peak": "4 S + M + 8 B N D",
+    }
+    counted = naive_attention_bytes(b, n, n, d, is_causal=True, on_gpu=True)
+    terms = tuple(Term(name.replace("_", " "), workings[name], size) for name, size in counted.items())
+    return [Section(f"Plain attention, float32, causal, batch {b}, length {n}, head size {d}", terms)]
 
 
 def counted_activations(job: Job, on_gpu: bool = True) -> tuple[int, int]:
