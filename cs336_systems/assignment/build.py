@@ -1,5 +1,6 @@
 """Builds the write-up: fills the problems' templates and writes Markdown, HTML and PDF."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,14 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         lines = [[name, *(line.get(column, "-") for column in columns)] for name, line in cells.items()]
         return markdown_table([corner or down, *columns], lines)
 
+    def values(rows: Sequence[Fields], expression: str) -> list[Any]:
+        """An expression over each row's fields, without the rows that lack a field."""
+        found, value = [], evaluate(expression)
+        for row in rows:
+            with contextlib.suppress(jinja2.UndefinedError):
+                found.append(value(row))
+        return found
+
     env.filters |= FORMATS
     env.globals |= {
         "rows": figures.rows,
@@ -185,6 +194,8 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "faster": faster,
         "table": table,
         "grid": grid,
+        "values": values,
+        "beside": beside,
         "plan": plan,
         "plan": plan,
         "working": working,

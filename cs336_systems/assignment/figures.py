@@ -9,14 +9,14 @@ fields of the row that comes back:
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row, read_rows
 from ..planner.working import Section
 from ..report.markdown import markdown_table, plain
-from ..report.selection import OUTCOMES, machine
+from ..report.selection import machine
 from ..report.views import VIEWS
 
 Fields = dict[str, Any]
@@ -180,6 +180,18 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]:
+    """A row for each setting of `keys`, with the rows of that setting by their value of the field `by`.
+
+    `beside(rows, "kernel", ["length"])[0].naive.step_ms` is a field of the row whose kernel is naive.
+    """
+    found: dict[tuple[Any, ...], Fields] = {}
+    for row in rows:
+        setting = {name: row[name] for name in keys}
+        found.setdefault(tuple(setting.values()), {"status": "ok", **setting})[str(row[by])] = row
+    return [*found.values()]
+
+
 def number(value: float) -> str:
     """Three significant digits: 0.0123, 17.9, 1,264."""
     digits = f"{value:.3g}"
@@ -238,52 +250,39 @@ def share_of_mean(times: Mapping[str, float]) -> float:
 FORMATS = {each.__name__: each for each in (number, ms, gib, mib, percent, times, span, mean_std, share_of_mean)}
 
 
-def plan(name: str, **options: Any) -> list[Section]:
-    """The planner's arithmetic by the name of its `cs336 plan` command, with its options as arguments.
-
-    memory, activation and checkpointing take a named size and the fields of `planner.job.Job`; scaling takes those of
-    `planner.scaling.Layer`, and parallelism those of `planner.parallelism`. attention is the memory of plain attention
-    for a batch_size, length and head_size.
-    """
-    from ..config.model import ModelConfig
-    from ..planner.activations import activation_sections, attention_sections, checkpointing_sections
-    from ..planner.job import Job
-    from ..planner.memory import memory_sections
-    from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
-    from ..planner.scaling import Layer, scaling_sections
-
-    of_jobs = {"memory": memory_sections, "activation": activation_sections, "checkpointing": checkpointing_sections}
-    if name in of_jobs:
-        model = {field: options.pop(field) for field in ("size", "context_length") if field in options}
-        return of_jobs[name](Job(shape=ModelConfig(**model).shape, **options))
-    if name == "attention":
-        return attention_sections(**options)
-    if name == "scaling":
-        return scaling_sections(Layer(**options))
-    layer = {field.name: options.pop(field.name) for field in fields(FeedForward) if field.name in options}
-    return parallelism_sections(FeedForward(**layer), Mesh(**options))
-
-
 def plan(command: str, **options: Any) -> list[Section]:
-    """The sections that `cs336 plan COMMAND` prints: scaling, parallelism or ddp-overhead, with its options.
+    """The sections that `cs336 plan COMMAND` prints, with its options.
 
-    ddp-overhead takes the size of a model, the bandwidth (bytes/s) and overhead_s (s a call) of an all-reduce.
+    memory, activation and checkpointing take the size of a model, its context_length and the fields of
+    `planner.job.Job`; ddp-overhead takes the size, the bandwidth (bytes/s) and overhead_s (s a call) of an all-reduce.
+    attention, for which there is no command, is the memory of plain attention for a batch_size, length and head_size.
     """
     from ..config.model import ModelConfig
+    from ..planner import activations, memory
     from ..planner.accounting import num_parameters
     from ..planner.communication import overhead_sections
+    from ..planner.job import Job
     from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
     from ..planner.scaling import Layer, scaling_sections
 
+    model = {field: options.pop(field) for field in ("size", "context_length") if field in options}
+    of_job = {
+        "memory": memory.memory_sections,
+        "activation": activations.activation_sections,
+        "checkpointing": activations.checkpointing_sections,
+    }
     match command:
+        case "memory" | "activation" | "checkpointing":
+            return of_job[command](Job(shape=ModelConfig(**model).shape, **options))
         case "scaling":
             return scaling_sections(Layer(**options))
         case "parallelism":
             return parallelism_sections(FeedForward(), Mesh(**options))
         case "ddp-overhead":
-            nbytes = 4.0 * num_parameters(ModelConfig(size=options.pop("size")).shape)
-            return overhead_sections(nbytes, **options)
-    raise ValueError(f"plan is {command!r}: it must be scaling, parallelism or ddp-overhead")
+            return overhead_sections(4.0 * num_parameters(ModelConfig(**model).shape), **options)
+        case "attention":
+            return activations.attention_sections(**options)
+    raise ValueError(f"plan is {command!r}: it must be attention, ddp-overhead, parallelism, scaling, {', '.join(of_job)}")
 
 
 def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
@@ -297,3 +296,17 @@ def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
         for term, value in zip(section.terms, shown(section.terms), strict=True)
     ]
     return markdown_table(("quantity", "working", "value"), lines, left=2)
+
+
+def plan(name: str, **job: Any) -> list[Section]:
+    """Sections of the planner's arithmetic for one of `cs336 plan memory` and `checkpointing`, by the same options.
+
+    job: size, context_length, and fields of `planner.job.Job`.
+    """
+    from ..config.model import ModelConfig
+    from ..planner.activations import checkpointing_sections
+    from ..planner.job import Job
+    from ..planner.memory import memory_sections
+
+    model = ModelConfig(size=job.pop("size"), context_length=job.pop("context_length"))
+    return {"checkpointing": checkpointing_sections, "memory": memory_sections}[name](Job(shape=model.shape, **job))
