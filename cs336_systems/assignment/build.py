@@ -16,7 +16,7 @@ from ..machine.files import write_whole
 from ..report.markdown import markdown_table
 from ..report.selection import OUTCOMES, machine
 from ..report.views import rows_table
-from .figures import FORMATS, Fields, Figures, NoRows, Source, faster, plan, working
+from .figures import FORMATS, Fields, Figures, NoRows, Source, beside, faster, plan, working
 from .pictures import Pictures
 
 TITLE = "CS336 Assignment 2: systems"
@@ -47,7 +47,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "communication_accounting",
     ),
     "Sharded optimizer state": ("optimizer_state_sharding_accounting",),
-    "Activation checkpointing and FSDP": ("gradient_checkpointing", "fsdp_accounting"),
+    "Activation checkpointing and FSDP": ("gradient_checkpointing", "fsdp", "fsdp_accounting"),
     "Parallelism on paper": (
         "alternate_ring_all_reduce",
         "data_parallel_calcs",
@@ -196,7 +196,6 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "grid": grid,
         "values": values,
         "beside": beside,
-        "plan": plan,
         "plan": plan,
         "working": working,
         "lines": lambda rows, x, y, caption, **options: pictures.lines(

@@ -296,17 +296,3 @@ def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
         for term, value in zip(section.terms, shown(section.terms), strict=True)
     ]
     return markdown_table(("quantity", "working", "value"), lines, left=2)
-
-
-def plan(name: str, **job: Any) -> list[Section]:
-    """Sections of the planner's arithmetic for one of `cs336 plan memory` and `checkpointing`, by the same options.
-
-    job: size, context_length, and fields of `planner.job.Job`.
-    """
-    from ..config.model import ModelConfig
-    from ..planner.activations import checkpointing_sections
-    from ..planner.job import Job
-    from ..planner.memory import memory_sections
-
-    model = ModelConfig(size=job.pop("size"), context_length=job.pop("context_length"))
-    return {"checkpointing": checkpointing_sections, "memory": memory_sections}[name](Job(shape=model.shape, **job))
