@@ -16,6 +16,7 @@ from typing import Any
 from ..bench.row import Row, read_rows
 from ..planner.working import Section
 from ..report.markdown import markdown_table, plain
+from ..report.memory_parts import predicted_today
 from ..report.selection import machine
 from ..report.views import VIEWS
 
@@ -149,7 +150,8 @@ def _most_common(names: Iterable[str]) -> str:
 
 
 def _shown(source: Source) -> Fields:
-    return {**_fields(source.row), "path": source.path}
+    """The fields of a row and the path of its file, with the predictions of today's planner."""
+    return {**_fields(*predicted_today([source.row])), "path": source.path}
 
 
 def _fields(row: Row) -> Fields:
@@ -282,7 +284,7 @@ def plan(command: str, **options: Any) -> list[Section]:
             return overhead_sections(4.0 * num_parameters(ModelConfig(**model).shape), **options)
         case "attention":
             return activations.attention_sections(**options)
-    raise ValueError(f"plan is {command!r}: it must be attention, ddp-overhead, parallelism, scaling, {', '.join(of_job)}")
+    raise ValueError(f"plan is {command!r}: it must be a command of cs336 plan, or attention")
 
 
 def working(sections: Sequence[Section], titles: Sequence[str] = ()) -> str:
