@@ -186,6 +186,7 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
 
     env.filters |= FORMATS
     env.globals |= {
+        **FORMATS,
         "rows": figures.rows,
         "row": figures.row,
         "launch": figures.launch,

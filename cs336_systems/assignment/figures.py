@@ -96,7 +96,7 @@ class Figures:
         """The rows of several variants that one launch measured, by variant: only these may be compared closely.
 
         A launch is the rows of one file, commit and machine. The newest that has all variants is returned; if none
-        has, NoRows is raised.
+        has, NoRows is raised. command: as in `rows`.
         """
         launches: dict[tuple[str, ...], dict[str, Source]] = {}
         where |= {"variant": list(variants)}
