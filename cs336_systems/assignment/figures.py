@@ -183,13 +183,13 @@ def _word(value: Any) -> str:
 
 
 def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]:
-    """A row for each setting of `keys`, with the rows of that setting by their value of the field `by`.
+    """A row for each machine and setting of `keys`, with the rows of that setting by their value of the field `by`.
 
     `beside(rows, "kernel", ["length"])[0].naive.step_ms` is a field of the row whose kernel is naive.
     """
     found: dict[tuple[Any, ...], Fields] = {}
     for row in rows:
-        setting = {name: row[name] for name in keys}
+        setting = {name: row[name] for name in (*keys, "machine")}
         found.setdefault(tuple(setting.values()), {"status": "ok", **setting})[str(row[by])] = row
     return [*found.values()]
 
