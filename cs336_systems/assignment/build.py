@@ -16,7 +16,7 @@ from ..machine.files import write_whole
 from ..report.markdown import markdown_table
 from ..report.selection import OUTCOMES, machine
 from ..report.views import rows_table
-from .figures import FORMATS, Fields, Figures, NoRows, Source, beside, faster, plan, working
+from .figures import FORMATS, Fields, Figures, NoRows, Source, beside, compared, faster, plan, working
 from .pictures import Pictures
 
 TITLE = "CS336 Assignment 2: systems"
@@ -193,6 +193,7 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "claim": figures.claim,
         "card": figures.card,
         "faster": faster,
+        "compared": compared,
         "table": table,
         "grid": grid,
         "values": values,

@@ -26,6 +26,8 @@ Fields = dict[str, Any]
 `metrics` has the metrics alone, for a name that the configuration has too.
 """
 _PROFILES = ("profile-kernels", "profile-memory")
+_MEMORY = ("checkpointing", "optimizer-sharding", "fsdp-accounting")
+"""Cases whose rows have a prediction of the planner's memory."""
 _KEYS = {
     **{case: view.keys for case, view in VIEWS.items()},
     "ddp": ("compile", "devices", "size", "context_length", "batch_size", "precision"),
@@ -151,7 +153,8 @@ def _most_common(names: Iterable[str]) -> str:
 
 def _shown(source: Source) -> Fields:
     """The fields of a row and the path of its file, with the predictions of today's planner."""
-    return {**_fields(*predicted_today([source.row])), "path": source.path}
+    rows = predicted_today([source.row]) if source.row.case in _MEMORY else [source.row]
+    return {**_fields(*rows), "path": source.path}
 
 
 def _fields(row: Row) -> Fields:
@@ -237,6 +240,13 @@ def faster(ours: float, theirs: float) -> str:
     if abs(ours / theirs - 1) < 0.01:
         return "as fast"
     return f"{theirs / ours:.2f}x faster" if ours < theirs else f"{ours / theirs:.2f}x slower"
+
+
+def compared(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+    """Two timings compared by their medians, as in `faster`, with a note if their 20th to 80th percentiles overlap."""
+    found = faster(ours["p50"], theirs["p50"])
+    overlap = ours["p20"] <= theirs["p80"] and theirs["p20"] <= ours["p80"]
+    return f"{found} (within the spread of the steps)" if overlap and found != "as fast" else found
 
 
 def mean_std(times: Mapping[str, float]) -> str:
