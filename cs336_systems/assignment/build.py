@@ -177,12 +177,12 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         return markdown_table([corner or down, *columns], lines)
 
     def values(rows: Sequence[Fields], expression: str) -> list[Any]:
-        """An expression over each row's fields, without the rows that lack a field."""
+        """An expression over each row's fields, without the rows that lack a field, or fail `VALUE if CONDITION`."""
         found, value = [], evaluate(expression)
         for row in rows:
             with contextlib.suppress(jinja2.UndefinedError):
                 found.append(value(row))
-        return found
+        return [each for each in found if not isinstance(each, jinja2.Undefined)]
 
     env.filters |= FORMATS
     env.globals |= {
