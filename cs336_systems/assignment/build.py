@@ -40,13 +40,16 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Data parallelism": (
         "distributed_communication_single_node",
+        "naive_ddp",
         "naive_ddp_benchmarking",
         "minimal_ddp_flat_benchmarking",
+        "ddp_overlap_individual_parameters",
         "ddp_overlap_individual_parameters_benchmarking",
+        "ddp_overlap_bucketed",
         "ddp_bucketed_benchmarking",
         "communication_accounting",
     ),
-    "Sharded optimizer state": ("optimizer_state_sharding_accounting",),
+    "Sharded optimizer state": ("optimizer_state_sharding", "optimizer_state_sharding_accounting"),
     "Activation checkpointing and FSDP": ("gradient_checkpointing", "fsdp", "fsdp_accounting"),
     "Parallelism on paper": (
         "alternate_ring_all_reduce",

@@ -117,7 +117,7 @@ class Pictures:
         """A horizontal bar for each name, divided into its parts; values are divided by `scale`."""
         figure, axes = _figure(0.9 + 0.32 * len(bars))
         left = [0.0] * len(bars)
-        parts = [*dict.fromkeys(part for _, values in bars for part in values)]
+        parts = [*dict.fromkeys(part for _, values in bars for part, value in values.items() if value > 0)]
         for i, part in enumerate(parts):
             widths = [max(0.0, values.get(part, 0)) / scale for _, values in bars]
             axes.barh(range(len(bars)), widths, 0.7, left=left, color=_COLORS[i % len(_COLORS)],
