@@ -198,9 +198,8 @@ def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]
 
 
 def number(value: float) -> str:
-    """Three significant digits: 0.0123, 17.9, 1,264."""
-    digits = f"{value:.3g}"
-    return f"{float(digits):,.0f}" if abs(value) >= 1000 else digits
+    """Three significant digits, and all those of whole numbers above: 0.0123, 17.9, 1,264."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def ms(value: float) -> str:
