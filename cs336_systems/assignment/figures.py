@@ -249,8 +249,9 @@ def compared(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
 
 
 def mean_std(times: Mapping[str, float]) -> str:
-    """The mean and the standard deviation of a time: "17.9 ± 0.2"."""
-    return f"{number(times['mean'])} ± {times['std']:.2g}"
+    """The mean and the standard deviation of a time, to the same decimal: "17.92 ± 0.13", "79 ± 86"."""
+    decimals = 0 if times["std"] >= 10 else 1 if times["std"] >= 1 else 2
+    return f"{times['mean']:,.{decimals}f} ± {times['std']:.{decimals}f}"
 
 
 def share_of_mean(times: Mapping[str, float]) -> float:
