@@ -156,7 +156,7 @@ class Pictures:
         """Memory in use over a step, by category: a panel for each row of a memory profile, below its title."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.6, 0.5 + 1.9 * len(panels)), layout="constrained")
+        figure = Figure(figsize=(6.6, 0.7 + 1.9 * len(panels)), layout="constrained")
         drawn: dict[str, Any] = {}
         for axes, (title, row) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
             timeline, bottom = row["timeline"], [0.0] * len(row["timeline"]["ms"])
@@ -169,12 +169,15 @@ class Pictures:
             axes.set_xlim(timeline["ms"][0], timeline["ms"][-1])
             for name, (start, end) in timeline["phases"].items():
                 axes.axvline(start, color="black", lw=0.8, ls="--")
-                middle = (start + end) / 2
-                axes.text(middle, 0.98, name, transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=8)
+                is_narrow = (
+                    end - start < 0.1 * timeline["ms"][-1]
+                )  # the name of a short phase ends where the phase ends
+                at, side = (end, "right") if is_narrow else ((start + end) / 2, "center")
+                axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8)
             axes.set_title(title, loc="left", fontsize=9)
             axes.set_ylabel("in use (GiB)")
         axes.set_xlabel("time on the host (ms)")
-        figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=len(drawn))
+        figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=3)
         return self._save(problem, figure, caption)
 
     def _save(self, problem: str, figure: Any, caption: str) -> str:

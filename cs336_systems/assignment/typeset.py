@@ -75,7 +75,11 @@ def _table(node: "SyntaxTreeNode", caption: str) -> str:
     header = head.children[0].children
     body = [row.children for each in bodies for row in each.children]
     columns = [[_plain(row[at]) for row in body] for at in range(len(header))]
-    aligned = ["right" if any(map(_NUMBER.match, column)) and at else "left" for at, column in enumerate(columns)]
+    right = ["right" in str(cell.attrs.get("style")) for cell in header]
+    aligned = [
+        "right" if any(map(_NUMBER.match, c)) and is_right else "left"
+        for c, is_right in zip(columns, right, strict=True)
+    ]
     lines = [", ".join(f"[{''.join(map(_typst, cell.children))}]" for cell in row) for row in (header, *body)]
     rows = "".join(f"  {line},\n" for line in lines[1:])
     settings = f"columns: {len(header)}, align: ({', '.join(aligned)},)"
