@@ -51,6 +51,7 @@ ALLOWED = {
     "cs336_systems.bench": BENCH,
     "cs336_systems.bench.profiling": PROFILING,
     "cs336_systems.report": {*PROFILING, "cs336_systems.bench.profiling"},
+    "cs336_systems.assignment": {*PROFILING, "cs336_systems.bench.profiling", "cs336_systems.report"},
 }
 
 

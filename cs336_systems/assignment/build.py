@@ -5,18 +5,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import jinja2
+import torch
 from jinja2.ext import Extension
 
 from ..bench.row import Row
 from ..machine.files import write_whole
+from ..machine.hardware import gpu_name
 from ..report.markdown import markdown_table
 from ..report.selection import OUTCOMES, machine
 from ..report.views import rows_table
-from .figures import FORMATS, Fields, Figures, NoRows, Source, beside, compared, faster, plan, working
+from .figures import FORMATS, ClaimError, Fields, Figures, NoRows, Source, beside, compared, faster, plan, working
 from .pictures import Pictures
 
 TITLE = "CS336 Assignment 2: systems"
@@ -81,7 +83,9 @@ class WriteUp:
     appendix: list[tuple[str, str]]
     """Title and text of each table."""
     missing: list[str]
-    """The commands that would measure what the rows lack."""
+    """The commands that would measure the rows that are missing."""
+    contradictions: list[str]
+    """The claims that the rows contradict."""
 
     def body(self) -> str:
         """The document without title and appendix."""
@@ -109,7 +113,7 @@ class Environment(jinja2.Environment):
 class PartTag(Extension):
     """`{% part %} ... {% endpart %}`: becomes a box with the command to run if a query inside finds no rows."""
 
-    tags = {"part"}
+    tags: ClassVar = {"part"}
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -124,14 +128,20 @@ class PartTag(Extension):
 
 
 def build(
-    results: Path, out: Path, problems: Path | None = None, card: str | None = None, say: Callable[[str], None] = print
+    results: Path,
+    out: Path,
+    problems: Path | None = None,
+    card: str | None = None,
+    links_from: Path | None = None,
+    say: Callable[[str], None] = print,
 ) -> WriteUp:
     """Fill the templates with the rows below `results`; pictures go into `out`.
 
-    problems: a folder whose templates replace ours. say: is told each problem's name before it is filled.
-    Raises ClaimError if rows contradict a template, and ValueError naming the template for a mistake in it.
+    problems: a folder whose templates replace ours. card: as in `Figures`. links_from: the folder from which links to
+    row files start (default: out). say: is told each problem's name before it is filled.
+    Raises ValueError naming the template for a mistake in it.
     """
-    figures = Figures(results, card)
+    figures, start = Figures(results, card), out if links_from is None else links_from
     env = environment(figures, Pictures(out), [*([problems] if problems else []), TEMPLATES])
     sections: dict[str, list[Answer]] = {}
     used: dict[int, Source] = {}
@@ -142,9 +152,10 @@ def build(
             text = fill(env, name)
             sources = [*{id(source): source for source in figures.used}.values()]
             used |= {id(source): source for source in sources}
-            sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, out), sources))
+            sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, start), sources))
     figures.begin("summary")
-    return WriteUp(fill(env, "summary"), sections, _appendix([*used.values()], out), env.missing)
+    summary = fill(env, "summary")
+    return WriteUp(summary, sections, _appendix([*used.values()], start), env.missing, figures.contradictions)
 
 
 def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -> Environment:
@@ -195,6 +206,7 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         "launch": figures.launch,
         "claim": figures.claim,
         "card": figures.card,
+        "here": gpu_name() or f"CPU, {torch.get_num_threads()} threads",
         "faster": faster,
         "compared": compared,
         "table": table,
@@ -237,11 +249,23 @@ def _box(env: Any, missing: NoRows) -> str:
     return f"> **Not measured yet.** Measure it with `{missing}`."
 
 
+def eject(folder: Path) -> list[Path]:
+    """Copy the templates into a folder, where a reader can change them; return their paths."""
+    templates = sorted(TEMPLATES.glob("*.md"))
+    for template in templates:
+        write_whole(folder / template.name, template.read_bytes())
+    return [folder / template.name for template in templates]
+
+
 def write(document: WriteUp, out: Path, byline: tuple[str, str] = ("", ""), full: bool = False) -> list[Path | str]:
     """Write the document as Markdown, HTML and PDF; return the files, or a reason instead of the PDF.
 
     byline: the author's name and the date. full: with the appendix in the PDF.
+    Raises ClaimError if the rows contradict claims.
     """
+    if document.contradictions:
+        found = "; ".join(document.contradictions)
+        raise ClaimError(f"the rows contradict {len(document.contradictions)} claims of the templates: {found}")
     from .html import html_page
     from .typeset import NO_TYPST, to_typst, write_pdf
 
@@ -266,20 +290,20 @@ def _cell(text: Callable[[Fields], Any], row: Fields) -> str:
         return "-" if row["status"] == "ok" else OUTCOMES[row["status"]]
 
 
-def _measured_by(sources: Sequence[Source], out: Path) -> str:
+def _measured_by(sources: Sequence[Source], start: Path) -> str:
     """A line that names the machines and the files of an answer's rows."""
     if not sources:
         return ""
     machines = ", ".join(dict.fromkeys(machine(source.row) for source in sources))
-    files = ", ".join(_link(path, out) for path in dict.fromkeys(source.path for source in sources))
+    files = ", ".join(_link(path, start) for path in dict.fromkeys(source.path for source in sources))
     return f"\n\n*Measured on {machines}; rows in {files}.*"
 
 
-def _link(path: Path, out: Path) -> str:
-    return f"[{path.parent.name}/{path.name}]({quote(os.path.relpath(path, out))})"
+def _link(path: Path, start: Path) -> str:
+    return f"[{path.parent.name}/{path.name}]({quote(os.path.relpath(path, start))})"
 
 
-def _appendix(sources: Sequence[Source], out: Path) -> list[tuple[str, str]]:
+def _appendix(sources: Sequence[Source], start: Path) -> list[tuple[str, str]]:
     """A full table for each case and file, with the commands, commits and machine behind it."""
     files: dict[tuple[str, Path], list[Row]] = {}
     for source in sources:
@@ -288,7 +312,7 @@ def _appendix(sources: Sequence[Source], out: Path) -> list[tuple[str, str]]:
     for (case, path), rows in sorted(files.items()):
         commands = dict.fromkeys(f"`{row.env['command']}`" for row in rows if "command" in row.env)
         commits = ", ".join(dict.fromkeys(f"`{row.env['commit']}`" for row in rows if "commit" in row.env))
-        facts = [f"Rows: {_link(path, out)}; {machine(rows[0])}; commit {commits}."]
+        facts = [f"Rows: {_link(path, start)}; {machine(rows[0])}; commit {commits}."]
         facts += [f"Measured by {', '.join(commands)}."] if commands else []
         tables.append((f"{case}: {path.parent.name}", "\n\n".join([rows_table(rows), *facts])))
     return tables

@@ -41,7 +41,7 @@ class NoRows(LookupError):
 
 
 class ClaimError(ValueError):
-    """The rows contradict a claim of a template."""
+    """The rows contradict claims of the templates. The message names problem, claim and figures."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Figures:
         self.used: list[Source] = []
         """Rows that queries returned since `begin`."""
         self.problem = ""
+        self.contradictions: list[str] = []
+        """Claims that the rows contradict: problem, claim and figures."""
 
     def begin(self, problem: str) -> None:
         """Count rows and report claims for this problem from now on."""
@@ -114,10 +116,10 @@ class Figures:
         return {variant: _shown(chosen[variant]) for variant in variants}
 
     def claim(self, holds: bool, text: str, **figures: Any) -> str:
-        """Return the text if it holds. Raises ClaimError naming problem, claim and figures if it does not."""
+        """Return the text. If it does not hold, add problem, claim and figures to `contradictions`."""
         if not holds:
             seen = ", ".join(f"{name} {value}" for name, value in figures.items())
-            raise ClaimError(f"{self.problem}: the rows contradict {text!r}{': ' if seen else ''}{seen}")
+            self.contradictions.append(f"{self.problem}: {text!r}{': ' if seen else ''}{seen}")
         return text
 
     def _find(self, case: str, where: Mapping[str, Any], command: str) -> list[Source]:
@@ -198,24 +200,29 @@ def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]
 
 
 def number(value: float) -> str:
-    """Three significant digits, and all those of whole numbers above: 0.0123, 17.9, 1,264."""
+    """At most three significant digits, all digits from 1,000 on: 0.012, 17, 1,264."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
+def three_digits(value: float) -> str:
+    """Three significant digits of a measured value: 0.0120, 17.0, 1,264."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+
+
 def ms(value: float) -> str:
-    """Milliseconds in the unit that reads best: "120 us", "17.9 ms", "5.35 s"."""
+    """Milliseconds in the unit that reads best: "120 us", "17.9 ms", "5.00 s"."""
     scale, unit = (1e-3, "s") if value >= 1000 else (1, "ms") if value >= 0.1 else (1e3, "us")
-    return f"{number(value * scale)} {unit}"
+    return f"{three_digits(value * scale)} {unit}"
 
 
 def gib(value: float) -> str:
     """Bytes in GiB."""
-    return f"{number(value / 2**30)} GiB"
+    return f"{three_digits(value / 2**30)} GiB"
 
 
 def mib(value: float) -> str:
     """Bytes in MiB."""
-    return f"{number(value / 2**20)} MiB"
+    return f"{three_digits(value / 2**20)} MiB"
 
 
 def percent(share: float) -> str:

@@ -11,14 +11,17 @@ from ..machine.console import ended_in_order, no_interrupts_inherited, say
 from ..machine.hardware import gpu_count
 
 
+def check_gpu() -> None:
+    """Raise ValueError without a GPU, because a CPU would take days."""
+    if gpu_count() == 0:
+        raise ValueError("measure is true: it needs a CUDA GPU; leave it out to use the rows that are there")
+
+
 def measure_missing(results: Path, missing: Callable[[], Sequence[str]]) -> list[str]:
     """Run the commands that `missing` returns until there is no new one; return those that failed.
 
     Rows go below `results`. Measuring one setting can uncover the next query without rows, hence the repetition.
-    Raises ValueError without a GPU, because a CPU would take days.
     """
-    if gpu_count() == 0:
-        raise ValueError("measure is true: it needs a CUDA GPU; leave it out to use the rows that are there")
     results.mkdir(parents=True, exist_ok=True)
     tried: set[str] = set()
     failed = []

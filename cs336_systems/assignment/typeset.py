@@ -22,7 +22,10 @@ def to_typst(title: str, author: str, date: str, text: str) -> str:
 
     tree = SyntaxTreeNode(MarkdownIt("commonmark", {"html": False}).enable("table").parse(text))
     head = f"#show: paper.with(title: {_string(title)}, author: {_string(author)}, date: {_string(date)})"
-    return f"{_PREAMBLE.read_text('utf-8')}\n{head}\n{''.join(map(_typst, tree.children))}"
+    nodes = [*tree.children]
+    first = next((i for i, node in enumerate(nodes) if node.type == "heading"), len(nodes))
+    parts = [*map(_typst, nodes[:first]), "#contents()\n\n", *map(_typst, nodes[first:])]
+    return f"{_PREAMBLE.read_text('utf-8')}\n{head}\n{''.join(parts)}"
 
 
 def write_pdf(source: str, folder: Path, path: Path) -> None:

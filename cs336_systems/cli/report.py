@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config.checks import folder_to_write, require, shown
@@ -19,12 +20,19 @@ _OPTIONS = {
         "the folder to write to (default: runs/tables or runs/writeup; headline then draws no pictures). Files that no "
         "report wrote are not replaced.",
     ),
+    "card": (("writeup",), "the GPU whose rows are preferred, as rows name it (default: the one with the most rows)."),
+    "name": (("writeup",), "your name, for the title."),
+    "date": (("writeup",), "a date, for the title."),
+    "problems": (("writeup",), "a folder with your own templates, named as ours. They replace ours."),
+    "eject": (("writeup",), "only copy our templates into this folder, where you can change them for --problems."),
+    "full": (("writeup",), "put the tables of all rows into the PDF too."),
     "measure": (
         ("writeup",),
-        "first measure the rows that the folder lacks. This needs a GPU and an hour or more; a second call continues.",
+        "first measure the rows that are missing. This needs a GPU and an hour or more; a second call continues.",
     ),
 }
 """Options of `cs336 report`: the reports that take each, and its help."""
+_FLAGS = ("full", "measure")
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -37,7 +45,7 @@ def make_report(arguments: Sequence[str]) -> str:
     """The text that `cs336 report ARGUMENTS` prints. `update` puts such texts into documents."""
     options = _options(arguments)
     if options.measure:
-        from ..report.writeup.measure import check_gpu
+        from ..assignment.measure import check_gpu
 
         check_gpu()
     from ..report.documents import update_documents
@@ -89,12 +97,12 @@ def _options(arguments: Sequence[str]) -> Any:
         help="runs: a table of run folders. rows: tables of row files (.jsonl). tables: the same in --out, with CSV "
         "and plots. headline: measurements beside a peer's from the same run; with --out also two pictures. streams: "
         "overlap of the GPU's streams in a step of cs336 bench ddp --traces. summary: the end of a run. update: "
-        "regenerate the tables in Markdown documents. writeup: answers to the handout's problems, from the row files "
-        "in --results, as Markdown, HTML and PDF in --out.",
+        "regenerate the tables in Markdown documents. writeup: answers to the handout's problems, with figures from "
+        "the row files in --results, as Markdown, HTML and PDF in --out.",
     )
     parser.add_argument("paths", nargs="*", type=str, help="Run folders, row files or documents; none with writeup.")
     for name, (used, text) in _OPTIONS.items():
-        kind: dict[str, Any] = {"action": "store_true"} if name == "measure" else {"type": str, "default": None}
+        kind: dict[str, Any] = {"action": "store_true"} if name in _FLAGS else {"type": str, "default": None}
         parser.add_argument(f"--{name}", help=f"With {' or '.join(used)}: {text}", **kind)
     options = parse(parser, arguments)
     if bool(options.paths) is (options.what == "writeup"):
@@ -107,19 +115,35 @@ def _options(arguments: Sequence[str]) -> Any:
 
 
 def _writeup(options: Any, out: Path) -> str:
-    from ..report.outputs import write_into
-    from ..report.writeup.build import write_writeup
-    from ..report.writeup.measure import measure_missing
+    from rich.console import Console
 
-    require(options.results != "", "results", options.results, "the path of a folder, or left out")
+    from ..assignment.build import WriteUp, build, eject, write
+    from ..assignment.measure import measure_missing
+    from ..report.outputs import write_into
+
+    for name in ("results", "problems", "eject"):
+        require(getattr(options, name) != "", name, "", "the path of a folder, or left out")
+    if options.eject is not None:
+        folder_to_write(options.eject, "eject")
+        return "\n".join(map(str, write_into(Path(options.eject), eject)))
     results = Path("results" if options.results is None else options.results)
+    problems = None if options.problems is None else Path(options.problems)
     links_from = out if options.links_from is None else Path(options.links_from)
 
-    def write() -> list[Path | str]:
-        return write_into(out, lambda folder: write_writeup(results, folder, links_from=links_from))
+    def made(folder: Path) -> WriteUp:
+        with Console(stderr=True).status("") as status:
+            return build(results, folder, problems, options.card, links_from, lambda name: status.update(name))
 
-    written, failed = write(), []
+    def writeup() -> list[Path | str]:
+        byline = (options.name or "", options.date or "")
+        return write_into(out, lambda folder: write(made(folder), folder, byline, options.full))
+
+    def missing() -> list[str]:
+        with TemporaryDirectory(prefix="cs336-") as folder:
+            return made(Path(folder)).missing
+
+    written, failed = writeup(), []
     if options.measure:  # measuring takes hours, so try first whether the report can be written
-        failed = measure_missing(results)
-        written = write()
+        failed = measure_missing(results, missing)
+        written = writeup()
     return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))

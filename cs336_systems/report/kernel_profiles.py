@@ -7,7 +7,7 @@ from typing import Any
 from ..bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
 from ..bench.profiling.kernel_classes import CLASSES
 from ..bench.row import Row
-from ..config.model import DEFAULT_VOCAB_SIZE, MODEL_SIZES
+from ..config.model import DEFAULT_VOCAB_SIZE
 from .markdown import markdown_table
 from .pictures import save_picture
 from .selection import OUTCOMES, latest
@@ -160,49 +160,6 @@ def _attention(rows: Sequence[Row]) -> str:
     work = operations[SOFTMAX] / (operations[SCORES] + operations[VALUES])
     told = f"softmax takes {ratio:.2f} of the time of the two products, for {work:.3f} of their operations"
     return f"{table}\n\nIn {heads[0]}, {told}."
-
-
-def shares_in_short(rows: Sequence[Row]) -> str:
-    """A line for each setting: times and the main shares of each mode."""
-
-    def order(row: Row) -> tuple[Any, ...]:
-        config, sizes = row.config, list(MODEL_SIZES)
-        place = sizes.index(config["size"]) if config["size"] in sizes else len(sizes)
-        return config["precision"] != "fp32", place, config["context_length"], setting(row), row.variant
-
-    lines: dict[str, dict[str, tuple[str, ...]]] = {}
-    modes: dict[str, str] = {}
-    for row in sorted((row for row in rows if row.status == "ok"), key=order):
-        spans = row.metrics["spans"]
-        modes[row.variant] = max(spans, key=lambda each: spans[each]["kernel_ms"])  # the span with all kernels
-        span = spans[modes[row.variant]]
-        others = {cls: share for cls, share in span["share"].items() if cls != "matmul"}
-        most = max(others, key=lambda cls: others[cls], default=None)
-        by_part = row.metrics["attention"].values()
-        attention_ms = sum(ms for by_phase in by_part for of_class in by_phase.values() for ms in of_class.values())
-        lines.setdefault(setting(row), {})[row.variant] = (
-            _ms(row.metrics["wall_ms"]),
-            _ms(span["kernel_ms"]),
-            f"{span['share'].get('matmul', 0.0):.0%}",
-            "-" if most is None else f"{most} {others[most]:.0%}",
-            f"{attention_ms / span['kernel_ms']:.0%}" if attention_ms and span["kernel_ms"] else "-",
-        )
-    if not lines:
-        return ""
-    words = [each.split(", ") for each in lines]
-    common = [word for word in words[0] if all(word in other for other in words)] if len(words) > 1 else []
-    header = ["setting"]
-    for mode in modes.values():
-        header += [f"{mode} (ms)", "kernels (ms)", "matmul", "most of the rest", "attention"]
-    cells = []
-    for own, by_mode in zip(words, lines.values(), strict=True):
-        distinct = ", ".join(word for word in own if word not in common)
-        cells.append((distinct, *(cell for mode in modes for cell in by_mode.get(mode, ("-",) * 5))))
-    also = f" ({', '.join(common)})" if common else ""
-    return (
-        f"Other settings in short{also}: the times of a pass and of its kernels, and the shares of matrix products, of "
-        "the next class, and of all kernels of attention.\n\n" + markdown_table(header, cells)
-    )
 
 
 def plot_shares(rows: Sequence[Row], out: Path) -> None:

@@ -1,7 +1,6 @@
 """Memory by part and moment of `optimizer-sharding` and `fsdp-accounting`: tables, picture and view."""
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,11 @@ _KEYS = (*_SETTING, "variant")
 _COLORS = dict(
     zip(PARTS, (COLORS[c] for c in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER)), strict=True)
 )
-Gathers = Sequence[Mapping[str, Any]]
 
 
 def memory_parts_table(rows: Sequence[Row]) -> str:
     """For each machine and setting: memory by part and moment, savings over the first variant, and all gathers."""
-    return "\n\n".join(_setting_tables(group, _every_gather) for group in grouped(latest(rows, _KEYS), _SETTING))
-
-
-def memory_parts_in_short(rows: Sequence[Row]) -> str:
-    """The same with one line for all gathers of the forward pass, and one for those of the backward pass."""
-    return "\n\n".join(_setting_tables(group, _gathers_by_pass) for group in grouped(latest(rows, _KEYS), _SETTING))
+    return "\n\n".join(_setting_tables(group) for group in grouped(latest(rows, _KEYS), _SETTING))
 
 
 def predicted_today(rows: Sequence[Row]) -> list[Row]:
@@ -52,7 +45,7 @@ def predicted_today(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Gathers], str]) -> str:
+def _setting_tables(rows: Sequence[Row]) -> str:
     done = [row for row in rows if row.status == "ok"]
     unit, size = _unit(max((row.metrics["peak_memory_bytes"] for row in done), default=0))
     compiled = "compiled" if rows[0].config["compile"] else "eager"
@@ -69,7 +62,7 @@ def _setting_tables(rows: Sequence[Row], gathers_table: Callable[[Gathers], str]
             late = "other one stalls" if counted - in_time == 1 else "others stall"
             parts.append(
                 f"{row.variant}: {in_time} of {counted} all-gathers of a step end before their weights are needed; "
-                f"the {late} it for {row.metrics['stall_ms']:.3f} ms. {gathers_table(row.metrics['gathers'])}"
+                f"the {late} it for {row.metrics['stall_ms']:.3f} ms. {_gathers_table(row.metrics['gathers'])}"
             )
     failures = [f"- {row.variant} {OUTCOMES[row.status]}: {row.error}" for row in rows if row.status != "ok"]
     return "\n\n".join([*parts, *(["\n".join(failures)] if failures else [])])
@@ -127,39 +120,13 @@ def _savings_table(rows: Sequence[Row], unit: str, size: int) -> str:
     return markdown_table(header, lines)
 
 
-def _every_gather(gathers: Gathers) -> str:
+def _gathers_table(gathers: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         [each["unit"], str(each["turn"]), f"{each['ms']:.3f}", f"{each['slack_ms']:+.3f}", f"{each['stall_ms']:.3f}"]
         for each in gathers
     ]
     table = markdown_table(["unit", "turn", "gather (ms)", "slack (ms)", "stall (ms)"], lines)
     return f"In the order of their use; turn 2 is the backward pass:\n\n{table}"
-
-
-def _gathers_by_pass(gathers: Gathers) -> str:
-    """A line for each pass. The first gather of a unit is for the forward pass."""
-    lines = []
-    for name, is_forward in (("forward", True), ("backward", False)):
-        own = [each for each in gathers if (each["turn"] == 1) is is_forward]
-        if own:
-            ms, least = [each["ms"] for each in own], min(own, key=lambda each: each["slack_ms"])
-            late = f"{sum(each['slack_ms'] < 0 for each in own)}"
-            stall = f"{sum(each['stall_ms'] for each in own):.3f}"
-            lines.append([name, str(len(own)), f"{min(ms):.3f}", f"{statistics.median(ms):.3f}", f"{max(ms):.3f}",
-                          f"{least['slack_ms']:+.3f}", least["unit"], late, stall])  # fmt: skip
-    header = [
-        "pass",
-        "gathers",
-        "shortest (ms)",
-        "median (ms)",
-        "longest (ms)",
-        "least slack (ms)",
-        "of",
-        "late",
-        "stall (ms)",
-    ]
-    table = markdown_table(header, lines)
-    return f"Slack is the time between a gather's end and the first use of its weights:\n\n{table}"
 
 
 def draw_parts(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -33,17 +33,6 @@ class Column:
         return None if value is None else value / self.unit
 
 
-@dataclass(frozen=True)
-class Spread(Column):
-    """A metric measured many times, shown as its mean and standard deviation."""
-
-    def text(self, row: Row) -> str:
-        """Such as "12.34 ± 0.56", or "-" if the row has none."""
-        if get(row, f"metrics.{self.metric}", None) is None:
-            return "-"
-        return " ± ".join(Column("", f"{self.metric}.{of}", self.form, self.unit).text(row) for of in ("mean", "std"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plot:
     """A metric over a field of the configuration, with a line or bars for each value of some other fields.

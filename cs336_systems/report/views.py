@@ -204,12 +204,6 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 """Cases whose table is not simply a line for each row."""
 
 
-def columns_of(case: str, *names: str) -> list[Column]:
-    """Columns of a case's view, by name."""
-    by_name = {column.name: column for column in VIEWS[case].columns}
-    return [by_name[name] for name in names]
-
-
 def rows_table(rows: Sequence[Row], swept: Sequence[str] = ()) -> str:
     """Markdown tables of rows, one for each case. `swept` names further fields that tell rows apart.
 
