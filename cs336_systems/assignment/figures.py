@@ -231,8 +231,8 @@ def percent(share: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio: "1.8x"."""
-    return f"{ratio:.3g}x" if ratio >= 10 else f"{ratio:.2g}x"
+    """A ratio: "1.8x", "24.1x"."""
+    return f"{ratio:#.3g}".rstrip(".") + "x" if ratio >= 10 else f"{ratio:#.2g}x"
 
 
 def span(values: Iterable[float], form: Callable[[float], str] = number) -> str:

@@ -64,7 +64,8 @@ class Pictures:
         if "x" in log:
             ticks = sorted({point[0] for points in lines.values() for point in points})
             axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            every = 1 + len(ticks) // 9  # names of neighbouring ticks must not touch
+            axes.set_xticks(ticks, [f"{tick:,}" if i % every == 0 else "" for i, tick in enumerate(ticks)])
             axes.minorticks_off()
         if "y" in log:
             axes.set_yscale("log")
