@@ -96,14 +96,14 @@ def test_a_query_without_rows_names_the_command_that_measures_them(tmp_path: Pat
     with pytest.raises(NoRows, match=r"^cs336 bench ddp --size xl --variant naive flat$"):
         figures.launch("ddp", ["naive", "flat"], size="xl")
     for query in (figures.rows, figures.row):
-        with pytest.raises(NoRows, match="^my command$"):
+        with pytest.raises(NoRows, match=r"^my command$"):
             query("ddp", command="my command", size="xl")
 
 
 def test_a_single_row_must_be_the_only_one(ddp: Path) -> None:
     add(ddp)
     add(ddp, context_length=1024, precision="fp32")
-    with pytest.raises(ValueError, match="2 rows match cs336 bench ddp --size xl: .*context_length, precision$"):
+    with pytest.raises(ValueError, match=r"2 rows match cs336 bench ddp --size xl: .*context_length, precision$"):
         Figures(ddp.parent).row("ddp", size="xl")
 
 
@@ -120,7 +120,7 @@ def test_a_launch_is_of_one_file_commit_and_machine(ddp: Path) -> None:
     assert found() == [2, 1]  # the newer rows are parts of three other launches
     add(ddp, "flat", 6, date="2026-01-02", commit="b")
     assert found() == [6, 3]
-    with pytest.raises(NoRows, match="--variant naive overlap$"):
+    with pytest.raises(NoRows, match=r"--variant naive overlap$"):
         Figures(ddp.parent).launch("ddp", ["naive", "overlap"])
 
 
@@ -152,7 +152,7 @@ def test_rows_that_queries_return_are_counted_for_the_problem(ddp: Path) -> None
 
 
 def test_results_must_be_a_folder_of_readable_rows(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^results is .*none': "):
+    with pytest.raises(ValueError, match=r"^results is .*none': "):
         Figures(tmp_path / "none")
     (tmp_path / "notes.jsonl").write_text("no rows\n")  # not a name of a row file
     assert Figures(tmp_path).card == "CPU"
@@ -174,7 +174,7 @@ def test_a_claim_that_does_not_hold_names_problem_claim_and_figures(tmp_path: Pa
     figures = Figures(tmp_path)
     figures.begin("naive_ddp")
     assert figures.claim(True, "it is faster", ours=1) == "it is faster"
-    with pytest.raises(ClaimError, match="^naive_ddp: .*'it is faster': ours 1, theirs 2$"):
+    with pytest.raises(ClaimError, match=r"^naive_ddp: .*'it is faster': ours 1, theirs 2$"):
         figures.claim(False, "it is faster", ours=1, theirs=2)
 
 
@@ -236,5 +236,5 @@ def test_a_plan_is_of_the_options_and_its_working_is_a_table() -> None:
     assert sections[0].terms[0].working in f.working(sections)
     one = f.working(sections, titles=[sections[0].title])
     assert len(one.splitlines()) == 2 + len(sections[0].terms)
-    with pytest.raises(ValueError, match="^plan is 'no plan'"):
+    with pytest.raises(ValueError, match=r"^plan is 'no plan'"):
         f.plan("no plan")
