@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ class Environment(jinja2.Environment):
 class PartTag(Extension):
     """`{% part %} ... {% endpart %}`: becomes a box with the command to run if a query inside finds no rows."""
 
-    tags: ClassVar = {"part"}
+    tags: ClassVar[set[str]] = {"part"}
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -238,10 +239,16 @@ def fill(env: Environment, name: str) -> str:
         return env.get_template(f"{name}.md").render().strip()
     except NoRows as missing:
         return _box(env, missing)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{error.filename}, line {error.lineno}: {error.message}") from error
-    except jinja2.UndefinedError as error:
-        raise ValueError(f"{name}.md: {error.message}") from error
+    except ClaimError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError, jinja2.TemplateError) as error:
+        lines = traceback.extract_tb(error.__traceback__)
+        places = [(line.filename, line.lineno) for line in lines if line.filename.endswith(f"{name}.md")]
+        if isinstance(error, jinja2.TemplateSyntaxError) and error.filename:
+            places = [(error.filename, error.lineno)]
+        place = "{}, line {}".format(*places[-1]) if places else f"{name}.md"
+        text = error.message if isinstance(error, jinja2.TemplateError) else error
+        raise ValueError(f"{place}: {text}") from error
 
 
 def _box(env: Any, missing: NoRows) -> str:

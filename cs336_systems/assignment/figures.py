@@ -34,6 +34,8 @@ _KEYS = {
     "profile-kernels": ("size", "context_length", "batch_size", "precision", "compile", "attention", "optimizer"),
 }
 """The fields that tell settings of a case apart, beside the variant."""
+_NAMED_BY_VARIANT = ("variant", "bucket_size_mb", "cuda_graph")
+"""Fields in which the variants of one launch may differ."""
 
 
 class NoRows(LookupError):
@@ -99,14 +101,16 @@ class Figures:
     def launch(self, case: str, variants: Sequence[str], command: str = "", **where: Any) -> dict[str, Fields]:
         """The rows of several variants that one launch measured, by variant: only these may be compared closely.
 
-        A launch is the rows of one file, commit and machine. The newest that has all variants is returned; if none
-        has, NoRows is raised. command: as in `rows`.
+        A launch is the rows of one file, commit, machine and setting. The newest that has all variants is returned; if
+        none has, NoRows is raised. command: as in `rows`.
         """
         launches: dict[tuple[str, ...], dict[str, Source]] = {}
         where |= {"variant": list(variants)}
         for source in self._matching(case, where):
-            key = (str(source.path), str(source.row.env.get("commit")), machine(source.row))
-            launches.setdefault(key, {})[source.row.variant] = source
+            row = source.row
+            setting = (str(row.config.get(name)) for name in _KEYS[case] if name not in _NAMED_BY_VARIANT)
+            key = (str(source.path), str(row.env.get("commit")), machine(row), *setting)
+            launches.setdefault(key, {})[row.variant] = source
         whole = [found for found in launches.values() if len(found) == len(set(variants))]
         if not whole:
             raise NoRows(command or _command(case, where))
@@ -135,7 +139,12 @@ class Figures:
         return found
 
     def _matching(self, case: str, where: Mapping[str, Any]) -> list[Source]:
-        """Rows of a case that fit, oldest first; those of the card last, so that they win."""
+        """Rows of a case that fit, oldest first; those of the card last, so that they win.
+
+        Raises ValueError for an unknown case.
+        """
+        if case not in _KEYS:
+            raise ValueError(f"case is {case!r}: it must be one of {', '.join(_KEYS)}")
         wanted = {"status": "ok", **where}
         if wanted["status"] == "any":
             del wanted["status"]

@@ -33,9 +33,9 @@ def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str]]]:
     contents, figures, captions = [], 0, 0
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
-            name = html.escape(tokens[i + 1].content)
-            token.attrSet("id", name)
-            contents.append((token.tag, name))
+            name = tokens[i + 1].content
+            token.attrSet("id", name)  # which is escaped as it is rendered
+            contents.append((token.tag, html.escape(name)))
         for child in token.children or ():
             if child.type == "image":
                 figures += 1
