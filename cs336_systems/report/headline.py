@@ -5,12 +5,12 @@ faster plays no role in the choice. If something was measured again, the last ru
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..bench.row import Row, read_rows
-from .attention_tables import ATTENTION_VIEWS, PEERS
+from .attention_tables import PEERS
 from .fields import naming_the_files
 from .markdown import markdown_table
 from .pictures import save_picture
@@ -21,11 +21,13 @@ from .spec import Column, Plot
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
 _PRECISION = "bf16"  # the usual precision for training
 _KERNEL = "flash_triton"  # this project's fast kernel
-_SHORTEST = 2048  # shorter sequences would show the host's launch overhead
-_TRAINERS = ("cs336", "cs336_graph")
+_HEADS = 16  # models that people train have at least as many
+_LENGTH = 4096  # the length in the table; the picture has all
 # Only steps recorded as CUDA graphs: others wait for the host, so their order changes from launch to launch.
+_TRAINER = "cs336_graph"
 _STRATEGIES = ("overlap:100+graph", "bucketed:100+graph", "fsdp+graph", "fsdp+zero2+graph")
 _PEERS = ("hf_llama", "torch_ddp", "torch_fsdp", "torch_fsdp+zero2")
+_SHAPE_FIELDS = ("batch_size", "num_heads", "head_size", "length", "is_causal")
 _STEP_FIELDS = ("size", "context_length", "batch_size", "precision", "compile")
 _PARALLEL_FIELDS = (*_STEP_FIELDS, "devices", "nccl_max_ctas")
 
@@ -55,29 +57,40 @@ def _leaderboard(rows: Sequence[Row]) -> _Compared:
         c = group[0].config
         times = {row.config["kernel"]: row.metrics["forward_sum_backward_ms"]["mean"] for row in group}
         work = f"attention, {c['num_heads']} heads of {c['head_size']}, {c['length']:,} tokens{_compiled(c)}"
-        yield work, times, [(_KERNEL, "sdpa_flash", "FlashAttention-2"), _fastest_peer(times)]
+        yield work, times, [_fastest_peer(times)]
 
 
-def _lengths(rows: Sequence[Row]) -> _Compared:
-    """The longest sequence of each head size that a peer has too, because short ones measure the host."""
-    for group in grouped(rows, ("is_causal", "batch_size", "head_size")):
-        times: dict[int, dict[str, float]] = {}
-        for row in group:
-            times.setdefault(row.config["length"], {})[row.config["kernel"]] = row.metrics["forward_backward_ms"]["p50"]
-        comparable = [length for length in times if _KERNEL in times[length] and {*PEERS} & {*times[length]}]
-        if comparable:
-            c, length = group[0].config, max(comparable)
+def _attention(rows: Sequence[Row]) -> _Compared:
+    for group in grouped(_of_training(rows), _SHAPE_FIELDS):
+        c = group[0].config
+        if c["length"] == _LENGTH:
+            times = {row.config["kernel"]: row.metrics["forward_backward_ms"]["p50"] for row in group}
             mask = "" if c["is_causal"] else ", not causal"
-            work = f"attention, batch {c['batch_size']}, one head of {c['head_size']}, {length:,} tokens{mask}"
-            yield work, times[length], [_fastest_peer(times[length])]
+            work = (
+                f"attention, {c['batch_size']} x {c['num_heads']} heads of {c['head_size']}, {_LENGTH:,} tokens{mask}"
+            )
+            yield work, times, [_fastest_peer(times)]
+
+
+def _of_training(rows: Iterable[Row]) -> list[Row]:
+    """Rows of `kernels` with at least 16 heads, with the sizes of their shape as fields."""
+    named = []
+    for row in rows:
+        if row.case == "kernels" and row.config["shape"][1] >= _HEADS:
+            sizes = zip(("batch_size", "num_heads", "length", "head_size"), row.config["shape"], strict=True)
+            named.append(replace(row, config={**row.config, **dict(sizes)}))
+    return named
 
 
 def _training(rows: Sequence[Row]) -> _Compared:
-    for group in grouped(rows, _STEP_FIELDS):
-        c = group[0].config
-        times = {row.variant: row.metrics["step_ms"]["mean"] for row in group}
-        pairs = [(ours, "hf_llama", "Hugging Face's Llama") for ours in _TRAINERS]
-        yield f"training step, {_batch(c)}{_compiled(c)}", times, pairs
+    """The size with the longest step: it depends least on the host."""
+    groups = [{row.variant: row for row in group} for group in grouped(rows, _STEP_FIELDS)]
+    compared = [group for group in groups if {_TRAINER, "hf_llama"} <= group.keys()]
+    if compared:
+        group = max(compared, key=lambda group: group[_TRAINER].metrics["step_ms"]["mean"])
+        c = group[_TRAINER].config
+        times = {name: row.metrics["step_ms"]["mean"] for name, row in group.items()}
+        yield f"training step, {_batch(c)}{_compiled(c)}", times, [(_TRAINER, "hf_llama", "Hugging Face's Llama")]
 
 
 def _parallel(rows: Sequence[Row]) -> _Compared:
@@ -93,7 +106,7 @@ def _parallel(rows: Sequence[Row]) -> _Compared:
         yield f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}", times, pairs
 
 
-_CASES = {"leaderboard-2025": _leaderboard, "flash": _lengths, "train-step": _training, "ddp": _parallel}
+_CASES = {"kernels": _attention, "leaderboard-2025": _leaderboard, "train-step": _training, "ddp": _parallel}
 
 
 def _fastest_peer(times: dict[str, float]) -> tuple[str, str, str]:
@@ -185,24 +198,25 @@ def _last_groups(
 
 def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
     """TFLOP/s over length, with a panel for each head size."""
-    groups = _last_groups(read, "flash", ("batch_size", "head_size", "length", "is_causal"), [_KERNEL], PEERS)
-    rows = [row for group in groups for row in group.values() if row.config["length"] >= _SHORTEST]
+    groups = _last_groups([_of_training(run) for run in read], "kernels", _SHAPE_FIELDS, [_KERNEL], PEERS)
+    rows = [row for group in groups for row in group.values()]
     if not rows:
         return None
     y = Column("forward + backward (TFLOP/s)", "forward_backward_tflops")
     plot = Plot(name="headline", y=y, x="length", lines=("kernel",), log="x", panels=("head_size",))
-    keys = ATTENTION_VIEWS["flash"].keys
+    keys = ("num_heads", "is_causal")
     figure = figure_of(plot, rows, keys)
-    figure.set_size_inches(9, 5.6)
+    figure.set_size_inches(9, 3.6)
     for axes in figure.axes:
         if axes.get_xlabel():
             axes.set_xlabel("length (tokens)")
         for line in axes.lines:
             if line.get_label() == _KERNEL:
                 line.set(linewidth=2.2, zorder=3)
+    tokens = sorted({row.config["batch_size"] * row.config["length"] for row in rows})
+    batch = f"batches of {', '.join(f'{each:,}' for each in tokens)} tokens"
     facts = common_facts(rows, keys)[0].replace("_", " ")
-    legend = "flash_*: this project's; naive, vectorized_torch: plain attention; the rest: of others"
-    put_title(figure, f"{facts}. {legend}")
+    put_title(figure, f"{facts}; {_PRECISION}; {batch}. {_KERNEL}: this project's; the rest: of others")
     return figure
 
 
@@ -229,7 +243,7 @@ def _training_figure(read: Sequence[Sequence[Row]]) -> Any:
 
     sizes = [  # not on a GPU of unknown peak
         group
-        for group in _last_groups(read, "train-step", _STEP_FIELDS, _TRAINERS, _PEERS)
+        for group in _last_groups(read, "train-step", _STEP_FIELDS, ("cs336", _TRAINER), _PEERS)
         if all(row.metrics.get("mfu") is not None for row in group.values())
     ]
     steps = _last_groups(read, "ddp", _PARALLEL_FIELDS, _STRATEGIES, _PEERS)
@@ -258,7 +272,7 @@ def _draw_sizes(axes: Any, sizes: Sequence[dict[str, Row]]) -> None:
     """Draw a group of bars for each size. MFU can be compared between sizes, unlike times."""
     labels = []
     for i, group in enumerate(sizes):
-        names = [name for name in (*_TRAINERS, *_PEERS) if name in group]
+        names = [name for name in ("cs336", _TRAINER, *_PEERS) if name in group]
         for k, name in enumerate(names):
             place, percent = i + 0.27 * (k - (len(names) - 1) / 2), 100 * group[name].metrics["mfu"]
             axes.bar_label(axes.bar(place, percent, 0.25, color=_color(name)), fmt="%.0f", fontsize=8)

@@ -9,7 +9,7 @@ from cs336_systems.bench.row import append_row
 from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
 from cs336_systems.report.outputs import RECORD, write_into
-from tests.report.test_headline import FLASH, TRAINING, file_of
+from tests.report.test_headline import ATTENTION, TRAINING, file_of
 from tests.report.test_views import ROWS
 
 
@@ -125,7 +125,12 @@ def test_report_writeup_replaces_no_file_of_the_user(tmp_path: Path, name: str) 
 
 def test_pictures_are_replaced_without_the_record(tmp_path: Path) -> None:
     """The folder docs/ has no record in a new clone."""
-    command = ["headline", str(file_of([*FLASH, *TRAINING], tmp_path / "rows.jsonl")), "--out", str(tmp_path / "out")]
+    command = [
+        "headline",
+        str(file_of([*ATTENTION, *TRAINING], tmp_path / "rows.jsonl")),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     make_report(command)
     (tmp_path / "out" / RECORD).unlink()
     make_report(command)
