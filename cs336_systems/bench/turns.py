@@ -118,7 +118,7 @@ def measure_in_turns(
                     seen = look(config, is_first, built.trainer) if look is not None and is_last else {}
                 del building, built
                 free_memory()
-                ranks = comm.gather_objects((merged(everything[config]), seen), "the measurements")
+                ranks = comm.all_gather_objects((merged(everything[config]), seen), "the measurements")
                 so_far: Any = config
                 yield (
                     config if is_last else dataclasses.replace(so_far, rounds=round_),

@@ -174,7 +174,7 @@ class DDP(Strategy):
         # The order in which gradients came on rank 0 is the order of all further steps.
         parameters = self.trainable()
         numbers = {p: i for i, p in enumerate(parameters)}
-        came = comm.gather_objects([numbers[p] for p in self._came], "order of the gradients")[0]
+        came = comm.all_gather_objects([numbers[p] for p in self._came], "order of the gradients")[0]
         first = [parameters[i] for i in came]
         self._order = first + [p for p in self._order if p not in set(first)]
         self._order_is_learnt = True

@@ -203,7 +203,7 @@ class FSDP(Strategy):
 
     def _learn_order(self, called: list[tuple[int, bool]]) -> None:
         """Agree with all ranks on the order of modules, and on how far back backward goes."""
-        everyone = comm.gather_objects(called, "the order of the parameter groups")
+        everyone = comm.all_gather_objects(called, "the order of the parameter groups")
         order = [number for number, _ in max(everyone, key=len)]
         insert_uncalled_modules(order, self._gathered)
         if order != self._order:

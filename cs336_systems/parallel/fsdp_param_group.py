@@ -138,20 +138,19 @@ class ParamGroup:
         self.unsharded.release()
         self._slots = [(parameters, key, (p.full, p.shard, p.guard)) for p in params for parameters, key in p.holders]
         self._installed = SHARDED
-        self._gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
+        self._all_gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
         self._is_unsharded = False  # or being gathered
         self.kept = False  # whether forward leaves it unsharded for backward
-        self._gather: comm.Transfer | None = None
-        self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
+        self._all_gather: comm.Transfer | None = None
+        self._reduce_scatter: tuple[comm.Transfer, list[Tensor]] | None = None
         self.trainable = [p for p in params if p.full.requires_grad]
         if self.trainable:
-            padded_shapes = [p.padded_shape for p in self.trainable]
-            shard_shapes = [p.shard_shape for p in self.trainable]
-            self._scatter_input = SendBuffer([p.full for p in self.trainable], padded_shapes, grad_dtype or dtype)
-            self._scatter_output = ResizableBuffer(shard_shapes, grad_dtype or dtype, device)
-            outputs = self._scatter_output.tensors
+            reduce_dtype, full = grad_dtype or dtype, [p.full for p in self.trainable]
+            self._reduce_scatter_input = SendBuffer(full, [p.padded_shape for p in self.trainable], reduce_dtype)
+            self._reduce_scatter_output = ResizableBuffer([p.shard_shape for p in self.trainable], reduce_dtype, device)
+            outputs = self._reduce_scatter_output.tensors
             self._reduced = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
-            self._scatter_output.release()
+            self._reduce_scatter_output.release()
         self.forget_backward()
 
     def forget_backward(self) -> None:
@@ -173,15 +172,15 @@ class ParamGroup:
             return
         self._is_unsharded = True
         self.unsharded.allocate()
-        sent = self._gather_input.copy_in(self._shards)
-        self._gather = comm.start_gather(self.unsharded.tensors, sent, f"gather of {self.name}")
+        sent = self._all_gather_input.copy_in(self._shards)
+        self._all_gather = comm.start_all_gather(self.unsharded.tensors, sent, f"gather of {self.name}")
 
     def wait_for_unshard(self) -> None:
-        if self._gather is not None:
+        if self._all_gather is not None:
             with torch._C._profiler._RecordFunctionFast(self._wait_label):
-                self._gather.wait()
-            self._gather = None
-            self._gather_input.release()
+                self._all_gather.wait()
+            self._all_gather = None
+            self._all_gather_input.release()
 
     def reshard(self) -> None:
         """Release the memory of the whole weights. The tensors stay, because autograd has saved them."""
@@ -199,22 +198,22 @@ class ParamGroup:
         for p in self.trainable:
             gradients.append(torch.zeros_like(p.full) if p.full.grad is None else p.full.grad)
             p.full.grad = None
-        sent = self._scatter_input.copy_in(gradients)
-        self._scatter_output.allocate()
-        transfer = comm.start_scatter_mean(self._scatter_output.tensors, sent, f"scatter of {self.name}")
-        self._scatter = transfer, sent
+        sent = self._reduce_scatter_input.copy_in(gradients)
+        self._reduce_scatter_output.allocate()
+        transfer = comm.start_reduce_scatter_mean(self._reduce_scatter_output.tensors, sent, f"scatter of {self.name}")
+        self._reduce_scatter = transfer, sent
         self.num_gradients, self.reduced = 0, True
 
     def wait_for_gradients(self) -> None:
         """Add the reduced gradients to the gradients of the shards."""
-        if self._scatter is None:
+        if self._reduce_scatter is None:
             return
-        self._scatter[0].wait()
-        self._scatter = None  # drops the input too
-        self._scatter_input.release()
+        self._reduce_scatter[0].wait()
+        self._reduce_scatter = None  # drops the input too
+        self._reduce_scatter_input.release()
         gradients = [torch.empty_like(p.shard) for p in self.trainable]
         torch._foreach_copy_(gradients, self._reduced)
-        self._scatter_output.release()
+        self._reduce_scatter_output.release()
         for p, gradient in zip(self.trainable, gradients, strict=True):
             if p.shard.grad is None:
                 p.shard.grad = gradient
@@ -223,18 +222,18 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         """Discard gradients that are being reduced."""
-        if self._scatter is not None:
-            self._scatter[0].wait()
-            self._scatter = None
-            self._scatter_input.release()
-            self._scatter_output.release()
+        if self._reduce_scatter is not None:
+            self._reduce_scatter[0].wait()
+            self._reduce_scatter = None
+            self._reduce_scatter_input.release()
+            self._reduce_scatter_output.release()
 
     def gather_full(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
         """Map each shard to `keep` of its whole weight, in the dtype of the shard."""
         padded = [p.shard.new_empty(p.padded_shape) for p in self.params]
         shapes = [p.shard_shape for p in self.params]
         sent = SendBuffer(self._shards, shapes, self._shards[0].dtype).copy_in(self._shards)
-        comm.start_gather(padded, sent, f"gather of all of {self.name}").wait()
+        comm.start_all_gather(padded, sent, f"gather of all of {self.name}").wait()
         return {p.shard: keep(tensor[: p.shape[0]]) for tensor, p in zip(padded, self.params, strict=True)}
 
 

@@ -42,7 +42,7 @@ class ShardedParam:
         """The whole weight, in the first rows of `out`, which has the padded shape."""
         mine = out.new_zeros(self.shard_shape)
         mine[: len(self.shard)] = self.shard.detach()
-        comm.start_gather([out], [mine], f"all-gather of {self.name}").wait()
+        comm.start_all_gather([out], [mine], f"all-gather of {self.name}").wait()
         return out[: self.shape[0]]
 
     def unshard(self) -> None:
@@ -64,7 +64,7 @@ class ShardedParam:
         gradient[: len(full)] = full.grad
         full.grad = None
         mine = gradient.new_empty(self.shard_shape)
-        comm.start_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
+        comm.start_reduce_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
         mean = mine[: len(self.shard)].to(self.shard.dtype)
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.reshard()

@@ -108,7 +108,7 @@ class Run:
                     self._save()
             interrupted = None
             if position.step < settings.max_steps:
-                signals = comm.gather_objects(stop.signal, "reason of the stop")
+                signals = comm.all_gather_objects(stop.signal, "reason of the stop")
                 interrupted = next((name for name in signals if name is not None), None)
                 if interrupted is None and self._time_is_up():
                     where = f"step {position.step} of {settings.max_steps}"
