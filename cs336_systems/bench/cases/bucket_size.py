@@ -83,7 +83,7 @@ class BucketBench(DDPBench):
 
     def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
         """The number of buckets."""
-        return {"buckets": len(trainer.strategy.groups)} if isinstance(trainer.strategy, DDP) else {}
+        return {"buckets": len(trainer.strategy.buckets)} if isinstance(trainer.strategy, DDP) else {}
 
     def row(self, metrics: dict[str, Any], **ran: Any) -> Row:
         """The row of the metrics, with the planner's prediction."""
