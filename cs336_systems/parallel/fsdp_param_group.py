@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_modules import Holders, find_gathered_modules, find_weights
+from .fsdp_modules import Holders, find_fsdp_modules, find_weights
 from .strategy import mark_as_shard
 
 
@@ -237,7 +237,7 @@ class ParamGroup:
         return {p.shard: keep(tensor[: p.shape[0]]) for tensor, p in zip(padded, self.params, strict=True)}
 
 
-class GatheredModule:
+class FSDPModule:
     """A module whose calls need its groups unsharded: a block, or a single Linear or Embedding outside of blocks.
 
     It has one group, or more if it shares some weights with other modules or has weights of several dtypes.
@@ -245,7 +245,7 @@ class GatheredModule:
 
     def __init__(self, name: str, module: nn.Module, groups: list[ParamGroup]) -> None:
         self.name, self.module, self.groups = name, module, groups
-        self.called_at = 0  # autograd's counter of operations at the last call
+        self.called_at = 0  # autograd's sequence number at the last call
         self.trains = any(p.requires_grad for p in module.parameters())
 
     def unshard(self) -> None:
@@ -262,17 +262,17 @@ class GatheredModule:
 
 def shard_module(
     module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
-) -> list[GatheredModule]:
-    """Shard the weights of a module. Returns its gathered modules in the order in which they are registered."""
+) -> list[FSDPModule]:
+    """Shard the weights of a module. Returns its FSDP modules in the order of registration."""
     holders = find_weights(module)
-    modules = find_gathered_modules(module, holders)
+    modules = find_fsdp_modules(module, holders)
     callers: dict[nn.Parameter, list[int]] = {p: [] for p in holders}
-    for number, gathered in enumerate(modules):
-        for p in gathered.parameters():
+    for number, fsdp_module in enumerate(modules):
+        for p in fsdp_module.parameters():
             if p in holders:
                 callers[p].append(number)
-    # Weights that the same modules need form a group: as a rule those of one module. A tied weight's group belongs to
-    # all modules that share it.
+    # Weights that the same modules need form a group: usually the weights of one module. The group of a tied weight
+    # belongs to all modules that share it.
     by_callers: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for p in holders:
         by_callers.setdefault((tuple(callers[p]), p.dtype), []).append(p)
@@ -285,4 +285,4 @@ def shard_module(
         group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)
         for number in numbers:
             groups[number].append(group)
-    return [GatheredModule(names[m], m, its) for m, its in zip(modules, groups, strict=True)]
+    return [FSDPModule(names[m], m, its_groups) for m, its_groups in zip(modules, groups, strict=True)]

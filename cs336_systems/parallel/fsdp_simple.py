@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_modules import Holders, describe_shards, find_gathered_modules, find_weights
+from .fsdp_modules import Holders, describe_shards, find_fsdp_modules, find_weights
 from .strategy import Strategy, mark_as_shard, weak_hook
 
 
@@ -97,10 +97,10 @@ class SimpleFSDP(Strategy):
         super().__init__(module, grad_dtype)
         holders, names = find_weights(module), {p: name for name, p in module.named_parameters()}
         self._weights = {p: ShardedParam(p, names[p], holders[p], compute_dtype, grad_dtype) for p in holders}
-        for gathered in find_gathered_modules(module, holders):
-            weights = [self._weights[p] for p in gathered.parameters() if p in self._weights]
-            gathered.register_forward_pre_hook(partial(_unshard, weights))
-            gathered.register_forward_hook(partial(_post_forward, weights))
+        for fsdp_module in find_fsdp_modules(module, holders):
+            weights = [self._weights[p] for p in fsdp_module.parameters() if p in self._weights]
+            fsdp_module.register_forward_pre_hook(partial(_unshard, weights))
+            fsdp_module.register_forward_hook(partial(_post_forward, weights))
 
     def finish_gradient_synchronization(self) -> None:
         for weight in self._weights.values():

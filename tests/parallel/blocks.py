@@ -103,10 +103,10 @@ class Recorder:
         self._groups = strategy._groups
         comm.start_all_gather = self._wrap(comm.start_all_gather)
         comm.start_reduce_scatter_mean = self._wrap(comm.start_reduce_scatter_mean)
-        for gathered in strategy._gathered:
-            record = partial(self._computes, gathered.name)
-            gathered.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
-            gathered.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
+        for fsdp_module in strategy._fsdp_modules:
+            record = partial(self._computes, fsdp_module.name)
+            fsdp_module.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
+            fsdp_module.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
 
     def _computes(self, name: str, what: str) -> None:
         self.events.append(f"{what} {name}")
