@@ -15,7 +15,7 @@ from cs336_basics.model import TransformerLM
 
 from ..config.run import RunConfig
 from ..kernels.attention import get_attention
-from ..machine.garbage import objects_set_aside
+from ..machine.garbage import gc_frozen
 from ..parallel import comm
 from ..parallel.ranks import alone
 from ..training.loop import Trainer
@@ -68,7 +68,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
 
 def time_steps(trainer: Trainer, steps: int) -> list[float]:
     """Step times in ms as the loop measures them, after an untimed step that all ranks start together."""
-    with objects_set_aside():
+    with gc_frozen():
         comm.barrier("start of the measurement")
         trainer.reset_clock()
         return [trainer.train_step()["step_ms"] for _ in range(steps + 1)][1:]

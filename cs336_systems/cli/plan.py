@@ -88,7 +88,7 @@ def _job(options: Any) -> Job:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
-        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
+        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.resolved_bucket_size_mb()} | given
     return Job(shape=_shape(options), **given)
 
 

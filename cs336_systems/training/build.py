@@ -155,7 +155,7 @@ def strategy_of(config: RunConfig) -> StrategyFactory:
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
     """The model in the configuration's strategy. Raises ValueError as `strategy_of` does."""
     options = Options(
-        bucket_size_mb=config.parallel.group_size_mb(),
+        bucket_size_mb=config.parallel.resolved_bucket_size_mb(),
         grad_dtype=DTYPES.get(config.parallel.grad_dtype),
         compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
         reshard_after_forward=config.parallel.reshard_after_forward,

@@ -6,7 +6,7 @@ import os
 import torch
 
 from ..config.run import RunConfig
-from ..machine.console import check_by_itself
+from ..machine.console import check_single_process
 from ..machine.hardware import use_device
 from ..parallel import comm
 from ..parallel.ranks import launched
@@ -27,7 +27,7 @@ def train(config: RunConfig) -> RunResult:
     gone or hangs.
     """
     if not launched():
-        check_by_itself()
+        check_single_process()
         if config.parallel.devices > 1:
             return launch(config)
         return train_on(config, use_device(config.train.device))

@@ -18,7 +18,7 @@ from cs336_basics.files import sha256_of_file, write_json
 from cs336_basics.optimizer import get_cosine_lr
 
 from ..config.checks import require
-from ..config.data import without_derived_paths
+from ..config.data import without_default_paths
 from ..config.run import RunConfig
 from ..parallel import comm
 from .checkpoint import set_newer_aside
@@ -204,7 +204,7 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
 def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:
     """The fields of the data that differ from the checkpoint's configuration, for a message."""
     here, there = (
-        without_derived_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
+        without_default_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
     )
     return [
         f"data.{name} is {here.get(name)!r} here and {there.get(name)!r} there"

@@ -12,7 +12,7 @@ from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
 from cs336_basics.files import write_json
 
 from ..machine.files import write_whole
-from ..machine.garbage import objects_set_aside
+from ..machine.garbage import gc_frozen
 from ..machine.hardware import environment
 from ..parallel import comm
 from ..planner.accounting import num_parameters
@@ -101,7 +101,7 @@ class Run:
                 step = position.step
                 if step == self.first_step:
                     self.startup_s = time.perf_counter() - self.started
-                    stack.enter_context(objects_set_aside())
+                    stack.enter_context(gc_frozen())
                 if settings.validation_interval and step % settings.validation_interval == 0:
                     self._validate()
                 if interval > 0 and step % interval == 0:

@@ -392,5 +392,6 @@ def test_without_groups_renames_fields_but_not_values(message: str, ours: str) -
 def test_auto_sends_gradients_in_buckets() -> None:
     auto, overlap = ParallelConfig(), ParallelConfig(strategy="overlap")
     assert [auto.strategy_for(n) for n in (1, 2)] == ["none", "overlap"]
-    assert (auto.group_size_mb(), overlap.group_size_mb()) == (100.0, None)  # overlap sends each gradient separately
-    assert ParallelConfig(bucket_size_mb=25.0).group_size_mb() == 25.0
+    assert auto.resolved_bucket_size_mb() == 100.0
+    assert overlap.resolved_bucket_size_mb() is None  # overlap sends each gradient separately
+    assert ParallelConfig(bucket_size_mb=25.0).resolved_bucket_size_mb() == 25.0

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...config.checks import check_types, is_place, require, require_at_least, without_groups
+from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
 from ...kernels.attention import ATTENTION, get_attention
 from ...machine.hardware import DTYPES, select_device, use_device
 from ...planner.accounting import naive_attention_bytes
@@ -111,7 +111,7 @@ class AttentionBench:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        if is_place(self.kernel):
+        if is_import_path(self.kernel):
             with without_groups({"model.attention": "kernel"}):
                 get_attention(self.kernel)
         else:  # a registered kernel may still fail to import: that is a row of status error
