@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,20 +25,26 @@ from .instruments.timing import wait_for
 from .outcome import free_memory
 
 
-class StepBench(Protocol):
-    """The attributes that a configuration, a frozen dataclass, must have."""
+class StepBench:
+    """A configuration, a frozen dataclass, whose training steps are timed; it redeclares the fields that it varies."""
+
+    warmup: int
+    """Steps before the measured ones, in each round."""
+    steps: int
+    """Measured steps per round."""
+    rounds: int = 1
+    """Number of rounds in which the configurations take turns."""
+    built_once: bool = False
+    """Build all configurations before the first round and keep them."""
 
     @property
-    def warmup(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def built_once(self) -> bool: ...
-    @property
-    def is_alone(self) -> bool: ...
-    def run_config(self) -> RunConfig: ...
+    def is_alone(self) -> bool:
+        """Whether each process trains without communication."""
+        return False
+
+    def run_config(self) -> RunConfig:
+        """The run whose steps are measured. Raises ValueError for an impossible one."""
+        raise NotImplementedError
 
 
 Config = TypeVar("Config", bound=StepBench)

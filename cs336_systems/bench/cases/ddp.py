@@ -25,7 +25,7 @@ from ..instruments.streams import record_step, totals
 from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
-from ..turns import measure_in_turns
+from ..turns import StepBench, measure_in_turns
 from ..workload import Workload, random_run
 
 ALONE = "alone"
@@ -39,7 +39,7 @@ OPTIONS: tuple[str, ...] = ("zero1", "zero2", "bf16", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPBench:
+class DDPBench(StepBench):
     """A strategy, a model, and a number of processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
@@ -62,9 +62,7 @@ class DDPBench:
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(5, quick=1)
-    """Steps before the measured ones, in each round."""
     steps: int = swept(10, quick=2)
-    """Measured steps per round."""
     rounds: int = swept(1)
     """Number of rounds in which the variants take turns, each built anew."""
     built_once: bool = swept(False)
