@@ -3,9 +3,10 @@
 Without a GPU, Triton's kernels run in its interpreter, which has to be said before anything imports Triton.
 """
 
+import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Read when PyTorch is loaded. Each of several test processes is to take one core, and none is to spin while it waits.
@@ -78,3 +79,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cs336(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Runs the command in this process; returns exit code, stdout and stderr."""
+    from cs336_systems.cli.main import main
+
+    log = logging.getLogger("cs336_systems")
+    before = log.handlers[:], log.level
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    yield run
+    log.handlers[:], log.level = before

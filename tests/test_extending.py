@@ -201,7 +201,7 @@ def test_in_the_package_both_have_short_names(folder: Path, monkeypatch: pytest.
     for package, name, place in ((attention, "by_rows", BY_ROWS), (parallel, "together", TOGETHER)):
         assert f'`"{name}": "{place}"`' in DOCUMENT
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
-    monkeypatch.setitem(attention._PLACES, "by_rows", BY_ROWS)
+    monkeypatch.setitem(attention._IMPORT_PATHS, "by_rows", BY_ROWS)
     monkeypatch.setitem(STRATEGIES, "together", StrategyFactory(f"{parallel.__name__}.{TOGETHER}"))
     monkeypatch.setitem(config.STRATEGIES, "together", TOGETHER)
     assert get_attention("by_rows").__module__ == f"{attention.__name__}.by_rows"

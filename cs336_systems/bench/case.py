@@ -184,19 +184,16 @@ def is_of(row: Row, config: Any) -> bool:
     )
 
 
+def rounds_of(row: Row, config: Any) -> int:
+    """How many of a configuration's rounds are in a row; 0 for a row of another configuration."""
+    asked, had = getattr(config, "rounds", 1), row.config.get("rounds", 1)
+    same = had <= asked and is_of(dataclasses.replace(row, config={**row.config, "rounds": asked}), config)
+    return had if same else 0
+
+
 def is_of_fewer_rounds(row: Row, config: Any) -> bool:
     """Whether a row measures this configuration after fewer rounds."""
-    asked, had = getattr(config, "rounds", 1), row.config.get("rounds")
-    if not isinstance(had, int) or had >= asked:
-        return False
-    return is_of(dataclasses.replace(row, config={**row.config, "rounds": asked}), config)
-
-
-def rounds_of(row: Row, config: Any) -> int:
-    """The number of a configuration's rounds in a row; 0 for a row of another configuration."""
-    if is_of(row, config):
-        return getattr(config, "rounds", 1)
-    return row.config["rounds"] if is_of_fewer_rounds(row, config) else 0
+    return 0 < rounds_of(row, config) < getattr(config, "rounds", 1)
 
 
 def row_config(config: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..parallel import comm
-from ..training.launch import one_of_several, run_processes, use_device_of_rank
+from ..training.launch import child_process, run_processes, use_device_of_rank
 from .case import is_of, is_of_fewer_rounds, load_case, row_config
 from .outcome import current_gpu_state, failed, with_gpu_states
 from .row import Row, append_row, read_rows
@@ -105,7 +105,7 @@ def main() -> None:
     """The program of each rank: join the process group and measure. Arguments: PLACE FOLDER PARENT."""
     place, name, parent = sys.argv[1:]
     folder = Path(name)
-    with one_of_several(parent):
+    with child_process(parent):
         first = read_configs(place, folder)[0]
         device = use_device_of_rank(first.device)
         options = {name: getattr(first, name) for name in _GROUP_OPTIONS if hasattr(first, name)}

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from cs336_basics.model import TransformerLM
 
 from ..config.run import RunConfig
 from ..kernels.attention import get_attention
-from ..machine.garbage import objects_set_aside
+from ..machine.garbage import gc_frozen
 from ..parallel import comm
 from ..parallel.ranks import alone
 from ..training.loop import Trainer
@@ -25,20 +25,26 @@ from .instruments.timing import wait_for
 from .outcome import free_memory
 
 
-class StepBench(Protocol):
-    """The attributes that a configuration, a frozen dataclass, must have."""
+class StepBench:
+    """A configuration, a frozen dataclass, whose training steps are timed; it redeclares the fields that it varies."""
+
+    warmup: int
+    """Steps before the measured ones, in each round."""
+    steps: int
+    """Measured steps per round."""
+    rounds: int = 1
+    """Number of rounds in which the configurations take turns."""
+    built_once: bool = False
+    """Build all configurations before the first round and keep them."""
 
     @property
-    def warmup(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def built_once(self) -> bool: ...
-    @property
-    def is_alone(self) -> bool: ...
-    def run_config(self) -> RunConfig: ...
+    def is_alone(self) -> bool:
+        """Whether each process trains without communication."""
+        return False
+
+    def run_config(self) -> RunConfig:
+        """The run whose steps are measured. Raises ValueError for an impossible one."""
+        raise NotImplementedError
 
 
 Config = TypeVar("Config", bound=StepBench)
@@ -68,7 +74,7 @@ def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
 
 def time_steps(trainer: Trainer, steps: int) -> list[float]:
     """Step times in ms as the loop measures them, after an untimed step that all ranks start together."""
-    with objects_set_aside():
+    with gc_frozen():
         comm.barrier("start of the measurement")
         trainer.reset_clock()
         return [trainer.train_step()["step_ms"] for _ in range(steps + 1)][1:]
@@ -118,7 +124,7 @@ def measure_in_turns(
                     seen = look(config, is_first, built.trainer) if look is not None and is_last else {}
                 del building, built
                 free_memory()
-                ranks = comm.gather_objects((merged(everything[config]), seen), "the measurements")
+                ranks = comm.all_gather_objects((merged(everything[config]), seen), "the measurements")
                 so_far: Any = config
                 yield (
                     config if is_last else dataclasses.replace(so_far, rounds=round_),

@@ -88,7 +88,7 @@ def _job(options: Any) -> Job:
         given["strategy"] = ALIASES.get(given["strategy"], given["strategy"])
     elif (world_size := given.get("world_size", 1)) > 1:
         auto = ParallelConfig()
-        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.group_size_mb()} | given
+        given = {"strategy": auto.strategy_for(world_size), "bucket_size_mb": auto.resolved_bucket_size_mb()} | given
     return Job(shape=_shape(options), **given)
 
 
@@ -108,23 +108,21 @@ def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Sectio
         f"{job.batch_size:,} x {s.context_length:,} tokens a GPU and step, precision {job.precision}, "
         f"weights {job.weight_dtype}, attention {job.attention}"
     )
-    execution = ["compiled" if job.compile else "eager"]
-    if job.compile_memory_budget < 1:
-        execution.append(f"memory budget {job.compile_memory_budget:g}")
-    if job.cuda_graph:
-        execution.append("recorded as a CUDA graph")
-    if job.loss_chunk_tokens:
-        execution.append(f"loss of {job.loss_chunk_tokens:,} tokens at a time")
-    execution.append(f"activation checkpointing {job.activation_checkpointing}")
-    gpus = [f"{job.world_size:,} x {card} of {memory_gib:g} GiB", f"strategy {job.strategy}"]
-    if job.bucket_size_mb is not None:
-        gpus.append(f"{job.bucket_size_mb:g} MiB of gradients at a time")
-    if job.shard_optimizer:
-        gpus.append("optimizer state sharded")
-    if not job.reshard_after_forward:
-        gpus.append("weights kept whole for the backward pass")
-    if job.grad_dtype != "same":
-        gpus.append(f"gradients sent in {job.grad_dtype}")
+    execution = [
+        "compiled" if job.compile else "eager",
+        f"memory budget {job.compile_memory_budget:g}" if job.compile_memory_budget < 1 else "",
+        "recorded as a CUDA graph" if job.cuda_graph else "",
+        f"loss of {job.loss_chunk_tokens:,} tokens at a time" if job.loss_chunk_tokens else "",
+        f"activation checkpointing {job.activation_checkpointing}",
+    ]
+    gpus = [
+        f"{job.world_size:,} x {card} of {memory_gib:g} GiB",
+        f"strategy {job.strategy}",
+        f"{job.bucket_size_mb:g} MiB of gradients at a time" if job.bucket_size_mb is not None else "",
+        "optimizer state sharded" if job.shard_optimizer else "",
+        "" if job.reshard_after_forward else "weights kept whole for the backward pass",
+        "" if job.grad_dtype == "same" else f"gradients sent in {job.grad_dtype}",
+    ]
     needed, usable = peak_bytes(job), f"{(1 - RESERVE) * memory_gib:.4g} GiB"
     found = verdict(needed, memory_gib * GIB)
     why = {
@@ -132,16 +130,21 @@ def _planned(job: Job, size: str | None, card: str, memory_gib: float) -> Sectio
         "may not fit": f"is above {usable}; the other {RESERVE:.0%} are for the CUDA context and fragmentation",
         "does not fit": "is above the card's memory",
     }
-    notes = [model, step, ", ".join(execution), ", ".join(gpus)]
+    notes = [model, step, *(", ".join(filter(None, words)) for words in (execution, gpus))]
     notes.append(f"{found}: the peak of {show(needed, 'bytes')} {why[found]}")
     if job.world_size == 1 and (job.strategy != "none" or job.shard_optimizer):
         notes.append("one GPU shares nothing: set the number of GPUs with --world_size")
     return Section("Planned", (), tuple(notes))
 
 
-def _memory(arguments: Sequence[str]) -> int:
-    parser = _job_parser("memory", *_JOB)
+def _step_parser(command: str) -> Any:
+    parser = _job_parser(command, *_JOB)
     parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)}.")
+    return parser
+
+
+def _memory(arguments: Sequence[str]) -> int:
+    parser = _step_parser("memory")
     parser.add_argument("--memory_gib", type=float, default=None, help="Memory of a GPU (default: the card's).")
     options = parse(parser, arguments)
     card, limit = get_card(options.card), options.memory_gib
@@ -151,8 +154,7 @@ def _memory(arguments: Sequence[str]) -> int:
 
 
 def _step(arguments: Sequence[str]) -> int:
-    parser = _job_parser("step", *_JOB)
-    parser.add_argument("--card", type=str, default="H200", help=f"{', '.join(CARDS)}.")
+    parser = _step_parser("step")
     ceilings = {
         "matmul_tflops": ("matmul", 1e12, "Rate of large 16-bit products."),
         "bandwidth_tb_s": ("bandwidth", 1e12, "Bandwidth of memory, reads and writes together."),
@@ -189,7 +191,6 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     parser = _job_parser("ddp-overhead")
     for name, kind, default, text in (
         ("world_size", int, 2, "Number of GPUs."),
-        ("gradient_bytes", float, None, "s, in bytes (default: 4 per parameter)."),
         ("rows", str, None, "Row file of all-reduces to fit o and w to."),
         ("bandwidth_gb_s", float, None, "w, bandwidth of an all-reduce (default: from two H200 over NVLink)."),
         ("overhead_ms", float, None, "o, overhead of a call (default: as for w)."),
@@ -198,12 +199,9 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     options = parse(parser, arguments)
-    world_size, nbytes = options.world_size, options.gradient_bytes
+    world_size, n = options.world_size, num_parameters(_shape(options))
+    nbytes = 4.0 * n
     require(2 <= world_size < 1 << 31, "world_size", world_size, "at least 2 and below 2^31")
-    require(nbytes is None or 0 < nbytes < 1e18, "gradient_bytes", nbytes, "above 0 and below 1e18")
-    n = num_parameters(_shape(options))
-    nbytes, gradients = (nbytes, "as given") if nbytes else (4.0 * n, f"4 N = 4 x {n:,}")
-
     overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
     if options.rows:
         overhead_s, bandwidth = _from_rows(
@@ -223,7 +221,7 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     if options.plot:
         check_png("plot", options.plot)
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
-    *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, gradients)
+    *sections, last = overhead_sections(nbytes, bandwidth, overhead_s, measured, f"4 N = 4 x {n:,}")
     if left_out:
         last = replace(last, notes=(*last.notes, left_out))
     beta = bandwidth * 2 * (world_size - 1) / world_size

@@ -11,9 +11,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from ..config.data import without_derived_paths
+from ..config.data import without_default_paths
 from ..config.model import SIZE_FIELDS
-from ..config.run import GROUPS, RunConfig, without_derived_rate
+from ..config.run import GROUPS, RunConfig, without_default_min_lr
 from ..machine.console import launched_rank, program, say
 from .arguments import field_names, make_parser, parse, unknown_field
 
@@ -124,9 +124,9 @@ def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
             if field not in field_names(parser):
                 raise ValueError(f"{unknown_field(field, parser)} (in config file {path})")
     if "data" in content:
-        content["data"] = without_derived_paths(content["data"])
+        content["data"] = without_default_paths(content["data"])
     if "optimizer" in content:
-        content["optimizer"] = without_derived_rate(content["optimizer"])
+        content["optimizer"] = without_default_min_lr(content["optimizer"])
     if _is_of_run(path):
         content.pop("resume", None)  # earlier versions saved it, but it belongs to a single command
     return content

@@ -82,26 +82,28 @@ def require_at_least(config: Any, group: str, minimum: float, *names: str) -> No
             raise ValueError(f"{prefix}{name} is {value!r}: it must be at least {minimum:g}{above}")
 
 
-def is_place(name: str) -> bool:
+def is_import_path(name: str) -> bool:
     """Whether a name has the form "module:name", for code of the user's own."""
     module, _, attribute = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), attribute))
 
 
-def imported(name: str, place: str) -> Any:
+def import_object(name: str, import_path: str) -> Any:
     """Import the object at "module:name". Modules in the current directory come first.
 
     Raises ValueError naming the field `name` if the module cannot be imported or lacks the attribute.
     """
-    module, _, attribute = place.partition(":")
+    module, _, attribute = import_path.partition(":")
     if module.split(".")[0] not in sys.modules and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())  # as `python -m` does; the cs336 script has its own folder there instead
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{name} is {place!r}: {module} cannot be imported from {os.getcwd()} ({reason})") from error
-    require(hasattr(found, attribute), name, place, f"module:name, and {found!r} has no {attribute}")
+        raise ValueError(
+            f"{name} is {import_path!r}: {module} cannot be imported from {os.getcwd()} ({reason})"
+        ) from error
+    require(hasattr(found, attribute), name, import_path, f"module:name, and {found!r} has no {attribute}")
     return getattr(found, attribute)
 
 

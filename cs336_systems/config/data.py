@@ -10,7 +10,7 @@ _FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tok
 _TEXTS_AND_TOKENS = ("train_text", "valid_text", "train_tokens", "valid_tokens")
 
 
-def _derived_paths(folder: str, train_tokens: str | None) -> dict[str, str]:
+def _default_paths(folder: str, train_tokens: str | None) -> dict[str, str]:
     """Default paths of fields that are not set."""
     paths = {name: f"{folder}/{file}" for name, file in _FILES.items()}
     if train_tokens not in (None, paths["train_tokens"]):
@@ -18,16 +18,16 @@ def _derived_paths(folder: str, train_tokens: str | None) -> dict[str, str]:
     return paths
 
 
-def without_derived_paths(data: dict[str, Any]) -> dict[str, Any]:
+def without_default_paths(data: dict[str, Any]) -> dict[str, Any]:
     """Remove default paths from a configuration file's `data` group, which a resolved file contains.
 
-    They are derived again, so that they follow a --data.source or --data.data_dir on the command line.
+    Then they follow a --data.source or --data.data_dir on the command line.
     """
     source, folder = data.get("source"), data.get("data_dir")
     if source is None or folder is None:
         return data
-    derived = {"data_dir": f"data/{source}", **_derived_paths(folder, data.get("train_tokens"))}
-    return {name: value for name, value in data.items() if name not in derived or value != derived[name]}
+    defaults = {"data_dir": f"data/{source}", **_default_paths(folder, data.get("train_tokens"))}
+    return {name: value for name, value in data.items() if name not in defaults or value != defaults[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class DataConfig:
         require_at_least(self, "data", 0, "seed")
         folder = self.data_dir or f"data/{self.source}"
         object.__setattr__(self, "data_dir", folder)
-        for name, path in _derived_paths(folder, self.train_tokens).items():
+        for name, path in _default_paths(folder, self.train_tokens).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, path)
         files = {"the generated text": f"{folder}/stories.txt", "data.tokenizer": self.tokenizer_path}

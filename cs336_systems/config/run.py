@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from .checks import check_types, checkpointed_blocks, is_place, require, require_at_least, require_field
+from .checks import check_types, checkpointed_blocks, is_import_path, require, require_at_least, require_field
 from .data import DataConfig
 from .model import ModelConfig
 
@@ -30,18 +30,18 @@ SHARDED = ("fsdp", "fsdp_simple", "torch_fsdp")
 """Strategies that shard weights, gradients and optimizer state."""
 
 
-def _final_rate(lr: float) -> float:
+def _default_min_lr(lr: float) -> float:
     return lr / 10
 
 
-def without_derived_rate(optimizer: dict[str, Any]) -> dict[str, Any]:
+def without_default_min_lr(optimizer: dict[str, Any]) -> dict[str, Any]:
     """Remove a default min_lr from a configuration file's `optimizer` group, which a resolved file contains.
 
-    It is derived again, so that it follows an --optimizer.lr on the command line.
+    Then it follows an --optimizer.lr on the command line.
     """
     lr, min_lr = optimizer.get("lr"), optimizer.get("min_lr")
-    is_derived = type(lr) is float and min_lr == _final_rate(lr)
-    return {name: value for name, value in optimizer.items() if name != "min_lr" or not is_derived}
+    is_default = type(lr) is float and min_lr == _default_min_lr(lr)
+    return {name: value for name, value in optimizer.items() if name != "min_lr" or not is_default}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class OptimizerConfig:
         require_at_least(self, "optimizer", 1, "cosine_steps")
         for i, beta in enumerate(self.betas):
             require(0 <= beta < 1, f"optimizer.betas[{i}]", beta, "at least 0 and below 1")
-        min_lr = _final_rate(self.lr) if self.min_lr is None else self.min_lr
+        min_lr = _default_min_lr(self.lr) if self.min_lr is None else self.min_lr
         object.__setattr__(self, "min_lr", min_lr)
         accepted = f"at most optimizer.lr, {self.lr:g} (a run's config.json contains its resolved min_lr)"
         require_field(self, "optimizer.min_lr", min_lr <= self.lr, accepted)
@@ -190,7 +190,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_types(self, "parallel.")
         strategy = self.strategy
-        is_own = is_place(strategy)
+        is_own = is_import_path(strategy)
         accepted = f"one of auto, {', '.join(STRATEGIES)}, or module:Class"
         require_field(self, "parallel.strategy", strategy in ("auto", *STRATEGIES) or is_own, accepted)
         require_at_least(self, "parallel", 1, "devices", "nccl_max_ctas")
@@ -213,7 +213,7 @@ class ParallelConfig:
             return "none" if world_size == 1 else "overlap"
         return self.strategy
 
-    def group_size_mb(self) -> float | None:
+    def resolved_bucket_size_mb(self) -> float | None:
         """The bucket size, with auto's default resolved. None means the strategy's own default."""
         return 100.0 if self.strategy == "auto" and self.bucket_size_mb is None else self.bucket_size_mb
 

@@ -24,14 +24,14 @@ READER_GONE = (OSError, SystemExit)  # rich turns a broken pipe into SystemExit
 def launched_rank() -> int | None:
     """The rank that torchrun or our own launcher gave this process; None for a process by itself.
 
-    RANK alone does not count, because schedulers and shells leave it behind (see `check_by_itself`).
+    RANK alone does not count, because schedulers and shells leave it behind (see `check_single_process`).
     """
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
     return count_in_environment("RANK", 0, below="WORLD_SIZE")
 
 
-def check_by_itself() -> None:
+def check_single_process() -> None:
     """Raise ValueError if WORLD_SIZE suggests several processes, but this one has no rank.
 
     Otherwise each process would train on the whole batch and write into the same folder.

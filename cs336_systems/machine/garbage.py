@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def objects_set_aside() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exempt all objects that exist now from garbage collection. Later objects are collected as usual.
 
     Modules and compilers keep some hundred thousand objects. Scanning them takes 0.1 to 0.3 s, in about every tenth

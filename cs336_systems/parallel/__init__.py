@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from ..config.checks import imported, require
+from ..config.checks import import_object, require
 from ..config.run import STRATEGIES as STRATEGY_PATHS
 from .strategy import Strategy
 
@@ -34,7 +34,7 @@ class StrategyFactory:
     @property
     def strategy(self) -> type[Strategy]:
         """The class. Raises ValueError naming `parallel.strategy` if there is none."""
-        found = imported("parallel.strategy", self.import_path)
+        found = import_object("parallel.strategy", self.import_path)
         is_one = isinstance(found, type) and issubclass(found, Strategy)
         require(is_one, "parallel.strategy", self.import_path, f"a subclass of {Strategy.__module__}.Strategy")
         takes_module = next(iter(inspect.signature(found).parameters), None) is not None

@@ -12,7 +12,7 @@ from . import comm
 from .ddp import DDP
 
 
-class Bucket:
+class FlatBucket:
     """One flat tensor whose views are the gradients of some parameters of one dtype."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -61,39 +61,39 @@ class DDPBucketed(DDP):
         self._kept: set[nn.Parameter] = set()  # parameters with gradients of finished steps, not yet cleared
         super().__init__(module, grad_dtype, bucket_size_mb)
 
-    def _arrange(self) -> None:
-        super()._arrange()
-        self._buckets: list[Bucket] = []  # made once the gradients of the step before are no longer needed
+    def _build_buckets(self) -> None:
+        super()._build_buckets()
+        self._flat_buckets: list[FlatBucket] = []  # made once the gradients of the step before are no longer needed
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not self._buckets:
-            self._make_buckets()
+        if not self._flat_buckets:
+            self._make_flat_buckets()
         return super().forward(*inputs, **kwargs)
 
-    def _make_buckets(self) -> None:
+    def _make_flat_buckets(self) -> None:
         with torch.inference_mode(False):  # a gradient cannot be a view of an inference tensor
-            self._buckets = [Bucket(group) for group in self._groups]
-        for bucket in self._buckets:
+            self._flat_buckets = [FlatBucket(bucket) for bucket in self._buckets]
+        for bucket in self._flat_buckets:
             bucket.collect()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. They stay views of the buckets; set_to_none is ignored."""
         super().zero_grad()
         self._kept.clear()
-        if not self._buckets:
-            self._make_buckets()
-        for bucket in self._buckets:
+        if not self._flat_buckets:
+            self._make_flat_buckets()
+        for bucket in self._flat_buckets:
             bucket.clear()
 
     def _is_missing(self, p: nn.Parameter) -> bool:
         # A gradient that is not None may be a view that is still zero.
-        return p.grad is None or (p not in self._touched and p not in self._kept)
+        return p.grad is None or (p not in self._reached and p not in self._kept)
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
         self._kept = {p for p in self.trainable() if p.grad is not None}
 
-    def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
-        if not self._buckets:  # a step without a forward pass
-            self._make_buckets()
-        return [self._buckets[self._group_of[group[0]]].collect()]
+    def _tensors_to_send(self, bucket: list[nn.Parameter]) -> list[Tensor]:
+        if not self._flat_buckets:  # a step without a forward pass
+            self._make_flat_buckets()
+        return [self._flat_buckets[self._bucket_of[bucket[0]]].collect()]

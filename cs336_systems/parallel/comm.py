@@ -224,7 +224,7 @@ def _divide_unless_averaged(sent: Sequence[Tensor]) -> Any:
     return dist.ReduceOp.SUM
 
 
-def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> Transfer:
+def start_all_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> Transfer:
     """Fill each output (world_size * rows, ...) with the inputs (rows, ...) of all ranks, in rank order.
 
     All tensors have one dtype and are contiguous.
@@ -238,7 +238,7 @@ def start_gather(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str)
     return Transfer(name, [_start(method, tensors, c10d.AllgatherOptions(), name) for method, *tensors in calls])
 
 
-def start_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> Transfer:
+def start_reduce_scatter_mean(outputs: Sequence[Tensor], inputs: Sequence[Tensor], name: str) -> Transfer:
     """Average inputs (world_size * rows, ...) over all ranks and leave each rank its rows in output (rows, ...).
 
     All tensors have one dtype and are contiguous. The inputs must not be used afterwards.
@@ -321,7 +321,7 @@ def broadcast(tensors: Iterable[Tensor], name: str) -> None:
     start_broadcasts([(tensor, 0) for tensor in tensors], name).wait()
 
 
-def gather_objects(value: Any, name: str) -> list[Any]:
+def all_gather_objects(value: Any, name: str) -> list[Any]:
     """The values of all ranks, in rank order. They are pickled, so they should be small and of trusted types."""
     values: list[Any] = [value] * world_size()
     if world_size() > 1:
@@ -336,19 +336,19 @@ def mean_weight(count: int) -> float:
     It is world_size * count / (count of all ranks), because gradients are averaged over ranks with equal weights; 1.0
     if all counts are 0. All ranks call it together.
     """
-    total = sum(gather_objects(count, "count of tokens"))
+    total = sum(all_gather_objects(count, "count of tokens"))
     return world_size() * count / total if total else 1.0
 
 
 def barrier(name: str) -> None:
     """Return when all ranks have reached this call."""
-    gather_objects(None, name)
+    all_gather_objects(None, name)
 
 
 def check_same(facts: dict[str, Any], kind: str) -> None:
     """Raise ValueError on all ranks if a rank's facts, or their order, differ from rank 0's. The message names them."""
     missing = "nothing"
-    first, *others = gather_objects(facts, f"comparison of {kind}")
+    first, *others = all_gather_objects(facts, f"comparison of {kind}")
     for other, theirs in enumerate(others, start=1):
         differing = [
             f"{name} is {theirs.get(name, missing)} on rank {other} and {first.get(name, missing)} on rank 0"

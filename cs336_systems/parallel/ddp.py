@@ -49,21 +49,21 @@ class FlatDDP(Strategy):
         used.drop_unused_gradients()
 
 
-def cut_into_buckets(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
-    """Group consecutive parameters of one dtype and device into buckets of at most most_bytes.
+def cut_into_buckets(parameters: list[nn.Parameter], max_bytes: float) -> list[list[nn.Parameter]]:
+    """Group consecutive parameters of one dtype and device into buckets of at most max_bytes.
 
     A larger parameter has a bucket to itself. Buckets are in the order in which they become complete.
     """
-    place = {p: i for i, p in enumerate(parameters)}
+    index = {p: i for i, p in enumerate(parameters)}
     buckets: list[list[nn.Parameter]] = []
     filling: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
         bucket = filling.setdefault((p.dtype, p.device), [])
-        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > most_bytes:
+        if bucket and sum(q.nbytes for q in bucket) + p.nbytes > max_bytes:
             buckets.append(bucket)
             bucket = filling[p.dtype, p.device] = []
         bucket.append(p)
-    return sorted([*buckets, *filling.values()], key=lambda bucket: place[bucket[-1]])
+    return sorted([*buckets, *filling.values()], key=lambda bucket: index[bucket[-1]])
 
 
 class DDP(Strategy):
@@ -71,7 +71,7 @@ class DDP(Strategy):
 
     The order of transfers is fixed, because ranks may use different parameters: a gradient that is ready before its
     turn waits for the earlier ones, and parameters without a gradient send zeros at the end. In the first step the
-    order is the reverse of registration; after that it is the order in which gradients came on rank 0.
+    order is the reverse of registration; after that it is the order in which gradients became ready on rank 0.
 
     With bucket_size_mb (in 2^20 bytes), consecutive gradients of at most that size are one collective over many
     tensors, each sent from where it is. Unfreeze parameters before wrapping. A backward pass whose gradients are
@@ -86,68 +86,68 @@ class DDP(Strategy):
         if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}: it must be above 0 and finite")
         super().__init__(module, grad_dtype)
-        self._most_bytes = 0 if bucket_size_mb is None else bucket_size_mb * 2**20
+        self._max_bytes = 0 if bucket_size_mb is None else bucket_size_mb * 2**20
         self._names = {p: name for name, p in module.named_parameters()}
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._used = UsedParameters(self.trainable())
         self._order = self.trainable()[::-1]
-        self._order_is_learnt = False
-        self._arrange()
+        self._order_known = False
+        self._build_buckets()
         for p in self._order:
-            p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
+            p.register_post_accumulate_grad_hook(weak_hook(self._post_accumulate_grad))
 
     @property
-    def groups(self) -> list[list[str]]:
-        """Names of the parameters whose gradients are sent together, group by group in the order of sending."""
-        return [[self._names[p] for p in group] for group in self._groups]
+    def buckets(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of sending."""
+        return [[self._names[p] for p in bucket] for bucket in self._buckets]
 
-    def _arrange(self) -> None:
-        self._groups = cut_into_buckets(self._order, self._most_bytes)
-        self._group_of = {p: i for i, group in enumerate(self._groups) for p in group}
+    def _build_buckets(self) -> None:
+        self._buckets = cut_into_buckets(self._order, self._max_bytes)
+        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
         self._reset()
 
     def _reset(self) -> None:
-        self._touched: set[nn.Parameter] = set()  # parameters that any backward pass of this step reached
-        self._came: dict[nn.Parameter, None] = {}  # parameters that the last one reached, in order
-        self._still_to_come = [len(group) for group in self._groups]
+        self._reached: set[nn.Parameter] = set()  # by any backward pass of this step
+        self._ready: dict[nn.Parameter, None] = {}  # gradients of the last backward pass, in order
+        self._pending = [len(bucket) for bucket in self._buckets]  # parameters without a gradient yet
         self._transfers: list[comm.Transfer] = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._came and all(p.grad is None for p in self._came):  # gradients dropped by an optimizer's zero_grad
-            self._forget()
+        if self._ready and all(p.grad is None for p in self._ready):  # gradients dropped by an optimizer's zero_grad
+            self._discard_backward()
         return super().forward(*inputs, **kwargs)
 
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        self._touched.add(p)
-        if not self._synchronizing and not self._came:
+    def _post_accumulate_grad(self, p: nn.Parameter) -> None:
+        self._reached.add(p)
+        if not self._synchronizing and not self._ready:
             return
-        if p in self._came or not self._synchronizing:  # a gradient that may be in flight cannot be added to
+        if p in self._ready or not self._synchronizing:  # a gradient that may be in flight cannot be added to
             raise RuntimeError(
                 f"a second backward pass reached {self._names[p]} before finish_gradient_synchronization: all backward "
                 "passes of a step but the last belong inside no_sync()"
             )
-        self._came[p] = None
-        self._still_to_come[self._group_of[p]] -= 1
-        # Groups start in their fixed order: the number of transfers is the index of the next group.
-        while len(self._transfers) < len(self._groups) and self._still_to_come[len(self._transfers)] == 0:
-            self._start_next()
+        self._ready[p] = None
+        self._pending[self._bucket_of[p]] -= 1
+        # Buckets start in their fixed order: the number of transfers is the index of the next bucket.
+        while len(self._transfers) < len(self._buckets) and self._pending[len(self._transfers)] == 0:
+            self._start_next_bucket()
 
-    def _start_next(self) -> None:
-        group = self._groups[len(self._transfers)]
-        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        name = f"all-reduce of the gradient of {self._names[group[0]]}{more}"
-        self._transfers.append(comm.start_mean(self._gradients(group), name, self.grad_dtype))
+    def _start_next_bucket(self) -> None:
+        bucket = self._buckets[len(self._transfers)]
+        more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
+        name = f"all-reduce of the gradient of {self._names[bucket[0]]}{more}"
+        self._transfers.append(comm.start_mean(self._tensors_to_send(bucket), name, self.grad_dtype))
 
-    def _gradients(self, group: list[nn.Parameter]) -> list[Tensor]:
-        """The tensors to send for a group whose gradients are all ready."""
-        return [p.grad for p in group if p.grad is not None]
+    def _tensors_to_send(self, bucket: list[nn.Parameter]) -> list[Tensor]:
+        """The tensors to send for a bucket whose gradients are all ready."""
+        return [p.grad for p in bucket if p.grad is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and discard a backward pass that has not been finished."""
-        self._forget()
+        self._discard_backward()
         super().zero_grad(set_to_none)
 
-    def _forget(self) -> None:
+    def _discard_backward(self) -> None:
         for transfer in self._transfers:
             transfer.wait()
         self._reset()
@@ -162,23 +162,23 @@ class DDP(Strategy):
                                  "gradients would differ from rank to rank; unfreeze it before, or wrap the module "
                                  "again")  # fmt: skip
         flags = self._used.fill_missing_gradients(self._is_missing)
-        while len(self._transfers) < len(self._groups):
-            self._start_next()
+        while len(self._transfers) < len(self._buckets):
+            self._start_next_bucket()
         self._transfers.append(comm.start_mean([flags], "all-reduce of the flags of used parameters"))
         for transfer in self._transfers:
             transfer.wait()
         self._used.drop_unused_gradients()
-        if self._order_is_learnt:
+        if self._order_known:
             self._reset()
             return
-        # The order in which gradients came on rank 0 is the order of all further steps.
+        # The order in which gradients became ready on rank 0 is the order of all further steps.
         parameters = self.trainable()
         numbers = {p: i for i, p in enumerate(parameters)}
-        came = comm.gather_objects([numbers[p] for p in self._came], "order of the gradients")[0]
-        first = [parameters[i] for i in came]
+        order_on_rank_0 = comm.all_gather_objects([numbers[p] for p in self._ready], "order of the gradients")[0]
+        first = [parameters[i] for i in order_on_rank_0]
         self._order = first + [p for p in self._order if p not in set(first)]
-        self._order_is_learnt = True
-        self._arrange()
+        self._order_known = True
+        self._build_buckets()
 
 
 class IndividualDDP(DDP):

@@ -36,8 +36,8 @@ class ForwardPass:
 
     schedule: PrefetchSchedule
     number: int
-    teaches_order: bool
-    """The order of modules is not known yet. During the pass, modules hold `ShardedGuard`s in place of their shards."""
+    records_order: bool
+    """Whether the pass records the order of the modules. Until it ends, they hold a `ShardedGuard` for each shard."""
     called: list[tuple[int, bool]] = field(default_factory=list)
     """The modules in the order of their calls, and whether backward reaches them."""
 
@@ -47,12 +47,12 @@ class BackwardPass:
     """State of one backward pass."""
 
     schedule: PrefetchSchedule
-    task: int
-    """Autograd's id of the pass."""
+    graph_task_id: int
+    """Autograd's ID of the pass."""
     forward_number: int | None
     """Number of the forward pass that it has reached, if known."""
     recomputes: bool = False
-    """Checkpointing has called a module again, and backward has not reached that module yet."""
+    """Whether checkpointing has called a module again that backward has not reached yet."""
 
 
 class FSDP(Strategy):
@@ -104,21 +104,21 @@ class FSDP(Strategy):
     ) -> None:
         check_communication_dtype("compute_dtype", compute_dtype)
         super().__init__(module, grad_dtype)
-        # For life.
+        # Fixed when the module is wrapped.
         self._reshards = reshard_after_forward
-        self._gathered = shard_module(module, compute_dtype, grad_dtype)
-        self._groups = list(dict.fromkeys(group for gathered in self._gathered for group in gathered.groups))
+        self._fsdp_modules = shard_module(module, compute_dtype, grad_dtype)
+        self._groups = list(dict.fromkeys(group for fsdp_module in self._fsdp_modules for group in fsdp_module.groups))
         self._params = {p.shard: p for group in self._groups for p in group.params}
         self._group_of_full = {p.full: (group, p) for group in self._groups for p in group.trainable}
         self._trainable = self.trainable()
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._flags = UsedParameters(self._trainable)
         self._num_forwards = 0
-        # For life, but the first forward pass with gradients replaces the order of registration by that of the calls.
+        # The order of registration, which the first forward pass with gradients replaces by the order of the calls.
         self._order_known = False
-        self._order = list(range(len(self._gathered)))
-        self._forward_steps = plan_forward(self._gathered, self._order)
-        self._backward_steps = plan_backward(self._gathered, self._order)
+        self._order = list(range(len(self._fsdp_modules)))
+        self._forward_steps = plan_forward(self._fsdp_modules, self._order)
+        self._backward_steps = plan_backward(self._fsdp_modules, self._order)
         # For one step.
         self._used_is_marked = False  # whether `_mark_used` was called
         # For one pass.
@@ -130,9 +130,9 @@ class FSDP(Strategy):
         # Hooks rather than a new `forward`: they run outside of anything that compiles or checkpoints the forward.
         outside = torch.compiler.disable
         module.register_forward_pre_hook(outside(self._root_pre_forward))
-        for number, gathered in enumerate(self._gathered):
-            gathered.module.register_forward_pre_hook(outside(partial(self._pre_forward, number)))
-            gathered.module.register_forward_hook(outside(partial(self._post_forward, number)), always_call=True)
+        for number, fsdp_module in enumerate(self._fsdp_modules):
+            fsdp_module.module.register_forward_pre_hook(outside(partial(self._pre_forward, number)))
+            fsdp_module.module.register_forward_hook(outside(partial(self._post_forward, number)), always_call=True)
         module.register_forward_hook(outside(self._root_post_forward))
         module.register_forward_hook(outside(self._end_forward), always_call=True)
 
@@ -141,42 +141,42 @@ class FSDP(Strategy):
     def _root_pre_forward(self, module: nn.Module, inputs: Any) -> None:
         if _in_backward():  # the recompute of checkpointing
             return
-        self._reset()  # groups left unsharded are of an older pass, and may have changed since
+        self._reset()  # groups that are still unsharded have the weights of an older pass
         if torch.is_grad_enabled() and not self._reshards:
             for step in self._backward_steps:
                 for group in step.needed:
                     group.kept = True
         self._num_forwards += 1
         schedule = PrefetchSchedule(self._forward_steps)
-        self._forward = ForwardPass(schedule, self._num_forwards, teaches_order=not self._order_known)
-        if self._forward.teaches_order:
+        self._forward = ForwardPass(schedule, self._num_forwards, records_order=not self._order_known)
+        if self._forward.records_order:
             for group in self._groups:
                 group.install(GUARDED)
 
     def _pre_forward(self, number: int, module: nn.Module, inputs: Any) -> None:
-        gathered = self._gathered[number]
+        fsdp_module = self._fsdp_modules[number]
         in_turn = False
         if not _in_backward():
-            gathered.called_at = torch.autograd._get_sequence_nr()
+            fsdp_module.called_at = torch.autograd._get_sequence_nr()
             in_turn = self._forward is not None and self._forward.schedule.visit(number)
         elif self._backward is not None:
-            self._backward.recomputes = self._backward.task == torch._C._current_graph_task_id()
+            self._backward.recomputes = self._backward.graph_task_id == torch._C._current_graph_task_id()
         if not in_turn:
-            gathered.unshard()  # not scheduled: all ranks must call it alike
-        gathered.install(UNSHARDED)
+            fsdp_module.unshard()  # not scheduled: all ranks must call it alike
+        fsdp_module.install(UNSHARDED)
 
     def _post_forward(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if _in_backward():
             return  # keep the weights: their gradients come next
-        gathered, forward = self._gathered[number], self._forward
-        gathered.install(GUARDED if forward is not None and forward.teaches_order else SHARDED)
-        # An output that is an input handed on is left out: its backward belongs to the module that computed it.
+        fsdp_module, forward = self._fsdp_modules[number], self._forward
+        fsdp_module.install(GUARDED if forward is not None and forward.records_order else SHARDED)
+        # An input that the module returns unchanged gets no hook: its backward belongs to the module that computed it.
         pre_backward = partial(self._pre_backward, number, self._num_forwards)
-        reached = _before_backward(output, pre_backward, since=gathered.called_at)
+        reached = _register_pre_backward_hooks(output, pre_backward, since=fsdp_module.called_at)
         if forward is not None:
             forward.called.append((number, reached))
         if forward is None or not forward.schedule.is_at(number):
-            for group in gathered.groups:
+            for group in fsdp_module.groups:
                 if not group.kept:
                     group.reshard()
         elif not (forward.schedule.at_end() and torch.is_grad_enabled()):  # backward needs the last module first
@@ -190,36 +190,36 @@ class FSDP(Strategy):
         if not torch.is_grad_enabled():
             forward.schedule.leave()
             return
-        _before_backward(output, partial(self._enter_backward, forward.number))
-        if forward.teaches_order:
+        _register_pre_backward_hooks(output, partial(self._enter_backward, forward.number))
+        if forward.records_order:
             self._learn_order(forward.called)
 
     def _end_forward(self, *_: Any) -> None:
         """End a forward pass, also one that has failed, and give the modules their shards again."""
-        if self._forward is not None and self._forward.teaches_order:
+        if self._forward is not None and self._forward.records_order:
             for group in self._groups:
                 group.install(SHARDED)
         self._forward = None
 
     def _learn_order(self, called: list[tuple[int, bool]]) -> None:
         """Agree with all ranks on the order of modules, and on how far back backward goes."""
-        everyone = comm.gather_objects(called, "the order of the parameter groups")
+        everyone = comm.all_gather_objects(called, "the order of the parameter groups")
         order = [number for number, _ in max(everyone, key=len)]
-        insert_uncalled_modules(order, self._gathered)
+        insert_uncalled_modules(order, self._fsdp_modules)
         if order != self._order:
             self._reset()
         reached = {number for called in everyone for number, reached in called if reached}
         self._order_known, self._order = True, order
-        self._forward_steps = plan_forward(self._gathered, order)
-        self._backward_steps = plan_backward(self._gathered, order, reached)
+        self._forward_steps = plan_forward(self._fsdp_modules, order)
+        self._backward_steps = plan_backward(self._fsdp_modules, order, reached)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _enter_backward(self, forward_number: int | None = None) -> BackwardPass:
         """Begin or continue a backward pass that reaches this forward pass, if its number is known."""
-        backward, task = self._backward, torch._C._current_graph_task_id()
-        if backward is None or backward.task != task:
-            return self._begin_backward(task, forward_number)
+        backward, graph_task_id = self._backward, torch._C._current_graph_task_id()
+        if backward is None or backward.graph_task_id != graph_task_id:
+            return self._begin_backward(graph_task_id, forward_number)
         backward.recomputes = False
         if forward_number is not None:
             # One backward of two forwards reaches the later one first.
@@ -228,7 +228,7 @@ class FSDP(Strategy):
             backward.forward_number = forward_number
         return backward
 
-    def _begin_backward(self, task: int, forward_number: int | None) -> BackwardPass:
+    def _begin_backward(self, graph_task_id: int, forward_number: int | None) -> BackwardPass:
         if self._backward is not None:  # it was aborted, or this one is inside of it
             if self._backward.recomputes:
                 raise RuntimeError(
@@ -241,7 +241,7 @@ class FSDP(Strategy):
         for group in self._groups:
             group.kept = False  # this pass reshards it
         self._mark_used()
-        self._backward = BackwardPass(PrefetchSchedule(self._backward_steps), task, forward_number)
+        self._backward = BackwardPass(PrefetchSchedule(self._backward_steps), graph_task_id, forward_number)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._root_post_backward)
         return self._backward
@@ -251,10 +251,10 @@ class FSDP(Strategy):
         schedule = self._enter_backward(forward_number).schedule
         if not schedule.is_at(number):
             schedule.visit_again(number)
-        gathered = self._gathered[number]
-        if not isinstance(gathered.module, EMBEDDINGS):
-            gathered.unshard()
-            gathered.install(UNSHARDED)  # checkpointing recomputes the forward, with the module's weights
+        fsdp_module = self._fsdp_modules[number]
+        if not isinstance(fsdp_module.module, EMBEDDINGS):
+            fsdp_module.unshard()
+            fsdp_module.install(UNSHARDED)  # checkpointing recomputes the forward, with the module's weights
 
     def _post_accumulate_grad(self, full: nn.Parameter) -> None:
         backward = self._enter_backward()
@@ -266,7 +266,7 @@ class FSDP(Strategy):
     def _root_post_backward(self) -> None:
         if self._backward is None:
             return
-        # Whoever drops the gradients next, even an optimizer's zero_grad, drops all of them.
+        # Wait for all gradients now, so that an optimizer's zero_grad drops all of them.
         self._backward.schedule.finish_gradients()
         self._backward = None
         for group in self._groups:
@@ -358,10 +358,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _before_backward(output: Any, hook: Callable[[], Any], since: int = 0) -> bool:
-    """Call `hook` when the gradient of a tensor in output is ready, before backward goes on into its computation.
+def _register_pre_backward_hooks(output: Any, hook: Callable[[], Any], since: int = 0) -> bool:
+    """Call `hook` in backward when the gradient of a tensor in `output` is ready, before it is used.
 
-    Only for tensors computed since autograd's counter of operations was at `since`. Returns whether there are any.
+    Leaves out tensors from before autograd's sequence number `since`. Returns whether there are others.
     """
     tensors = [output] if isinstance(output, Tensor) else tree_leaves(output)
     tensors = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad] if torch.is_grad_enabled() else []

@@ -36,7 +36,7 @@ def find_weights(module: nn.Module) -> dict[nn.Parameter, Holders]:
     return holders
 
 
-def find_gathered_modules(module: nn.Module, weights: Container[nn.Parameter]) -> list[nn.Module]:
+def find_fsdp_modules(module: nn.Module, weights: Container[nn.Parameter]) -> list[nn.Module]:
     """The modules that gather weights when they are called: each element of an nn.ModuleList (a Transformer block),
     and elsewhere each module that has such a weight itself."""
 

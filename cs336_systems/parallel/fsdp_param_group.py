@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_modules import Holders, find_gathered_modules, find_weights
+from .fsdp_modules import Holders, find_fsdp_modules, find_weights
 from .strategy import mark_as_shard
 
 
@@ -138,20 +138,19 @@ class ParamGroup:
         self.unsharded.release()
         self._slots = [(parameters, key, (p.full, p.shard, p.guard)) for p in params for parameters, key in p.holders]
         self._installed = SHARDED
-        self._gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
+        self._all_gather_input = SendBuffer(self._shards, [p.shard_shape for p in params], dtype)
         self._is_unsharded = False  # or being gathered
         self.kept = False  # whether forward leaves it unsharded for backward
-        self._gather: comm.Transfer | None = None
-        self._scatter: tuple[comm.Transfer, list[Tensor]] | None = None
+        self._all_gather: comm.Transfer | None = None
+        self._reduce_scatter: tuple[comm.Transfer, list[Tensor]] | None = None
         self.trainable = [p for p in params if p.full.requires_grad]
         if self.trainable:
-            padded_shapes = [p.padded_shape for p in self.trainable]
-            shard_shapes = [p.shard_shape for p in self.trainable]
-            self._scatter_input = SendBuffer([p.full for p in self.trainable], padded_shapes, grad_dtype or dtype)
-            self._scatter_output = ResizableBuffer(shard_shapes, grad_dtype or dtype, device)
-            outputs = self._scatter_output.tensors
+            reduce_dtype, full = grad_dtype or dtype, [p.full for p in self.trainable]
+            self._reduce_scatter_input = SendBuffer(full, [p.padded_shape for p in self.trainable], reduce_dtype)
+            self._reduce_scatter_output = ResizableBuffer([p.shard_shape for p in self.trainable], reduce_dtype, device)
+            outputs = self._reduce_scatter_output.tensors
             self._reduced = [out[: len(p.shard)] for out, p in zip(outputs, self.trainable, strict=True)]
-            self._scatter_output.release()
+            self._reduce_scatter_output.release()
         self.forget_backward()
 
     def forget_backward(self) -> None:
@@ -173,15 +172,15 @@ class ParamGroup:
             return
         self._is_unsharded = True
         self.unsharded.allocate()
-        sent = self._gather_input.copy_in(self._shards)
-        self._gather = comm.start_gather(self.unsharded.tensors, sent, f"gather of {self.name}")
+        sent = self._all_gather_input.copy_in(self._shards)
+        self._all_gather = comm.start_all_gather(self.unsharded.tensors, sent, f"gather of {self.name}")
 
     def wait_for_unshard(self) -> None:
-        if self._gather is not None:
+        if self._all_gather is not None:
             with torch._C._profiler._RecordFunctionFast(self._wait_label):
-                self._gather.wait()
-            self._gather = None
-            self._gather_input.release()
+                self._all_gather.wait()
+            self._all_gather = None
+            self._all_gather_input.release()
 
     def reshard(self) -> None:
         """Release the memory of the whole weights. The tensors stay, because autograd has saved them."""
@@ -199,22 +198,22 @@ class ParamGroup:
         for p in self.trainable:
             gradients.append(torch.zeros_like(p.full) if p.full.grad is None else p.full.grad)
             p.full.grad = None
-        sent = self._scatter_input.copy_in(gradients)
-        self._scatter_output.allocate()
-        transfer = comm.start_scatter_mean(self._scatter_output.tensors, sent, f"scatter of {self.name}")
-        self._scatter = transfer, sent
+        sent = self._reduce_scatter_input.copy_in(gradients)
+        self._reduce_scatter_output.allocate()
+        transfer = comm.start_reduce_scatter_mean(self._reduce_scatter_output.tensors, sent, f"scatter of {self.name}")
+        self._reduce_scatter = transfer, sent
         self.num_gradients, self.reduced = 0, True
 
     def wait_for_gradients(self) -> None:
         """Add the reduced gradients to the gradients of the shards."""
-        if self._scatter is None:
+        if self._reduce_scatter is None:
             return
-        self._scatter[0].wait()
-        self._scatter = None  # drops the input too
-        self._scatter_input.release()
+        self._reduce_scatter[0].wait()
+        self._reduce_scatter = None  # drops the input too
+        self._reduce_scatter_input.release()
         gradients = [torch.empty_like(p.shard) for p in self.trainable]
         torch._foreach_copy_(gradients, self._reduced)
-        self._scatter_output.release()
+        self._reduce_scatter_output.release()
         for p, gradient in zip(self.trainable, gradients, strict=True):
             if p.shard.grad is None:
                 p.shard.grad = gradient
@@ -223,22 +222,22 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         """Discard gradients that are being reduced."""
-        if self._scatter is not None:
-            self._scatter[0].wait()
-            self._scatter = None
-            self._scatter_input.release()
-            self._scatter_output.release()
+        if self._reduce_scatter is not None:
+            self._reduce_scatter[0].wait()
+            self._reduce_scatter = None
+            self._reduce_scatter_input.release()
+            self._reduce_scatter_output.release()
 
     def gather_full(self, keep: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
         """Map each shard to `keep` of its whole weight, in the dtype of the shard."""
         padded = [p.shard.new_empty(p.padded_shape) for p in self.params]
         shapes = [p.shard_shape for p in self.params]
         sent = SendBuffer(self._shards, shapes, self._shards[0].dtype).copy_in(self._shards)
-        comm.start_gather(padded, sent, f"gather of all of {self.name}").wait()
+        comm.start_all_gather(padded, sent, f"gather of all of {self.name}").wait()
         return {p.shard: keep(tensor[: p.shape[0]]) for tensor, p in zip(padded, self.params, strict=True)}
 
 
-class GatheredModule:
+class FSDPModule:
     """A module whose calls need its groups unsharded: a block, or a single Linear or Embedding outside of blocks.
 
     It has one group, or more if it shares some weights with other modules or has weights of several dtypes.
@@ -246,7 +245,7 @@ class GatheredModule:
 
     def __init__(self, name: str, module: nn.Module, groups: list[ParamGroup]) -> None:
         self.name, self.module, self.groups = name, module, groups
-        self.called_at = 0  # autograd's counter of operations at the last call
+        self.called_at = 0  # autograd's sequence number at the last call
         self.trains = any(p.requires_grad for p in module.parameters())
 
     def unshard(self) -> None:
@@ -263,17 +262,17 @@ class GatheredModule:
 
 def shard_module(
     module: nn.Module, compute_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
-) -> list[GatheredModule]:
-    """Shard the weights of a module. Returns its gathered modules in the order in which they are registered."""
+) -> list[FSDPModule]:
+    """Shard the weights of a module. Returns its FSDP modules in the order of registration."""
     holders = find_weights(module)
-    modules = find_gathered_modules(module, holders)
+    modules = find_fsdp_modules(module, holders)
     callers: dict[nn.Parameter, list[int]] = {p: [] for p in holders}
-    for number, gathered in enumerate(modules):
-        for p in gathered.parameters():
+    for number, fsdp_module in enumerate(modules):
+        for p in fsdp_module.parameters():
             if p in holders:
                 callers[p].append(number)
-    # Weights that the same modules need form a group: as a rule those of one module. A tied weight's group belongs to
-    # all modules that share it.
+    # Weights that the same modules need form a group: usually the weights of one module. The group of a tied weight
+    # belongs to all modules that share it.
     by_callers: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for p in holders:
         by_callers.setdefault((tuple(callers[p]), p.dtype), []).append(p)
@@ -286,4 +285,4 @@ def shard_module(
         group = ParamGroup(name, params, compute_dtype or dtype, grad_dtype)
         for number in numbers:
             groups[number].append(group)
-    return [GatheredModule(names[m], m, its) for m, its in zip(modules, groups, strict=True)]
+    return [FSDPModule(names[m], m, its_groups) for m, its_groups in zip(modules, groups, strict=True)]

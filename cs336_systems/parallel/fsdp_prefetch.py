@@ -8,7 +8,7 @@ from itertools import dropwhile
 from typing import NamedTuple
 
 from .fsdp_modules import EMBEDDINGS
-from .fsdp_param_group import GatheredModule, ParamGroup
+from .fsdp_param_group import FSDPModule, ParamGroup
 
 
 class ScheduleStep(NamedTuple):
@@ -19,15 +19,15 @@ class ScheduleStep(NamedTuple):
     due: list[ParamGroup]
 
 
-def plan_forward(modules: Sequence[GatheredModule], order: Sequence[int]) -> list[ScheduleStep]:
+def plan_forward(modules: Sequence[FSDPModule], order: Sequence[int]) -> list[ScheduleStep]:
     """The steps of forward; `order` has the numbers of the modules."""
     return [ScheduleStep(number, modules[number].groups, []) for number in order]
 
 
 def plan_backward(
-    modules: Sequence[GatheredModule], order: Sequence[int], reached: Container[int] = ()
+    modules: Sequence[FSDPModule], order: Sequence[int], reached: Container[int] = ()
 ) -> list[ScheduleStep]:
-    """The steps of backward, as far back as it may go on any rank; `reached` has modules that it reached on one."""
+    """The steps of backward, as far back as it goes on any rank. It goes through the modules in `reached` on some."""
     seen: set[ParamGroup] = set()
     steps: list[ScheduleStep] = []
     for number in dropwhile(lambda number: number not in reached and not modules[number].trains, order):
@@ -40,7 +40,7 @@ def plan_backward(
     return steps[::-1]
 
 
-def insert_uncalled_modules(order: list[int], modules: Sequence[GatheredModule]) -> None:
+def insert_uncalled_modules(order: list[int], modules: Sequence[FSDPModule]) -> None:
     """Insert modules that were not called beside their neighbours in the same list, or in order of registration."""
     parents = [module.name.rpartition(".")[0] for module in modules]
     for number in set(range(len(modules))).difference(order):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from . import comm
-from .fsdp_modules import Holders, describe_shards, find_gathered_modules, find_weights
+from .fsdp_modules import Holders, describe_shards, find_fsdp_modules, find_weights
 from .strategy import Strategy, mark_as_shard, weak_hook
 
 
@@ -42,7 +42,7 @@ class ShardedParam:
         """The whole weight, in the first rows of `out`, which has the padded shape."""
         mine = out.new_zeros(self.shard_shape)
         mine[: len(self.shard)] = self.shard.detach()
-        comm.start_gather([out], [mine], f"all-gather of {self.name}").wait()
+        comm.start_all_gather([out], [mine], f"all-gather of {self.name}").wait()
         return out[: self.shape[0]]
 
     def unshard(self) -> None:
@@ -64,7 +64,7 @@ class ShardedParam:
         gradient[: len(full)] = full.grad
         full.grad = None
         mine = gradient.new_empty(self.shard_shape)
-        comm.start_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
+        comm.start_reduce_scatter_mean([mine], [gradient], f"reduce-scatter of {self.name}").wait()
         mean = mine[: len(self.shard)].to(self.shard.dtype)
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.reshard()
@@ -97,10 +97,10 @@ class SimpleFSDP(Strategy):
         super().__init__(module, grad_dtype)
         holders, names = find_weights(module), {p: name for name, p in module.named_parameters()}
         self._weights = {p: ShardedParam(p, names[p], holders[p], compute_dtype, grad_dtype) for p in holders}
-        for gathered in find_gathered_modules(module, holders):
-            weights = [self._weights[p] for p in gathered.parameters() if p in self._weights]
-            gathered.register_forward_pre_hook(partial(_unshard, weights))
-            gathered.register_forward_hook(partial(_post_forward, weights))
+        for fsdp_module in find_fsdp_modules(module, holders):
+            weights = [self._weights[p] for p in fsdp_module.parameters() if p in self._weights]
+            fsdp_module.register_forward_pre_hook(partial(_unshard, weights))
+            fsdp_module.register_forward_hook(partial(_post_forward, weights))
 
     def finish_gradient_synchronization(self) -> None:
         for weight in self._weights.values():

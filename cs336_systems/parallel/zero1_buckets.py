@@ -64,5 +64,5 @@ def cut(parameters: list[Tensor], limit: float) -> list[list[Tensor]]:
 def find_immovable(parameters: list[Tensor]) -> set[Tensor]:
     """Parameters that are, on any rank, a view of memory that something else may hold. All ranks call it together."""
     stay = [not p.numel() or p.untyped_storage().nbytes() != p.nbytes for p in parameters]
-    everyone = comm.gather_objects(stay, "which parameters stay where they are")
+    everyone = comm.all_gather_objects(stay, "which parameters stay where they are")
     return {p for p, *flags in zip(parameters, *everyone, strict=True) if any(flags)}

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from ..config.checks import check_types, require, require_at_least
 from .working import Section, Term, show
 
+GPU_GB, DEVICE_GB = 80, 95
+"""Memory of a GPU in the handout's part (a) and of a device in part (b), in 10^9 bytes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForward:
@@ -61,16 +64,10 @@ class Mesh:
     """Bytes/s per axis, in both directions."""
     flops: float = 4.6e14
     """Operations/s per device."""
-    device_gb: float = 95.0
-    """Memory of a device in part (b), in 10^9 bytes."""
-    gpu_gb: float = 80.0
-    """Memory of a GPU in part (a), in 10^9 bytes."""
 
     def __post_init__(self) -> None:
         check_types(self, "")
         require_at_least(self, "", 1, "x", "y", "m_x", "m_y")
-        for name in ("device_gb", "gpu_gb"):
-            require(1e-6 <= getattr(self, name) < 1e9, name, getattr(self, name), "at least 1e-6 and below 1e9")
         for name in ("w_ici", "flops"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "above 0 and finite")
 
@@ -138,26 +135,26 @@ def best_split(model: FeedForward, mesh: Mesh, batch: float) -> float:
 
 def parallelism_sections(model: FeedForward, mesh: Mesh) -> list[Section]:
     """The handout's parts (a), (b) and (c). GB are 10^9 bytes."""
-    p, a, device_gb, gpu_gb = model.parameters, model.activation_bytes, mesh.device_gb, mesh.gpu_gb
-    gpus = 16 * p / gpu_gb / 1e9
+    p, a = model.parameters, model.activation_bytes
+    gpus = 16 * p / GPU_GB / 1e9
     sizes = f"2 x {model.d_model} x {model.d_ff} x {model.num_blocks}"
     terms = [
         Term("parameters P", f"2 D F x {model.num_blocks} = {sizes}", p, ""),
         Term("state, float32", f"(4 + 4 + 8) P = {16 * p / 1e9:,.1f} GB", 16 * p),
-        Term("GPUs for the state", f"16 P / {gpu_gb:g} GB = {gpus:.2f}", math.ceil(gpus), ""),
+        Term("GPUs for the state", f"16 P / {GPU_GB} GB = {gpus:.2f}", math.ceil(gpus), ""),
         Term("saved for backward, a token", f"2 (D + F) x {model.num_blocks} = {a:,}, bfloat16", a),
         Term("bfloat16 weights", f"2 P = {2 * p / 1e9:,.1f} GB, if they stay whole for backward", 2 * p),
     ]
     memory = Section("(a) One device", tuple(terms))
     sharded = []
     for tokens in (0, 1024, 2048, 4096, 8192):
-        needed, half = devices_needed(model, tokens, device_gb * 1e9), tokens * a / 2
-        working = f"(16 P + A/2) / ({device_gb:g} GB - A/2), A/2 = {half / 1e9:.1f} GB"
+        needed, half = devices_needed(model, tokens, DEVICE_GB * 1e9), tokens * a / 2
+        working = f"(16 P + A/2) / ({DEVICE_GB} GB - A/2), A/2 = {half / 1e9:.1f} GB"
         if needed is not None:
             working += f"; {device_bytes(model, tokens, needed) / 1e9:.1f} GB a device"
         sharded.append(Term(f"{tokens} tokens a device", working, math.nan if needed is None else needed, ""))
     formula = "a device: (16 P + A / 2) / N_FSDP + A / 2, A = tokens a device x 2 (D + F) blocks"
-    section = Section(f"(b) Least N_FSDP below {device_gb:g} GB", tuple(sharded), (formula,))
+    section = Section(f"(b) Least N_FSDP below {DEVICE_GB} GB", tuple(sharded), (formula,))
     return [memory, section, _compute_bound_section(model, mesh)]
 
 

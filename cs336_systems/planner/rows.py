@@ -71,7 +71,7 @@ def training_job(case: str, variant: str, config: Mapping[str, Any]) -> Job:
     sharing: dict[str, Any] = {}
     if not alone:
         chosen = ParallelConfig(strategy=parallel["strategy"], bucket_size_mb=parallel["bucket_size_mb"])
-        strategy, bucket_size_mb = chosen.strategy_for(world_size), chosen.group_size_mb()
+        strategy, bucket_size_mb = chosen.strategy_for(world_size), chosen.resolved_bucket_size_mb()
         if parallel.get("nccl_max_ctas"):
             raise ValueError("no prediction for a limited number of NCCL's thread blocks")
         if strategy == "overlap" and "nccl_max_ctas" not in parallel:

@@ -75,7 +75,7 @@ def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
         steps.append({"name": path.stem, "totals": totals(streams), **named})
     data = {"kinds": [{"name": name, "color": color} for name, color in COLORS.items()], "steps": steps}
     title = "Compute and communication over one step"
-    write_whole(out, fill_page("streams.html", ("axes.js", "streams.js"), title, note, data))
+    write_whole(out, fill_page("streams.html", ("streams.js",), title, note, data))
 
 
 def streams_file(row: Row, folder: Path) -> Path | None:

@@ -118,7 +118,7 @@ def _own_part(tensors: Mapping[str, Tensor | Rows]) -> Mapping[str, Tensor | Row
     if comm.world_size() == 1:
         return tensors
     sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, Rows)}
-    everyone = comm.gather_objects(sizes, "sizes of the state")
+    everyone = comm.all_gather_objects(sizes, "sizes of the state")
     loads = [0] * len(everyone)
     mine = {name for name in tensors if name not in sizes}
     for name in sorted(set().union(*everyone)):

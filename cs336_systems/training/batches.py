@@ -41,11 +41,11 @@ class BatchLoader:
         return batch
 
     def _prepare(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        both = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
+        sequences = gather_sequences(self._tokens, self.starts(first, count), self._context_length)
         if self._device.type == "cuda":
             # A copy from pinned, contiguous memory queues on the GPU, and this thread does not wait for it.
-            both = both.pin_memory().to(self._device, non_blocking=True)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+            sequences = sequences.pin_memory().to(self._device, non_blocking=True)
+        return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
     def close(self) -> None:
         """Stop the background thread."""

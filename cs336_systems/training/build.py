@@ -101,7 +101,7 @@ def compile_model(model: TransformerLM, memory_budget: float = 1.0) -> None:
     """
 
     def within_budget(forward: Callable[..., Any], *inputs: Any) -> Any:
-        # The first call compiles. It keeps this share of the activations.
+        # The first call compiles, and reads the setting.
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):
             return forward(*inputs)
 
@@ -121,17 +121,17 @@ def checkpoint_activations(model: TransformerLM, config: TrainConfig) -> None:
     if config.checkpointed is None:
         return
     policy, number = config.checkpointed
-    # Blocks draw no random numbers, so their state need not be saved.
-    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    # Blocks draw no random numbers, so the generators' states need not be saved.
+    checkpointed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if policy != "groups":
         for layer in list(model.layers)[slice(number) if policy == "first" else slice(None, None, number)]:
-            layer.forward = functools.partial(again, layer.forward)
+            layer.forward = functools.partial(checkpointed, layer.forward)
         return
     through_blocks = model.through_blocks
 
     def in_groups(x: Tensor, cache: list[LayerCache] | None = None) -> Tensor:
         for first in range(0, len(model.layers), number):
-            x = again(through_blocks, x, cache, first, first + number)
+            x = checkpointed(through_blocks, x, cache, first, first + number)
         return x
 
     model.through_blocks = in_groups  # type: ignore[method-assign, assignment]
@@ -144,9 +144,9 @@ def strategy_of(config: RunConfig) -> StrategyFactory:
     size, which matters only for speed.
     """
     name = config.parallel.strategy_for(comm.world_size())
-    strategy, usual = get_strategy(name), ParallelConfig()
+    strategy, defaults = get_strategy(name), ParallelConfig()
     for option in ("grad_dtype", "reshard_after_forward"):
-        value, default = getattr(config.parallel, option), getattr(usual, option)
+        value, default = getattr(config.parallel, option), getattr(defaults, option)
         accepted = f"{shown(default)} with parallel.strategy {name!r}, which does not take it"
         require(value == default or option in strategy.options, f"parallel.{option}", value, accepted)
     return strategy
@@ -155,7 +155,7 @@ def strategy_of(config: RunConfig) -> StrategyFactory:
 def wrap_model(config: RunConfig, model: TransformerLM) -> Strategy:
     """The model in the configuration's strategy. Raises ValueError as `strategy_of` does."""
     options = Options(
-        bucket_size_mb=config.parallel.group_size_mb(),
+        bucket_size_mb=config.parallel.resolved_bucket_size_mb(),
         grad_dtype=DTYPES.get(config.parallel.grad_dtype),
         compute_dtype=None if config.train.precision == "fp32" else DTYPES[config.train.precision],
         reshard_after_forward=config.parallel.reshard_after_forward,

@@ -77,7 +77,7 @@ def _interrupt(*_: Any) -> None:
 def run_processes(program: list[str], count: int, folder: Path) -> None:
     """Run `python PROGRAM... PARENT` in `count` processes on this machine, as torchrun would, and wait for them.
 
-    PARENT is this process's ID, see `one_of_several`. The processes report failures in `folder`. Raises the error of
+    PARENT is this process's ID, see `child_process`. The processes report failures in `folder`. Raises the error of
     the first process that failed, or SignalException if a signal came, after all have ended.
     """
     for name in ("", ".elastic.agent.server.api"):  # the latter has a level of its own and logs each signal
@@ -177,7 +177,7 @@ def _failure(failures: dict[int, ProcessFailure], folder: Path) -> Exception:
 
 
 @contextlib.contextmanager
-def one_of_several(parent: str) -> Iterator[None]:
+def child_process(parent: str) -> Iterator[None]:
     """Context of a process started by `run_processes`: reports a failure to the parent, and ends the process.
 
     If the parent is gone, this process gets SIGTERM (Linux only).

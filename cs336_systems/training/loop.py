@@ -75,16 +75,18 @@ class Trainer:
         self._loss = compiled(cross_entropy) if config.train.compile else cross_entropy
         self.stopping = False
         """Whether any rank has asked to stop, through `train_step`'s argument."""
-        self._recorded = RecordedStep(self._gradients, self.optimizer.zero_grad) if config.train.cuda_graph else None
-        self._flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
-        self._peak = device_peak_flops(device, config.train.precision)
+        self._recorded: RecordedStep | None = None
+        if config.train.cuda_graph:
+            self._recorded = RecordedStep(self._compute_gradients, self.optimizer.zero_grad)
+        self._step_flops = training_flops(config.model.shape, config.train.batch_size, self.context_length)
+        self._peak_flops = device_peak_flops(device, config.train.precision)
         self._clock = time.perf_counter()
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         train = self.config.train
         return autocast(self.device, train.precision if train.weight_dtype == "fp32" else "fp32")
 
-    def _sum_of_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The summed loss, from the logits, or chunk by chunk in the head, which then never holds all logits."""
         if self.config.train.loss_chunk_tokens is None:
             return self._loss(self.strategy(inputs), targets, reduction="sum")
@@ -105,12 +107,12 @@ class Trainer:
         lr = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        waiting = time.perf_counter()
+        started = time.perf_counter()
         count = train.batch_size // comm.world_size()
         inputs, targets = self.loader.get(position.sequences + comm.rank() * count, count, train.batch_size)
-        data_wait = time.perf_counter() - waiting
+        data_wait = time.perf_counter() - started
 
-        loss_and_norm = (self._recorded or self._gradients)(inputs, targets)
+        loss_and_norm = (self._recorded or self._compute_gradients)(inputs, targets)
         if comm.world_size() == 1:
             loss_value, norm_value = to_host(loss_and_norm).tolist()
             self.stopping = stop()
@@ -135,6 +137,7 @@ class Trainer:
         position.step = step
         position.sequences += train.batch_size
         position.skipped_steps += not updated
+        mfu = None if self._peak_flops is None else self._step_flops / elapsed / self._peak_flops / comm.world_size()
         return {
             "step": step,
             "loss": loss_value,
@@ -143,12 +146,12 @@ class Trainer:
             "step_ms": elapsed * 1e3,
             "data_wait_ms": data_wait * 1e3,
             "tokens_per_s": train.batch_size * self.context_length / elapsed,
-            "mfu": None if self._peak is None else self._flops / elapsed / self._peak / comm.world_size(),
+            "mfu": mfu,
             "memory_bytes": self.peak_memory_bytes(),
             "skipped_steps": position.skipped_steps,
         }
 
-    def _gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _compute_gradients(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Leave the clipped gradient of the mean loss in `.grad`; return loss and norm, (2,) on the device."""
         loss = self._forward_backward(inputs, targets)
         self.scaler.unscale_(self.optimizer)
@@ -158,12 +161,12 @@ class Trainer:
     def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Accumulate the gradient of the mean loss over all micro-batches; return that loss, on the device."""
         total = torch.zeros((), device=self.device)
-        pieces = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
-        for i, (x, y) in enumerate(pieces):
-            last = i == len(pieces) - 1
+        micro_batches = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
+        for i, (x, y) in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self.strategy.no_sync():
                 with self._autocast():
-                    loss = self._sum_of_losses(x, y) / targets.numel()
+                    loss = self._summed_loss(x, y) / targets.numel()
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         self.strategy.finish_gradient_synchronization()
@@ -195,9 +198,9 @@ class Trainer:
         for i in range(0, len(starts), world_size):
             mine = i + comm.rank()
             # A strategy may need all ranks in every forward pass, so a rank without a batch repeats the last one.
-            both = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
+            sequences = gather_sequences(tokens, starts[min(mine, len(starts) - 1)], length).to(self.device)
             with self._autocast():
-                loss = self._sum_of_losses(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+                loss = self._summed_loss(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
                 loss = loss / (starts.size * length)
             total += loss if mine < len(starts) else 0
         comm.mean([total], "all-reduce of the validation loss")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ..config.run import RunConfig
 from ..parallel.ranks import environment_rank
-from .launch import one_of_several
+from .launch import child_process
 from .pipeline import train
 
 
 def main() -> None:
     """Train: `CONFIG_FILE RESULT_FILE PARENT`."""
     config_file, result_file, parent = sys.argv[1:]
-    with one_of_several(parent):
+    with child_process(parent):
         result = train(RunConfig.from_dict(json.loads(Path(config_file).read_text())))
         if environment_rank() == 0:
             Path(result_file).write_text(json.dumps(dataclasses.asdict(result)))

@@ -6,7 +6,7 @@ import os
 import torch
 
 from ..config.run import RunConfig
-from ..machine.console import check_by_itself
+from ..machine.console import check_single_process
 from ..machine.hardware import use_device
 from ..parallel import comm
 from ..parallel.ranks import launched
@@ -27,14 +27,19 @@ def train(config: RunConfig) -> RunResult:
     gone or hangs.
     """
     if not launched():
-        check_by_itself()
+        check_single_process()
         if config.parallel.devices > 1:
             return launch(config)
         return train_on(config, use_device(config.train.device))
     check_launch(config)
     device = use_device_of_rank(config.train.device)
-    options = {name: getattr(config.parallel, name) for name in ("init_timeout_s", "step_timeout_s", "nccl_max_ctas")}
-    with comm.process_group(device, **options):
+    parallel = config.parallel
+    with comm.process_group(
+        device,
+        init_timeout_s=parallel.init_timeout_s,
+        step_timeout_s=parallel.step_timeout_s,
+        nccl_max_ctas=parallel.nccl_max_ctas,
+    ):
         return train_on(config, device)
 
 
@@ -44,9 +49,9 @@ def train_on(config: RunConfig, device: torch.device) -> RunResult:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     with contextlib.ExitStack() as stack:
         plan, weights = plan_run(config, device, stack)
-        data = prepare_on_every_rank(plan.config, plan.check_may_make)
+        data = prepare_on_every_rank(plan.config, plan.protect_data)
         plan.check_data(data)
-        if (result := plan.known_result()) is not None:
+        if (result := plan.finished_result()) is not None:
             return result
         run = Run(plan, data, device, weights)
         del weights  # as large as the model

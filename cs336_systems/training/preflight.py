@@ -2,7 +2,7 @@
 
 import torch
 
-from ..config.checks import is_place
+from ..config.checks import is_import_path
 from ..config.run import SHARDED, RunConfig
 from ..kernels.attention import check_attention
 from ..machine.hardware import DTYPES, check_precision, memory_bytes
@@ -33,7 +33,7 @@ def memory_shortage(config: RunConfig, device: torch.device) -> str:
     shape, train = config.model.shape, config.train
     world_size = comm.world_size()
     strategy = config.parallel.strategy_for(world_size)
-    sharded = strategy in SHARDED or is_place(strategy)  # a plug-in may shard
+    sharded = strategy in SHARDED or is_import_path(strategy)  # a plug-in may shard
     needed = least_training_bytes(
         shape,
         train.batch_size // world_size,

@@ -28,8 +28,8 @@ from .together import file_group, on_every_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
 
-MayRefuse = Callable[[], None] | None
-"""Called before a tokenizer or training tokens are made. It may refuse by raising an error."""
+BeforeMaking = Callable[[], None] | None
+"""Called before a tokenizer or training tokens are made. It may prevent that by raising an error."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PreparedData:
     train_sha256: str
 
 
-def prepare_on_every_rank(config: RunConfig, before_making: MayRefuse = None) -> PreparedData:
+def prepare_on_every_rank(config: RunConfig, before_making: BeforeMaking = None) -> PreparedData:
     """`prepare_data` on rank 0, then on the other ranks, which may have other disks. All ranks call it together.
 
     Ranks wait for each other for up to a week, because a download or a tokenizer's training may take long.
@@ -59,7 +59,7 @@ def prepare_on_every_rank(config: RunConfig, before_making: MayRefuse = None) ->
     return made[0]
 
 
-def prepare_data(config: RunConfig, before_making: MayRefuse = None) -> PreparedData:
+def prepare_data(config: RunConfig, before_making: BeforeMaking = None) -> PreparedData:
     """Run the stages whose files are missing or stale, then load and check the data.
 
     Raises FileNotFoundError or ValueError naming the file or the field.
@@ -101,16 +101,16 @@ def _paths(config: RunConfig) -> tuple[Path, Path, Path]:
     return Path(data.tokenizer_path), Path(str(data.train_tokens)), Path(str(data.valid_tokens))
 
 
-def _make_random_tokens(config: RunConfig, before_making: MayRefuse) -> None:
+def _make_random_tokens(config: RunConfig, before_making: BeforeMaking) -> None:
     data, shape = config.data, config.model.shape
     _, train_path, valid_path = _paths(config)
     # A tenth is enough to validate on, but never less than two sequences.
-    for split, (path, wanted) in enumerate(((train_path, data.random_tokens), (valid_path, data.random_tokens // 10))):
-        count = max(wanted, 2 * shape.context_length + 2)
+    for split, (path, count) in enumerate(((train_path, data.random_tokens), (valid_path, data.random_tokens // 10))):
+        count = max(count, 2 * shape.context_length + 2)
         inputs = {"random_tokens": count, "seed": data.seed, "split": split, "vocab_size": shape.vocab_size}
         make = functools.partial(_draw_tokens, path, count, shape.vocab_size, (data.seed, split))
-        may_refuse = before_making if path == train_path else None
-        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=may_refuse)
+        check = before_making if path == train_path else None
+        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=check)
 
 
 def _draw_tokens(path: Path, count: int, vocab_size: int, seed: tuple[int, int]) -> None:
@@ -119,7 +119,7 @@ def _draw_tokens(path: Path, count: int, vocab_size: int, seed: tuple[int, int])
     write_tokens(path, chunks, vocab_size, source=f"random, seed {seed}")
 
 
-def _make_tokens_from_text(config: RunConfig, before_making: MayRefuse) -> None:
+def _make_tokens_from_text(config: RunConfig, before_making: BeforeMaking) -> None:
     data, vocab_size = config.data, config.model.shape.vocab_size
     tokenizer_path, train_path, valid_path = _paths(config)
     if not is_kept(data, tokenizer_path):
@@ -135,8 +135,8 @@ def _make_tokens_from_text(config: RunConfig, before_making: MayRefuse) -> None:
     for text, path in ((train_text, train_path), (valid_text, valid_path)):
         inputs = {"text": text.fingerprint, "tokenizer": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
         make = functools.partial(_encode, tokenizer, tokenizer_path, text, path)
-        may_refuse = before_making if path == train_path else None
-        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=may_refuse)
+        check = before_making if path == train_path else None
+        run_stage(data, "tokens", path, inputs, make, sidecar=sidecar_path(path), before_making=check)
 
 
 def _train_tokenizer(config: RunConfig, text: TextSpan) -> None:
@@ -188,8 +188,8 @@ def _load(config: RunConfig) -> PreparedData:
             f"model.vocab_size is {shape.vocab_size}: it must be at least {tokenizer.vocab_size}, the size of the "
             f"tokenizer {tokenizer_path}"
         )
-    users_own = tokenizer is not None and is_kept(config.data, tokenizer_path)  # the user vouches for it
-    if not users_own and config.data.source != "random" and len(set(made_with.values())) > 1:
+    is_users_own = tokenizer is not None and is_kept(config.data, tokenizer_path)  # the user vouches for it
+    if not is_users_own and config.data.source != "random" and len(set(made_with.values())) > 1:
         raise ValueError(
             f"token files {train_path} and {valid_path} are not known to be of one tokenizer: give data.train_tokens "
             "and data.valid_tokens that are, or data.tokenizer"

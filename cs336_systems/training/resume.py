@@ -18,7 +18,7 @@ from cs336_basics.files import sha256_of_file, write_json
 from cs336_basics.optimizer import get_cosine_lr
 
 from ..config.checks import require
-from ..config.data import without_derived_paths
+from ..config.data import without_default_paths
 from ..config.run import RunConfig
 from ..parallel import comm
 from .checkpoint import set_newer_aside
@@ -57,8 +57,8 @@ class Plan:
         own = (self.run_dir / CHECKPOINTS).resolve()
         return self.resumed is not None and self.resumed[0].resolve().parent == own
 
-    def check_may_make(self) -> None:
-        """Called before a tokenizer or training tokens are made: a resumed run must keep those that it has.
+    def protect_data(self) -> None:
+        """Called before a tokenizer or training tokens are made. Keeps a resumed run from losing those that it has.
 
         Raises ValueError, or FileNotFoundError if the run has a copy of a missing tokenizer.
         """
@@ -95,8 +95,8 @@ class Plan:
             checkpoint, manifest = self.resumed
             check_identity(checkpoint, manifest, identity, _changed_data(self.config, manifest))
 
-    def known_result(self) -> RunResult | None:
-        """The result of a run that is resumed after its last step; None if there are steps to do.
+    def finished_result(self) -> RunResult | None:
+        """The result of a run that is resumed after its last step; None if there are steps left.
 
         All ranks call it together.
         """
@@ -107,7 +107,7 @@ class Plan:
         def read_result() -> RunResult | None:
             try:
                 known = RunResult(**json.loads((self.run_dir / RESULT).read_text()))
-            except (OSError, ValueError, TypeError):  # missing, damaged, or of another version: made again
+            except (OSError, ValueError, TypeError):  # missing, damaged, or of another version: the run makes it again
                 return None
             if known.step != self.step or known.interrupted is not None:
                 return None
@@ -119,7 +119,7 @@ class Plan:
 
         return on_first_rank(read_result)
 
-    def take_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
+    def prepare_folder(self, data: PreparedData, weights: LoadedModel | None) -> None:
         """Write config.json and the tokenizer, and set newer checkpoints aside. Rank 0 calls it."""
         if weights is not None:
             tokenizer = {"tokenizer": identity_of(self.config, data)["tokenizer"]}
@@ -143,7 +143,7 @@ class Plan:
         except KeyError as error:
             raise ValueError(f"checkpoint {checkpoint} lacks a part of the run's state: no {error}") from error
         logger.info("resume: from %s, step %d", checkpoint, manifest.step)
-        _warn_of_new_rate(trainer, manifest)
+        _warn_of_new_learning_rate(trainer, manifest)
 
 
 def plan_run(config: RunConfig, device: torch.device, stack: contextlib.ExitStack) -> tuple[Plan, LoadedModel | None]:
@@ -204,7 +204,7 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
 def _changed_data(config: RunConfig, manifest: Manifest) -> list[str]:
     """The fields of the data that differ from the checkpoint's configuration, for a message."""
     here, there = (
-        without_derived_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
+        without_default_paths(data) for data in (dataclasses.asdict(config.data), manifest.config.get("data", {}))
     )
     return [
         f"data.{name} is {here.get(name)!r} here and {there.get(name)!r} there"
@@ -238,7 +238,7 @@ def _find_resume(config: RunConfig, run_dir: Path) -> tuple[Path, Manifest] | No
     return path, verify_checkpoint(path)
 
 
-def _warn_of_new_rate(trainer: Trainer, manifest: Manifest) -> None:
+def _warn_of_new_learning_rate(trainer: Trainer, manifest: Manifest) -> None:
     """Warn of the first step whose learning rate differs from the schedule in the checkpoint."""
     try:
         before = RunConfig.from_dict(manifest.config)

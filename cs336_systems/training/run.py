@@ -12,7 +12,7 @@ from cs336_basics.data import bigram_model_loss, unigram_bigram_entropy
 from cs336_basics.files import write_json
 
 from ..machine.files import write_whole
-from ..machine.garbage import objects_set_aside
+from ..machine.garbage import gc_frozen
 from ..machine.hardware import environment
 from ..parallel import comm
 from ..planner.accounting import num_parameters
@@ -52,7 +52,7 @@ class Run:
     """A run: builds the trainer, takes it through the steps, reports. Every rank has one; rank 0 writes the files."""
 
     def __init__(self, plan: Plan, data: PreparedData, device: torch.device, weights: LoadedModel | None) -> None:
-        on_first_rank(lambda: plan.take_folder(data, weights))
+        on_first_rank(lambda: plan.prepare_folder(data, weights))
         self.started = time.perf_counter()
         self.plan, self.config, self.run_dir, self.data = plan, plan.config, plan.run_dir, data
         self.checkpoints = plan.run_dir / CHECKPOINTS
@@ -79,7 +79,7 @@ class Run:
             on_first_rank(
                 lambda: self.sinks.extend(open_sinks(self.run_dir, self.config, position.step)), "start of the log"
             )
-            self._announce()
+            self._log_start()
             if settings.deterministic:
                 stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
                 torch.use_deterministic_algorithms(True)
@@ -93,22 +93,22 @@ class Run:
             trainer.reset_clock()
             # Several ranks agree during a step whether to stop; a single one can stop at any time.
             while position.step < settings.max_steps and not trainer.stopping:
-                if comm.world_size() == 1 and stop.wanted():
+                if comm.world_size() == 1 and stop.requested():
                     break
-                row = trainer.train_step(lambda: stop.wanted() or self._time_is_up())
+                row = trainer.train_step(lambda: stop.requested() or self._time_is_up())
                 self.rows.append(row)
                 self._write(row)
                 step = position.step
                 if step == self.first_step:
                     self.startup_s = time.perf_counter() - self.started
-                    stack.enter_context(objects_set_aside())
+                    stack.enter_context(gc_frozen())
                 if settings.validation_interval and step % settings.validation_interval == 0:
                     self._validate()
                 if interval > 0 and step % interval == 0:
                     self._save()
             interrupted = None
             if position.step < settings.max_steps:
-                signals = comm.gather_objects(stop.signal, "reason of the stop")
+                signals = comm.all_gather_objects(stop.signal, "reason of the stop")
                 interrupted = next((name for name in signals if name is not None), None)
                 if interrupted is None and self._time_is_up():
                     where = f"step {position.step} of {settings.max_steps}"
@@ -123,7 +123,7 @@ class Run:
         minutes = self.config.train.max_minutes
         return minutes is not None and time.perf_counter() - self.started >= 60 * minutes
 
-    def _announce(self) -> None:
+    def _log_start(self) -> None:
         shape, train, parallel = self.config.model.shape, self.config.train, self.config.parallel
         where = self.env["gpu"] if self.trainer.device.type == "cuda" else f"{self.env['cpu_threads']} CPU threads"
         if comm.world_size() > 1:

@@ -34,7 +34,7 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         """Whether a signal has come."""
         return self.signal is not None
 

@@ -46,8 +46,8 @@ def run_stage(
 ) -> None:
     """Call `make`, which writes `output` and its sidecar, unless the file is kept or up to date.
 
-    `before_making` is called first, and may refuse by an error. Raises ValueError if a file of the user's is where the
-    sidecar goes.
+    `before_making` is called first, and may prevent it by raising an error. Raises ValueError if a file of the user's
+    is where the sidecar goes.
     """
     if is_kept(data, output):
         logger.info("%s: %s exists and is used as it is", name, output)

@@ -28,7 +28,7 @@ def collect_state(
     optimizer contributes only the state that it keeps.
     """
     shards = shards or {}
-    tensors = {f"model.{name}": _global(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
+    tensors = {f"model.{name}": _as_rows(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
@@ -36,7 +36,7 @@ def collect_state(
             if is_shard and value.shape != parameter.shape:
                 raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}: only scalars and "
                                  "state divided as its parameter can be saved from several ranks")  # fmt: skip
-            tensors[f"optimizer.{name}.{key}"] = _global(value, shards[name] if is_shard else None)
+            tensors[f"optimizer.{name}.{key}"] = _as_rows(value, shards[name] if is_shard else None)
     if comm.rank() == 0:
         tensors["rng.cpu"] = torch.get_rng_state()
         if device.type == "cuda":
@@ -44,7 +44,8 @@ def collect_state(
     return tensors
 
 
-def _global(tensor: Tensor, shard: tuple[torch.Size, int] | None) -> Tensor | Rows:
+def _as_rows(tensor: Tensor, shard: tuple[torch.Size, int] | None) -> Tensor | Rows:
+    """This rank's part of a sharded tensor, with its place in the whole; another tensor as it is."""
     if isinstance(tensor, DTensor):  # PyTorch's own sharding, which needs no `shards`
         (chunk,) = tensor.__create_chunk_list__()
         return Rows(tensor.to_local(), tensor.shape, chunk.offsets[0]) if tensor.dim() else tensor.to_local()
@@ -76,7 +77,7 @@ def restore_state(
     groups = [
         {**group, "params": [index_of[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
-    # Through load_state_dict, because a fused optimizer wants its step counters on the device.
+    # Through load_state_dict, because a fused optimizer needs its step counters on the device.
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     torch.set_rng_state(tensors["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in tensors:
@@ -102,10 +103,10 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
             if isinstance(parameter, DTensor) and len(shape):
                 wanted[name] = torch.empty_like(parameter, dtype=dtype)
             else:
-                wanted[name] = _global(torch.empty(local_shape, dtype=dtype, device=where), shard)
+                wanted[name] = _as_rows(torch.empty(local_shape, dtype=dtype, device=where), shard)
         elif group == "rng":
             wanted[name] = torch.empty(shape, dtype=dtype)
     for name, tensor in model.state_dict().items():
-        wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _global(tensor, shards.get(name))
+        wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _as_rows(tensor, shards.get(name))
     read_tensors(path, wanted)
     return {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}

@@ -1,5 +1,6 @@
 """Fixtures for the tests of several cases."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,15 @@ import torch
 from cs336_systems.bench import ranks, runner
 from cs336_systems.bench.case import Case, groups
 from cs336_systems.bench.row import Row, append_row
-from cs336_systems.cli.main import main
 from tests.distributed import run_ranks
 
 Bench = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+def bench(cs336: Bench) -> Bench:
     """Runs `cs336 bench` with the given words; returns exit code, stdout and stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main(["bench", *words])
-        said = capsys.readouterr()
-        return int(stop.value.code or 0), said.out, said.err
-
-    return run
+    return functools.partial(cs336, "bench")
 
 
 @pytest.fixture

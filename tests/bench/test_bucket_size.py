@@ -76,6 +76,14 @@ def test_rows_of_other_ranks_or_backends_do_not_count(tmp_path: Path) -> None:
     assert quick("bucketed:1")[0].predicted() == {}
 
 
+@pytest.mark.parametrize("lacking", ["bytes", "time_ms"])
+def test_a_row_file_that_lacks_a_field_is_named(lacking: str, tmp_path: Path) -> None:
+    path = Path(all_reduces(tmp_path, 1e-4, 1e9))
+    path.write_text(path.read_text().replace(f'"{lacking}"', '"other"'))
+    with pytest.raises(ValueError, match=rf"^rows is '{path}': the row has no '{lacking}'$"):
+        quick("bucketed:1", rows=str(path))
+
+
 def test_the_command_uses_all_reduce_rows_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

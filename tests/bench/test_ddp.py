@@ -1,7 +1,7 @@
 """The case `ddp`: the configured runs are measured, and the streams of a step are drawn correctly."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -160,14 +160,6 @@ def test_variants_built_once_are_kept_for_all_rounds(monkeypatch: pytest.MonkeyP
     assert all("peak_memory_bytes" not in row.metrics and row.config["built_once"] for row in rows)
 
 
-def test_a_field_that_an_old_row_lacks_counts_as_its_default() -> None:
-    (config,) = quick("naive")
-    row = Row(case="ddp", variant="naive", config=row_config(config))
-    del row.config["built_once"]
-    assert is_of(row, config)
-    assert not is_of(row, replace(config, built_once=True))
-
-
 def of_rounds(config: DDPBench, rounds: int, status: Any = "ok") -> Row:
     return Row(case="ddp", variant=config.variant, config=row_config(config) | {"rounds": rounds}, status=status)
 
@@ -247,8 +239,10 @@ def test_a_failure_in_a_later_round_keeps_earlier_rounds_and_restarts_the_others
     ]
     path = tmp_path / "rows.jsonl"
 
-    def left(*more: Row | BaseException) -> list[tuple[str, int, str]]:
+    def left(*more: Row | BaseException, rows: Sequence[Row] = rows, before: Sequence[Row] = ()) -> list[Any]:
         path.unlink(missing_ok=True)
+        for row in before:
+            append_row(path, row)
         monkeypatch.setattr(runner, "Worker", lambda *_: Measuring(*rows, *more))
         with suppress(KeyboardInterrupt):
             list(runner.run_case(CASE, configs, path))
@@ -256,6 +250,9 @@ def test_a_failure_in_a_later_round_keeps_earlier_rounds_and_restarts_the_others
 
     assert left(of_rounds(naive, 3)) == [("naive", 3, "ok"), ("flat", 1, "ok"), ("flat", 3, "oom")]
     assert left(KeyboardInterrupt()) == [("naive", 2, "ok"), ("flat", 1, "ok"), ("flat", 3, "oom")]
+    # A row of fewer rounds is not added behind one of all.
+    found = left(KeyboardInterrupt(), rows=rows[:2], before=[of_rounds(naive, 3)])
+    assert found == [("naive", 3, "ok"), ("flat", 1, "ok")]
 
 
 def test_rows_of_fewer_rounds_come_through_a_launch(launch: Callable[[Launched], None]) -> None:
@@ -376,15 +373,3 @@ def test_a_file_without_streams_is_named(content: str | None, message: str, tmp_
         step.write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=rf"step\.json.*{message}"):
         streams_table([step])
-
-
-def test_a_row_of_fewer_rounds_is_not_added_behind_one_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    naive, flat = configs = quick("naive", "flat", rounds=3)
-    path = tmp_path / "rows.jsonl"
-    append_row(path, of_rounds(naive, 3))
-    monkeypatch.setattr(
-        runner, "Worker", lambda *_: Measuring(of_rounds(naive, 1), of_rounds(flat, 1), KeyboardInterrupt())
-    )
-    with pytest.raises(KeyboardInterrupt):
-        list(runner.run_case(CASE, configs, path))
-    assert [(row.variant, row.config["rounds"]) for row in read_rows(path)] == [("naive", 3), ("flat", 1)]

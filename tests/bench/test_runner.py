@@ -29,7 +29,7 @@ from cs336_systems.cli.bench import _disturbed, case_parser
 from cs336_systems.machine.console import by_command
 from tests.distributed import processes, wait_until
 
-from .accidents import CASE, TOGETHER, Accident, measure
+from .accidents import CASE, TOGETHER
 from .conftest import Bench
 
 ROOT = Path(__file__).parents[2]
@@ -169,13 +169,14 @@ def test_configurations_are_grouped_by_the_fields_that_do_not_take_turns() -> No
     assert describe_among(configs[:1])(configs[0]) == ""
 
 
-def test_a_row_with_more_fields_matches_its_configuration() -> None:
-    config = Accident(kind="none", number=3)
-    asked = row_config(config)
-    row = Row(case="accidents", variant="none", config={**asked, "more": 1})
-    assert is_of(row, config)
-    assert not is_of(row, Accident(kind="none", number=4))
-    assert measure(config)[0]["built"]
+def test_rows_match_configurations_whatever_their_paths_further_and_newer_fields_are() -> None:
+    here, there = (OverlapTrace(device="cpu", traces=folder) for folder in ("a", "b"))
+    row = Row(case="overlap-trace", variant="v", config={**row_config(here), "more": 1}, env={})
+    del row.config["built_once"]  # counts as its default
+    assert is_of(row, here)
+    assert is_of(row, there)
+    for other in (dict(variant="flat"), dict(built_once=True)):
+        assert not is_of(row, replace(there, **other))
 
 
 @pytest.mark.parametrize(
@@ -261,13 +262,6 @@ def test_resume_uses_rows_of_subfolders_and_of_machines_with_more_of_the_same_gp
     assert len(run(tmp_path / "further" / "elsewhere" / "rows", kinds=("none",), resume=True)) == 1
     append_row(tmp_path / "alone" / "rows", replace(own, env={**own.env, "gpu_count": 8}))
     assert run(tmp_path / "alone" / "rows", kinds=("none",), resume=True) == []
-
-
-def test_paths_do_not_tell_configurations_apart() -> None:
-    here, there = (OverlapTrace(device="cpu", traces=folder) for folder in ("a", "b"))
-    row = Row(case="overlap-trace", variant="v", config=row_config(here), env={})
-    assert is_of(row, there)
-    assert not is_of(row, replace(there, variant="flat"))
 
 
 def test_a_resumed_command_with_nothing_to_measure_leaves_no_empty_file(

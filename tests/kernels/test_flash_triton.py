@@ -320,11 +320,11 @@ def test_float32_tiles_are_small_where_columns_are_apart(of: int, monkeypatch: p
     monkeypatch.setattr(tiles, "INTERPRET", False)
     wide = torch.zeros(1, 2, 64, 128)
     tensors = [wide[..., :64], wide[..., :64], wide[..., 64:]]
-    tuned = {phase: tiles.choose_tile(phase, tensors[0], False, tiles.is_float_apart(*tensors))
+    tuned = {phase: tiles.choose_tile(phase, tensors[0], False, tiles.needs_small_tiles(*tensors))
              for phase in ("forward", "dq", "dkv", "backward")}  # fmt: skip
     tensors[of] = wide[..., ::2]
     for phase, tile in tuned.items():
-        small = tiles.choose_tile(phase, tensors[0], False, tiles.is_float_apart(*tensors))
+        small = tiles.choose_tile(phase, tensors[0], False, tiles.needs_small_tiles(*tensors))
         assert max(small.BM, small.BN) <= 32 < max(tile.BM, tile.BN)
         assert small.num_stages == 1
 

@@ -65,7 +65,7 @@ def gradients(strategy: FSDP) -> dict[str, Tensor | None]:
             shape, first = shards[name]
             found[name] = torch.zeros(shape, dtype=p.dtype)
             found[name][first : first + len(p)] = p.grad.cpu()
-    of_ranks = comm.gather_objects(found, "test")
+    of_ranks = comm.all_gather_objects(found, "test")
     for name in shards:
         if found.get(name) is not None:
             found[name] = sum(of_rank[name] for of_rank in of_ranks)
@@ -101,12 +101,12 @@ class Recorder:
         self.events: list[str] = []
         self.most = 0
         self._groups = strategy._groups
-        comm.start_gather = self._wrap(comm.start_gather)
-        comm.start_scatter_mean = self._wrap(comm.start_scatter_mean)
-        for gathered in strategy._gathered:
-            record = partial(self._computes, gathered.name)
-            gathered.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
-            gathered.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
+        comm.start_all_gather = self._wrap(comm.start_all_gather)
+        comm.start_reduce_scatter_mean = self._wrap(comm.start_reduce_scatter_mean)
+        for fsdp_module in strategy._fsdp_modules:
+            record = partial(self._computes, fsdp_module.name)
+            fsdp_module.module.register_forward_pre_hook(lambda *_, record=record: record("forward"))
+            fsdp_module.module.register_forward_hook(lambda m, i, output, record=record: self._watch(output, record))
 
     def _computes(self, name: str, what: str) -> None:
         self.events.append(f"{what} {name}")

@@ -17,6 +17,6 @@ class Gathering(Strategy):
         flags = used.fill_missing_gradients()
         for tensor in (flags, *(p.grad for p in self.trainable() if p.grad is not None)):
             everyones = tensor.new_empty(comm.world_size() * len(tensor), *tensor.shape[1:])
-            comm.start_gather([everyones], [tensor.contiguous()], "everyone's share").wait()
+            comm.start_all_gather([everyones], [tensor.contiguous()], "everyone's share").wait()
             tensor.copy_(everyones.view(comm.world_size(), *tensor.shape).mean(0))
         used.drop_unused_gradients()

@@ -44,9 +44,9 @@ def every_transfer(device: str) -> dict[str, list[Any]]:
     comm.start_mean(sent_in_half, "mean in half", torch.float16).wait()
     rows = values(rank, device)[:2]
     gathered = [t.new_empty(world_size * len(t), *t.shape[1:]) for t in rows]
-    comm.start_gather(gathered, rows, "gather").wait()
+    comm.start_all_gather(gathered, rows, "gather").wait()
     parts = [t[: len(t) // world_size].clone() for t in rows]
-    comm.start_scatter_mean(parts, rows, "scatter").wait()
+    comm.start_reduce_scatter_mean(parts, rows, "scatter").wait()
     sent = [
         values(rank, device)[0].T,
         torch.tensor([rank == 1, True], device=device),
@@ -81,15 +81,16 @@ def test_transfers(backend: str, device: str) -> None:
 TRAINING_ON_GPUS: list[Any] = [PLACES[1], PLACES[2], PLACES[4]]
 ON_CPU: list[dict[str, Any]] = [
     dict(strategy="overlap"),
+    dict(strategy="individual"),
     dict(strategy="fsdp"),
+    dict(strategy="fsdp", reshard_after_forward=False),
     dict(strategy="bucketed", shard_optimizer=True),
     dict(strategy="torch_ddp"),
 ]
-"""The others on a CPU are in tests/training/test_parallel.py and test_checkpoint_strategies.py."""
+"""The others train on a CPU in tests/training/test_parallel.py; torch_fsdp also in test_checkpoint_strategies.py."""
 VARIANTS: list[dict[str, Any]] = [
     *ON_CPU,
-    *(dict(strategy=name) for name in ("naive", "flat", "individual", "bucketed", "fsdp_simple")),
-    dict(strategy="fsdp", reshard_after_forward=False),
+    *(dict(strategy=name) for name in ("naive", "flat", "bucketed", "fsdp_simple")),
     dict(strategy="naive", shard_optimizer="simple"),
     dict(strategy="torch_fsdp"),
 ]
@@ -136,7 +137,7 @@ def test_training(backend: str, device: str, variant: dict[str, Any], tmp_path: 
 def send_numbers_that_gloo_lacks() -> str:
     sent = torch.ones(4, dtype=torch.uint16)
     with pytest.raises(CollectiveError) as error:
-        comm.start_gather([sent], [sent[:2]], "gather").wait()
+        comm.start_all_gather([sent], [sent[:2]], "gather").wait()
     return str(error.value)
 
 

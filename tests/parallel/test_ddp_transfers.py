@@ -77,7 +77,7 @@ def gradients_are_views() -> None:
         if step == 0:
             strategy.zero_grad()  # the buckets are cut anew
         storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
-        assert storages == {bucket.flat.untyped_storage().data_ptr() for bucket in strategy._buckets}
+        assert storages == {bucket.flat.untyped_storage().data_ptr() for bucket in strategy._flat_buckets}
         before = {p: p.grad.data_ptr() for p in module.parameters() if p.grad is not None}
         strategy.zero_grad()
         mean_loss(strategy, batch_of(step)).backward()
@@ -93,7 +93,7 @@ def gradients_in_groups_stay_where_they_are() -> list[str]:
     assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}) == len(before)
     strategy.finish_gradient_synchronization()
     assert before == {p: p.grad.data_ptr() for p in module.parameters() if p.grad is not None}
-    return [name for group in strategy.groups for name in group]
+    return [name for bucket in strategy.buckets for name in bucket]
 
 
 def test_groups_copy_nothing_and_hold_every_parameter_once() -> None:
@@ -133,7 +133,7 @@ def order_of_groups(cls: type[DDP], *options: Any) -> list[list[str]]:
     strategy = cls(Shuffled(), *options)
     orders = []
     for _ in range(2):
-        orders.append([name.partition(".")[0] for group in strategy.groups for name in group])
+        orders.append([name.partition(".")[0] for bucket in strategy.buckets for name in bucket])
         strategy(torch.ones(1, 3)).sum().backward()
         strategy.finish_gradient_synchronization()
     return orders

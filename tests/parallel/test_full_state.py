@@ -79,7 +79,7 @@ def test_a_tied_weight_is_gathered_once() -> None:
 def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
     """Bytes of whole weights: at most at a time, of all weights, and of the largest parameter group."""
     strategy = STRATEGIES["fsdp"](build("transformer"), Options())
-    start, rooms, sizes, most = comm.start_gather, [], [], 0
+    start, rooms, sizes, most = comm.start_all_gather, [], [], 0
 
     def watching(outputs: Any, inputs: Any, what: str) -> Any:
         nonlocal most
@@ -93,7 +93,7 @@ def whole_at_a_time(to_rank: int | None) -> tuple[int, int, int]:
     def alive() -> int:
         return sum(nbytes for storage, nbytes in rooms if storage() is not None)
 
-    comm.start_gather = watching
+    comm.start_all_gather = watching
     state = strategy.full_state_dict(to_rank=to_rank)
     del state
     return most, sum(sizes), max(sizes)

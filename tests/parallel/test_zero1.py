@@ -146,7 +146,7 @@ class Training:
 def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """On rank 0 the state dict that one process would have, put together from the parts of all ranks."""
     full = optimizer.state_dict()
-    parts = comm.gather_objects(tree_map_only(Tensor, Tensor.cpu, full["state"]), "test")
+    parts = comm.all_gather_objects(tree_map_only(Tensor, Tensor.cpu, full["state"]), "test")
     merged = {i: state for part in parts for i, state in part.items()}
     assert len(merged) == sum(map(len, parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

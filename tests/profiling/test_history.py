@@ -68,12 +68,6 @@ def test_a_step_by_hand_has_the_timeline_that_was_worked_out(tmp_path: Path) -> 
     assert drawn.phases == {"forward": [0.0, 0.08], "backward": [0.08, 0.19], "optimizer": [0.19, 0.27]}
 
 
-def test_a_timeline_without_times_or_with_others_than_its_bytes_is_refused() -> None:
-    for ms, in_use in (([], {}), ([0.0, 1.0], {"gradients": [1]})):
-        with pytest.raises(ValueError, match=f"a timeline has {len(ms)} times"):
-            Timeline(ms, in_use, {})
-
-
 def test_without_phases_categories_are_lifetimes(tmp_path: Path) -> None:
     bare = history(one_step()[0], tmp_path)
     found = facts(bare)

@@ -23,10 +23,10 @@ from cs336_systems.bench.profiling.kernel_totals import (
 )
 from cs336_systems.bench.profiling.kernel_trace import OUTSIDE, Kernel, gpu_kernels
 from cs336_systems.bench.row import Row, read_rows
-from cs336_systems.cli.main import main
 from cs336_systems.cli.report import make_report
 from cs336_systems.report.kernel_profiles import CLASS_COLORS, plot_shares, short_name, top_kernels_tables
 from cs336_systems.report.views import rows_table
+from tests.systems.command import Run
 
 from .gpu_trace import MUL, SGEMM, inference_step, training_steps
 
@@ -115,15 +115,11 @@ def test_the_longest_kernels_count_their_calls_over_all_ranges() -> None:
     assert [kernel["calls"] for kernel in spans["training step"]["top"] if kernel["kernel"] == MUL] == [2, 1]
 
 
-def test_only_the_ten_longest_kernels_are_listed() -> None:
+def test_only_the_ten_longest_kernels_are_listed_and_a_phase_without_any_has_no_shares() -> None:
     totals = [KernelTotal(f"aten::op{i}", "forward", None, 1, float(i)) for i in range(20)]
-    top = span_metrics(totals, ("forward",))["top"]
-    assert [kernel["ms"] for kernel in top] == list(range(19, 9, -1))
-
-
-def test_a_phase_in_which_nothing_ran_has_no_shares() -> None:
-    span = span_metrics([], ("forward",))
-    assert (span["kernel_ms"], span["top"], set(span["share"].values())) == (0, [], {0.0})
+    assert [kernel["ms"] for kernel in span_metrics(totals, ("forward",))["top"]] == list(range(19, 9, -1))
+    nothing = span_metrics(totals, ("backward",))
+    assert (nothing["kernel_ms"], nothing["top"], set(nothing["share"].values())) == (0, [], {0.0})
 
 
 def test_attention_is_split_into_its_parts_forward_and_backward() -> None:
@@ -202,15 +198,9 @@ def test_every_class_has_a_colour_of_its_own(tmp_path: Path) -> None:
 # The command
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["profile", "kernels", "--quick", *arguments])
-    return int(ended.value.code or 0)
-
-
-def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--out", str(tmp_path / "out")) == 0
-    said = capsys.readouterr().out
+def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, cs336: Run) -> None:
+    code, said, _ = cs336("profile", "kernels", "--quick", "--out", str(tmp_path / "out"))
+    assert code == 0
     names = {"kernels.csv", "rows.jsonl", "shares.png", "trace_forward.json.gz", "trace_train_step.json.gz"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     rows = read_rows(tmp_path / "out" / "rows.jsonl")
@@ -238,10 +228,11 @@ def test_the_command_on_a_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.Cap
         assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in json.load(file)["traceEvents"]}
 
 
-def test_options_override_quick_and_the_row_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_override_quick_and_the_row_has_them(tmp_path: Path, cs336: Run) -> None:
     given = ["--modes", "forward_backward", "--context_length", "16", "--attention", "sdpa", "--steps", "2"]
-    assert run(*given, "--out", str(tmp_path)) == 0
-    assert "attention is split into" in capsys.readouterr().out
+    code, said, _ = cs336("profile", "kernels", "--quick", *given, "--out", str(tmp_path))
+    assert code == 0
+    assert "attention is split into" in said
     (row,) = read_rows(tmp_path / "rows.jsonl")
     chosen = {name: row.config[name] for name in ("mode", "context_length", "attention", "steps", "batch_size")}
     assert chosen == dict(mode="forward_backward", context_length=16, attention="sdpa", steps=2, batch_size=2)
@@ -249,34 +240,6 @@ def test_options_override_quick_and_the_row_has_them(tmp_path: Path, capsys: pyt
     assert row.metrics["attention"] == {}
     assert list(row.metrics["phase_wall_ms"]) == ["forward", "backward"]
     assert row.metrics["spans"]["forward"]["share"]["attention"] > 0
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (["--size", "huge"], "size is 'huge': it must be one of small"),
-        (["--steps", "0"], "steps is 0: it must be at least 1"),
-        (["--warmup", "0"], "warmup is 0: it must be at least 1"),
-        (["--steps", str(1 << 63)], "and below 2^63"),
-        (["--mode", "backwards"], "mode is 'backwards': it must be"),
-        (["--attention", "flash9"], "attention is 'flash9': it must be auto or one of"),
-        (["--device", "tpu"], "device is 'tpu': it must be"),
-        (["--device", "cuda:99"], "device is 'cuda:99': "),
-        (["--tool", "ncu"], "tool is 'ncu'"),
-        (["--bach_size", "2"], "did you mean batch_size?"),
-        (["--out", "/dev/null/below"], "out is '/dev/null/below': it must be a folder that can be written"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    wrong: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(*wrong) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mode_that_does_not_fit_is_a_row_and_the_next_one_is_profiled(

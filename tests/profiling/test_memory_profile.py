@@ -27,16 +27,11 @@ from cs336_systems.planner.accounting import num_parameters
 from cs336_systems.report.memory_profiles import memory_summary
 from cs336_systems.report.pictures import hash_in
 from cs336_systems.report.views import rows_table, write_views
+from tests.systems.command import Run
 
 from .snapshots import one_step, save
 
 SHAPE = Workload(size="quick", context_length=64).shape
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["profile", "memory", *arguments])
-    return stop.value.code
 
 
 def quick(folder: Path, **fields: Any) -> MemoryProfile:
@@ -48,7 +43,8 @@ def quick(folder: Path, **fields: Any) -> MemoryProfile:
 def quick_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the quick command writes."""
     out = tmp_path_factory.mktemp("quick")
-    assert command("--quick", "--device", "cpu", "--out", str(out)) == 0
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["profile", "memory", "--quick", "--device", "cpu", "--out", str(out)])
     return out
 
 
@@ -123,15 +119,17 @@ def test_the_snapshot_has_the_allocators_format(quick_out: Path) -> None:
     assert {event["action"] for event in content["device_traces"][0]} == {"alloc", "free_requested", "free_completed"}
 
 
-def test_drawing_a_snapshot_again_gives_the_same_row(quick_out: Path, tmp_path: Path) -> None:
-    assert command("--snapshot", str(quick_out / "snapshot.pickle"), "--out", str(tmp_path)) == 0
+def test_drawing_a_snapshot_again_gives_the_same_row(quick_out: Path, tmp_path: Path, cs336: Run) -> None:
+    snapshot = str(quick_out / "snapshot.pickle")
+    assert cs336("profile", "memory", "--snapshot", snapshot, "--out", str(tmp_path))[0] == 0
     assert read_rows(tmp_path / "rows.jsonl") == read_rows(quick_out / "rows.jsonl")
 
 
-def test_a_snapshot_without_phases_is_drawn_by_lifetimes_and_says_so(tmp_path: Path, capsys: Any) -> None:
+def test_a_snapshot_without_phases_is_drawn_by_lifetimes_and_says_so(tmp_path: Path, cs336: Run) -> None:
     path = save(tmp_path / "somebodys.pickle", one_step()[0])
-    assert command("--snapshot", str(path), "--out", str(tmp_path / "out")) == 0
-    assert "categories are lifetimes within the recording" in capsys.readouterr().out
+    code, said, _ = cs336("profile", "memory", "--snapshot", str(path), "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert "categories are lifetimes within the recording" in said
     (row,) = read_rows(tmp_path / "out" / "rows.jsonl")
     assert (row.variant, row.metrics["categories_from"]) == ("somebodys.pickle", "lifetimes")
     assert row.metrics["at_peak_bytes"]["alive all along"] == 3050
@@ -232,31 +230,6 @@ def test_counted_bytes_are_those_of_the_shapes() -> None:
     config = {**small.__dict__, **small.shape.__dict__}
     assert counted(config) == {"residual_stream_bytes": 4 * 4 * 128 * 768, "parameter_bytes": 4 * 128_625_408}
     assert counted({"size": "small"}) == {}
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        (["--warmup", "-1"], "warmup is -1"),
-        (["--mode", "backward"], "mode is "),
-        (["--size", "huge"], "size is 'huge'"),
-        (["--compile", "true"], "compile is true"),
-        (["--out", "TMP/file"], "out is 'TMP/file'"),
-        (["--snapshot", "TMP/no.pickle"], "snapshot TMP/no.pickle does not exist"),
-        (["--snapshot", "TMP/file"], "snapshot TMP/file is not a memory snapshot"),
-        (["--snapshot", "TMP/file", "--precision", "bf16"], "precision is 'bf16'"),
-        (["--snapshot", "TMP/file", "--warmup", "3"], "warmup is 3"),
-        (["--warmpu", "3"], "unknown field warmpu: did you mean warmup?"),
-    ],
-)
-def test_a_wrong_option_is_one_line(wrong: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "file").write_bytes(b"hello")
-    given = [word.replace("TMP", str(tmp_path)) for word in wrong]
-    quick = [] if "--snapshot" in wrong else ["--quick", "--device", "cpu"]
-    assert command(*quick, "--out", str(tmp_path / "out"), *given) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"cs336: {said.replace('TMP', str(tmp_path))}")
-    assert err.count("\n") == 1
 
 
 def test_the_allocators_recording_is_asked_for_as_pytorch_takes_it_and_ends_even_after_an_error(

@@ -61,8 +61,8 @@ def pointing(x: float, y: float) -> str:
     return f"""
         const box = canvas.getBoundingClientRect();
         canvas.dispatchEvent(new MouseEvent("mousemove", {{
-            clientX: box.left + MARGIN.left + {x} * plot.width,
-            clientY: box.top + MARGIN.top + (1 - {y}) * plot.height, bubbles: true }}));
+            clientX: box.left + MARGIN.left + {x} * plotWidth(),
+            clientY: box.top + MARGIN.top + (1 - {y}) * plotHeight(), bubbles: true }}));
     """
 
 
@@ -114,15 +114,15 @@ def test_the_slider_sums_the_smaller_ones(tmp_path: Path) -> None:
 def test_the_wheel_and_the_keys_zoom_and_move_within_the_data(tmp_path: Path) -> None:
     script = """
         const said = [];
-        const note = () => said.push([view.x0, view.x1].map((v) => v.toFixed(4)).join(" "));
+        const note = () => said.push(view.x.map((v) => v.toFixed(4)).join(" "));
         const key = (k) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key: k, bubbles: true }));
-        const all = view.x1 - view.x0, box = canvas.getBoundingClientRect();
+        const all = size("x"), box = canvas.getBoundingClientRect();
         note();
-        canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, clientX: box.left + MARGIN.left + plot.width / 2,
+        canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, clientX: box.left + MARGIN.left + plotWidth() / 2,
             clientY: box.top + 100, bubbles: true, cancelable: true }));
-        said.push(view.x1 - view.x0 < all * 0.7 && view.x0 > 0 ? "closer" : "not closer");
+        said.push(size("x") < all * 0.7 && view.x[0] > 0 ? "closer" : "not closer");
         for (let i = 0; i < 50; i++) key("ArrowLeft");
-        said.push(Math.abs(view.x0 - position(0)) < 1e-9 ? "at the left end" : `at ${view.x0}`);
+        said.push(Math.abs(view.x[0] - timeOf(0)) < 1e-9 ? "at the left end" : `at ${view.x[0]}`);
         key("0");
         note();
         said.push(said[0] === said[3] ? "all again" : "lost");

@@ -3,16 +3,15 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cs336_systems.cli.main import main
 from cs336_systems.config.run import RunConfig
 from cs336_systems.training.prepare import prepare_data
-from tests.systems.command import MODEL, Run, WriteConfig
+from tests.systems.command import MODEL, WriteConfig
 from tests.systems.preparation import TEXT, VALID_TEXT
 
 
@@ -57,20 +56,3 @@ def write_config(tmp_path: Path) -> WriteConfig:
         return str(tmp_path / name)
 
     return write
-
-
-@pytest.fixture
-def cs336(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Runs the command in this process; returns exit code, stdout and stderr."""
-    log = logging.getLogger("cs336_systems")
-    before = log.handlers[:], log.level
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            main(arguments)
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    yield run
-    log.handlers[:], log.level = before

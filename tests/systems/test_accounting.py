@@ -115,43 +115,37 @@ def test_training_costs_three_forward_passes_as_pytorch_counts_them(shape: Model
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_least_memory_is_that_of_the_tensors_a_step_cannot_do_without(shape: ModelShape) -> None:
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 5, 12, 10**6])
+def test_the_least_memory_is_that_of_the_tensors_a_step_cannot_do_without(
+    shape: ModelShape, chunk_tokens: int | None
+) -> None:
+    """Whole logits of float32 weights; or bfloat16 weights and the loss in chunks."""
     batch, micro_batch = 6, 2
     model = TransformerLM(**dataclasses.asdict(shape))
-    optimizer = AdamW(model.parameters(), lr=1e-3)
     tokens = torch.zeros(batch, shape.context_length, dtype=torch.long)
-    logits = model(tokens[:micro_batch])
-    logits.sum().backward()
+    inputs, logits = tokens[:micro_batch], list[Tensor]()
+
+    def rows_loss(of_chunk: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits.append(of_chunk)
+        return loss_and_gradient(of_chunk, targets)
+
+    if chunk_tokens is None:
+        logits.append(model(inputs))
+        loss = logits[0].sum()
+    else:
+        cast_weights(model, torch.bfloat16)
+        how = dict(chunk_tokens=chunk_tokens, rows_loss=rows_loss)
+        model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, **how)
+        loss = model(inputs, targets=inputs)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    loss.backward()
     optimizer.step()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
     rope = next(m for name, m in model.named_modules() if name.endswith("rope"))
-    held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, logits.bfloat16()]
-    assert least_training_bytes(shape, batch, micro_batch) == sum(t.nbytes for t in held)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 12, 10**6])
-def test_the_least_memory_with_bfloat16_weights_and_the_loss_in_chunks(shape: ModelShape, chunk_tokens: int) -> None:
-    batch, micro_batch = 6, 2
-    model = TransformerLM(**dataclasses.asdict(shape))
-    cast_weights(model, torch.bfloat16)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    chunks: list[Tensor] = []
-
-    def rows_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        chunks.append(logits)
-        return loss_and_gradient(logits, targets)
-
-    model.lm_head.loss = functools.partial(chunked_linear_cross_entropy, chunk_tokens=chunk_tokens, rows_loss=rows_loss)
-    tokens = torch.zeros(batch, shape.context_length, dtype=torch.long)
-    model(tokens[:micro_batch], targets=tokens[:micro_batch]).backward()
-    optimizer.step()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
-    rope = next(m for name, m in model.named_modules() if name.endswith("rope"))
-    held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, max(chunks, key=len)]
-    needed = least_training_bytes(shape, batch, micro_batch, weight_bytes=2, loss_chunk_tokens=chunk_tokens)
+    held = [*model.parameters(), *gradients, *moments, *rope.buffers(), tokens, max(logits, key=len).bfloat16()]
+    sizes = (shape, batch, micro_batch)
+    needed = least_training_bytes(*sizes, weight_bytes=4 if chunk_tokens is None else 2, loss_chunk_tokens=chunk_tokens)
     assert needed == sum(t.nbytes for t in held)
 
 

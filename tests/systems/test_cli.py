@@ -12,7 +12,6 @@ import pytest
 
 from cs336_systems.bench.row import Row, append_row
 from cs336_systems.cli.arguments import in_our_words
-from cs336_systems.cli.main import main
 from cs336_systems.cli.train import train_parser
 from cs336_systems.machine.console import Ended
 from tests.systems.command import SHORT, TINY, Run, process, the_line
@@ -230,40 +229,25 @@ def _caused(error: Exception, cause: BaseException) -> Exception:
     return error
 
 
-def test_ctrl_c_before_the_first_step_ends_without_a_traceback(
-    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("cs336_systems.training.prepare.prepare_data", interrupted)
-    with pytest.raises(BaseException) as ended:  # noqa: PT011 - a KeyboardInterrupt would end the test session
-        main(["train", *TINY, *SHORT])
-    assert ended.type is SystemExit
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "raised, code, line",
     [
-        (Ended(signal.SIGTERM), 143, "cs336: ended by SIGTERM"),
-        (Ended(signal.SIGHUP), 129, "cs336: ended by SIGHUP"),
-        (KeyboardInterrupt(), 130, "cs336: interrupted"),
-        (_caused(RuntimeError("Error calling __set_name__"), KeyboardInterrupt()), 130, "cs336: interrupted"),
-        (_caused(RuntimeError("a fault"), KeyError()), 1, "cs336: a fault"),
+        (Ended(signal.SIGTERM), 143, "ended by SIGTERM"),
+        (Ended(signal.SIGHUP), 129, "ended by SIGHUP"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (_caused(RuntimeError("Error calling __set_name__"), KeyboardInterrupt()), 130, "interrupted"),
+        (_caused(RuntimeError("a fault"), KeyError()), 1, "a fault"),
     ],
     ids=repr,
 )
 def test_a_signal_sets_the_exit_code(
-    raised: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    raised: BaseException, code: int, line: str, cs336: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(*_: Any) -> None:
         raise raised
 
     monkeypatch.setattr("cs336_systems.training.pipeline.train", ended)
-    with pytest.raises(SystemExit) as exited:
-        main(["train", *TINY, *SHORT])
-    assert (exited.value.code, capsys.readouterr().err) == (code, f"{line}\n")
+    assert the_line(cs336("train", *TINY, *SHORT), code) == line
 
 
 @pytest.mark.parametrize(
@@ -276,11 +260,8 @@ def test_a_signal_sets_the_exit_code(
     ],
 )
 def test_a_wrong_rank_in_the_environment_is_refused(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, cs336: Run
 ) -> None:
     for name, value in ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | environment).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "memory"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith(f"cs336: {message}")
+    assert the_line(cs336("plan", "memory")).startswith(message)

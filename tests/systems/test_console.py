@@ -54,8 +54,8 @@ def test_samples_and_summaries_are_printed_in_any_encoding(trained: tuple[Path, 
 def test_a_rank_prints_in_any_encoding_too(tmp_path: Path) -> None:
     code = f"""
 import os
-from cs336_systems.training.launch import one_of_several
-with one_of_several(str(os.getppid())):
+from cs336_systems.training.launch import child_process
+with child_process(str(os.getppid())):
     print({PROMPT!r}, flush=True)
     os._exit(0)
 """

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from cs336_systems.machine.garbage import objects_set_aside
+from cs336_systems.machine.garbage import gc_frozen
 
 
 class Knot:
@@ -15,7 +15,7 @@ class Knot:
 
 def test_old_objects_are_exempt_and_new_ones_are_collected() -> None:
     before = Knot()
-    with objects_set_aside():
+    with gc_frozen():
         assert not any(x is before for x in gc.get_objects())
         after = Knot()
         assert any(x is after for x in gc.get_objects())
@@ -27,6 +27,6 @@ def test_old_objects_are_exempt_and_new_ones_are_collected() -> None:
 
 
 def test_the_exemption_ends_after_an_error() -> None:
-    with pytest.raises(KeyError), objects_set_aside():
+    with pytest.raises(KeyError), gc_frozen():
         raise KeyError
     assert gc.get_freeze_count() == 0

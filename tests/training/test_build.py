@@ -77,7 +77,7 @@ def test_a_strategy_gets_the_types_and_the_size_of_the_configuration(
     wrapped = wrap_model(config, TransformerLM(**dataclasses.asdict(config.model.shape)))
     assert wrapped.grad_dtype == torch.bfloat16
     if isinstance(wrapped, DDP):
-        assert wrapped._most_bytes == 3 * 2**20
+        assert wrapped._max_bytes == 3 * 2**20
     if isinstance(wrapped, FSDP):
         computed = torch.bfloat16 if precision == "bf16" else torch.float32
         assert {weight.full.dtype for unit in wrapped._groups for weight in unit.params} == {computed}

@@ -182,7 +182,7 @@ def save_and_train(folder: str) -> None:
         tensors = shares(step)
         saver.save(Path(folder) / "async", tensors, Manifest(step=step, **REST), keep_last=3)
         for number in range(20):
-            assert comm.gather_objects(number, "training") == [number] * comm.world_size()
+            assert comm.all_gather_objects(number, "training") == [number] * comm.world_size()
             tensor = torch.full((1000,), float(comm.rank()))
             comm.mean([tensor], "gradients")
             assert bool((tensor == (comm.world_size() - 1) / 2).all())

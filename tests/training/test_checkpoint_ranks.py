@@ -61,13 +61,13 @@ def fail_at_each_call(folder: str, rank: int) -> list[str]:
     mine = comm.rank() == rank
     with FaultyFileSystem() as files:
         save_own(Path(folder) / "without", 1, 10)
-    calls = comm.gather_objects(files.calls, "calls of the test")[rank]
+    calls = comm.all_gather_objects(files.calls, "calls of the test")[rank]
     for n, call in enumerate(calls, start=1):
         where = Path(folder) / str(n)
         save_own(where, 1, 10)
         with FaultyFileSystem(n if mine else None, NO_SPACE if mine else None):
             error = error_of(lambda where=where: save_own(where, 2, 10))
-        outcomes = comm.gather_objects(error and str(error), "errors of the test")
+        outcomes = comm.all_gather_objects(error and str(error), "errors of the test")
         assert len({outcome is None for outcome in outcomes}) == 1, f"{call}: {outcomes}"
         if error is not None:
             assert isinstance(error, CheckpointError)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...config.checks import check_types, is_place, require, require_at_least, without_groups
+from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
 from ...kernels.attention import ATTENTION, get_attention
 from ...machine.hardware import DTYPES, select_device, use_device
 from ...planner.accounting import naive_attention_bytes
@@ -111,7 +111,7 @@ class AttentionBench:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        if is_place(self.kernel):
+        if is_import_path(self.kernel):
             with without_groups({"model.attention": "kernel"}):
                 get_attention(self.kernel)
         else:  # a registered kernel may still fail to import: that is a row of status error
@@ -135,9 +135,9 @@ class AttentionBench:
         shape = tuple(getattr(self, name) for name in self.dimensions)
         return shape, shape
 
-    def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        """The fields of the shape, read from an output and the keys."""
-        return dict(zip(self.dimensions, o.shape, strict=True))
+    def check_output(self, o: Tensor) -> None:
+        """Raise ValueError for an output of another shape than q's."""
+        require(o.shape == self.shapes[0], "output's shape", tuple(o.shape), f"{self.shapes[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +177,6 @@ class KernelsBench(InTurnsBench):
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.shape, self.shape
 
-    def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        return {"shape": list(o.shape)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSweepBench(InTurnsBench):
@@ -202,10 +199,6 @@ class AttentionSweepBench(InTurnsBench):
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         q, k = ((self.batch_size, self.num_heads, length, self.head_size) for length in self.tier)
         return q, k
-
-    def read_back(self, o: Tensor, k: Tensor) -> dict[str, Any]:
-        batch_size, num_heads, n_q, head_size = o.shape
-        return dict(batch_size=batch_size, num_heads=num_heads, head_size=head_size, tier=[n_q, k.shape[-2]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,14 +274,15 @@ def measure_passes(config: PlainBench) -> tuple[dict[str, Any], dict[str, Any]]:
         if i >= config.warmup:
             times["forward"].append(forward_ms)
             times["backward"].append(backward_ms)
+    config.check_output(o)
     metrics: dict[str, Any] = {"timer": Stopwatch.METHOD}
     for work, laps in times.items():
-        metrics |= timed(config, work, laps, config.length, o)
+        metrics |= timed(config, work, laps)
     if device.type == "cuda":
         metrics["memory_before_backward_bytes"] = in_use - held
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - held
-    ran = {"repeats": len(times["forward"]), "device": str(device)}
-    return config.read_back(o, k) | ran | {"compile": hasattr(attention, "_torchdynamo_orig_callable")}, metrics
+    is_compiled = hasattr(attention, "_torchdynamo_orig_callable")
+    return {"repeats": len(times["forward"]), "device": str(device), "compile": is_compiled}, metrics
 
 
 def eager_or_compiled(config: PlainBench) -> str:
@@ -329,8 +323,8 @@ def measure_leaderboard(config: LeaderboardBench) -> tuple[dict[str, Any], dict[
         flash_forward_backward()  # outside do_bench, which allocates a quarter of a GiB to flush the cache
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     times, method = handout_times(flash_forward_backward, config, device)
-    metrics |= timed(config, "forward_sum_backward", times, config.length, q, per="mean")
-    ran = config.read_back(q, k) | {"compile": hasattr(flash, "_torchdynamo_orig_callable"), "device": str(device)}
+    metrics |= timed(config, "forward_sum_backward", times, per="mean")
+    ran = {"compile": hasattr(flash, "_torchdynamo_orig_callable"), "device": str(device)}
     return ran, metrics | {"calls": len(times), "timer": method}
 
 

@@ -14,7 +14,7 @@ from ...parallel.ddp import DDP
 from ...planner.accounting import num_parameters
 from ...planner.cards import fit_transfer
 from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_overhead
-from ...planner.rows import card_by_name, transfer_points
+from ...planner.rows import UNUSABLE, card_by_name, reason, transfer_points
 from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import swept
@@ -67,23 +67,22 @@ class BucketBench(DDPBench):
     def transfer_cost(self) -> tuple[float, float] | None:
         """Overhead in s and bandwidth in bytes/s of an all-reduce over these processes; None if unknown.
 
-        Raises ValueError or FileNotFoundError if the given row file lacks them.
+        Raises ValueError or FileNotFoundError naming the given row file if it lacks them.
         """
         kind = select_device(self.device).type
         if self.rows:
-            rows: list[Any] = read_rows(Path(self.rows))
             backend = "nccl" if kind == "cuda" else "gloo"
-            carried = [row for row in rows if row.case == "all-reduce" and row.config["backend"] == backend]
+            rows: list[Any] = [row for row in read_rows(Path(self.rows)) if row.config.get("backend") == backend]
             try:
-                return fit_transfer(*transfer_points(carried, self.devices))
-            except ValueError as error:
-                raise ValueError(f"rows is {self.rows!r}: {error}") from error
+                return fit_transfer(*transfer_points(rows, self.devices))
+            except UNUSABLE as error:
+                raise ValueError(f"rows is {self.rows!r}: {reason(error)}") from error
         card = card_by_name(gpu_name() or "") if kind == "cuda" else None
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 
     def look(self, is_first: bool, trainer: Trainer) -> dict[str, Any]:
         """The number of buckets."""
-        return {"buckets": len(trainer.strategy.groups)} if isinstance(trainer.strategy, DDP) else {}
+        return {"buckets": len(trainer.strategy.buckets)} if isinstance(trainer.strategy, DDP) else {}
 
     def row(self, metrics: dict[str, Any], **ran: Any) -> Row:
         """The row of the metrics, with the planner's prediction."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...config.checks import check_types, is_place, require, require_at_least, without_groups
+from ...config.checks import check_types, is_import_path, require, require_at_least, without_groups
 from ...config.run import SHARDED, STRATEGIES, ParallelConfig, RunConfig
 from ...machine.hardware import select_device
 from ...parallel import get_strategy
@@ -25,7 +25,7 @@ from ..instruments.streams import record_step, totals
 from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
-from ..turns import measure_in_turns
+from ..turns import StepBench, measure_in_turns
 from ..workload import Workload, random_run
 
 ALONE = "alone"
@@ -39,7 +39,7 @@ OPTIONS: tuple[str, ...] = ("zero1", "zero2", "bf16", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPBench:
+class DDPBench(StepBench):
     """A strategy, a model, and a number of processes."""
 
     variant: str = swept(*VARIANTS, quick=(ALONE, "naive", "bucketed:0.01", "fsdp"))
@@ -62,9 +62,7 @@ class DDPBench:
     device: str = swept("auto", quick="cpu")
     """auto, cpu or cuda."""
     warmup: int = swept(5, quick=1)
-    """Steps before the measured ones, in each round."""
     steps: int = swept(10, quick=2)
-    """Measured steps per round."""
     rounds: int = swept(1)
     """Number of rounds in which the variants take turns, each built anew."""
     built_once: bool = swept(False)
@@ -115,7 +113,7 @@ class DDPBench:
         parts = re.fullmatch(r"([\w.]+:[^\W\d]\w*|\w+)(?::(\d{1,9}(?:\.\d{1,9})?))?((?:\+\w+)*)", self.variant)
         name, bucket, options = parts.groups() if parts else ("", None, "")
         chosen = options.split("+")[1:]
-        is_known = name in (ALONE, *_OF_SEVERAL) or is_place(name)
+        is_known = name in (ALONE, *_OF_SEVERAL) or is_import_path(name)
         taken = _options_of(name) if is_known and name != ALONE else ()
         impossible = {
             "zero1": name == ALONE or name in SHARDED,  # it shards the optimizer's state anyway
@@ -126,7 +124,7 @@ class DDPBench:
         takes_bucket = "bucket_size_mb" in taken and float(bucket or 1) > 0
         is_right = is_known and (takes_bucket or bucket is None)
         if not is_right or not set(chosen) <= set(accepted) or len(set(chosen)) < len(chosen):
-            others = [*_OF_SEVERAL, *([name] if is_place(name) else [])]
+            others = [*_OF_SEVERAL, *([name] if is_import_path(name) else [])]
             without = [ALONE, *(other for other in others if "bucket_size_mb" not in _options_of(other))]
             raise ValueError(
                 f"variant is {self.variant!r}: it must be {ALONE}, one of {', '.join(_OF_SEVERAL)} or module:Class; "

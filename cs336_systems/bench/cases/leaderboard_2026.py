@@ -24,7 +24,7 @@ from ..case import Case, row_config, swept
 from ..outcome import measured
 from ..ranks import launched
 from ..row import Row
-from ..turns import measure_in_turns
+from ..turns import StepBench, measure_in_turns
 from ..workload import Workload, is_compiled, random_run, wrapped
 
 TIMER = (
@@ -36,7 +36,7 @@ TIMER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaderboard2026Bench:
+class Leaderboard2026Bench(StepBench):
     """A strategy, and the settings that make its step fit."""
 
     strategy: Literal["fsdp", "torch_fsdp"] = swept("fsdp", sweep=("fsdp", "torch_fsdp"), quick=("fsdp", "torch_fsdp"))
@@ -72,9 +72,6 @@ class Leaderboard2026Bench:
     steps: int = swept(10, quick=2)
     """Measured steps."""
 
-    rounds = 1
-    built_once = False
-    is_alone = False
     step_timeout_s = 600.0  # the first step compiles
 
     def __post_init__(self) -> None:

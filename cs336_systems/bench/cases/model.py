@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ...config.checks import require_at_least
-from ...machine.garbage import objects_set_aside
+from ...machine.garbage import gc_frozen
 from ...machine.hardware import device_peak_flops
 from ...planner.accounting import forward_flops, training_flops
 from ...training.metrics import summarise
@@ -68,7 +68,7 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
 def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
     """Metrics of whole steps: their times in ms."""
     steps_ms = []
-    with objects_set_aside():
+    with gc_frozen():
         watch = Stopwatch(bench.device)
         for _ in range(steps):
             bench.step()
@@ -78,7 +78,7 @@ def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
 
 def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    with objects_set_aside():
+    with gc_frozen():
         watch = Stopwatch(bench.device)
         for _ in range(steps):
             bench.step(after=lambda phase: times[phase].append(watch.lap_ms()))

@@ -75,7 +75,7 @@ def measure_on_rank(
         look = functools.partial(follow_gathers, is_first=is_first) if follow else None
         with alone() if config.is_alone else nullcontext():
             found, seen = measure_memory(config, device, look)
-        ranks = comm.gather_objects((found, seen), "the measurements")
+        ranks = comm.all_gather_objects((found, seen), "the measurements")
         metrics = fullest([metrics for metrics, _ in ranks]) | ranks[0][1]
         with suppress(ValueError):  # a strategy or an option that the planner does not know
             settings = row_config(config) | {"run": config.run_config().to_dict()}

@@ -15,7 +15,7 @@ import torch
 
 from ...config.checks import check_types, require_at_least
 from ...config.run import RunConfig
-from ...machine.garbage import objects_set_aside
+from ...machine.garbage import gc_frozen
 from ...machine.hardware import device_peak_flops, use_device
 from ...planner.accounting import training_flops
 from ...training.metrics import summarise
@@ -129,7 +129,7 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
     for _ in range(config.warmup):
         step()
     wait_for(device)
-    with objects_set_aside():
+    with gc_frozen():
         begin = time.perf_counter()
         if trainer is not None:
             trainer.reset_clock()

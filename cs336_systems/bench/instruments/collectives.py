@@ -111,12 +111,12 @@ def measure_collective(
     """The configuration as it ran and its metrics, the same on all ranks; see `affordable` for the number of calls."""
     with named(f"{collective} of {nbytes} bytes"):
         call, buffer, given = prepare(collective, nbytes, device)
-        estimate = max(comm.gather_objects(time_calls(call, given, 1)[0], "the time of one call"))
+        estimate = max(comm.all_gather_objects(time_calls(call, given, 1)[0], "the time of one call"))
         most = most_calls(collective, comm.world_size()) - 1
         warmup, calls = affordable(estimate, min(warmup, most), min(calls, most), budget_s)
         time_calls(call, given, warmup)
         times = time_calls(call, given, calls)
-    metrics = of_ranks(comm.gather_objects(times, "times of the calls"))
+    metrics = of_ranks(comm.all_gather_objects(times, "times of the calls"))
     metrics |= bandwidths(collective, comm.world_size(), buffer.nbytes, metrics["time_ms"]["p50"])
     backend = dict(each.split(":") for each in dist.get_backend_config().split(","))[device.type]
     exact = collective in ("all-reduce", "broadcast")

@@ -19,15 +19,14 @@ _DETAIL = 5000
 
 def write_page(history: History, path: Path, title: str, note: str) -> None:
     """Write the page. At first it draws the _DETAIL largest allocations one by one; its slider changes this."""
-    scripts = ("stack.js", "axes.js", "page.js")
-    write_whole(path, fill_page("page.html", scripts, title, note, page_data(history)))
+    write_whole(path, fill_page("page.html", ("stack.js", "page.js"), title, note, page_data(history)))
 
 
 def fill_page(template: str, scripts: Sequence[str], title: str, note: str, data: Any) -> str:
     """A page from files in the folder `page` that contains its data and draws it, without any network."""
     content = {"TITLE": html.escape(title), "NOTE": html.escape(note), "DATA": embedded_json(data)}
     body = fill_template((_FILES / template).read_text(), content)
-    script = "".join((_FILES / name).read_text() for name in scripts)
+    script = "".join((_FILES / name).read_text() for name in ("view.js", *scripts))
     return framed(title, body, (_FILES / "page.css").read_text(), script)
 
 

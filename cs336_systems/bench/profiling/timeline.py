@@ -52,10 +52,6 @@ class Timeline:
     phases: dict[str, list[float]]
     """Start and end of each phase, in ms."""
 
-    def __post_init__(self) -> None:
-        if not self.ms or any(len(sizes) != len(self.ms) for sizes in self.in_use.values()):
-            raise ValueError(f"a timeline has {len(self.ms)} times: it must have some, and as many bytes a category")
-
     @property
     def total(self) -> np.ndarray:
         """Bytes of all categories together."""

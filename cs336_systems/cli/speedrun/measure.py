@@ -10,14 +10,14 @@ from ...bench.case import Case, row_config
 from ...bench.outcome import failed, measured
 from ...bench.ranks import launched
 from ...bench.row import Row
-from ...bench.turns import measure_in_turns
+from ...bench.turns import StepBench, measure_in_turns
 from ...bench.worker import Worker, WorkerEndedError
 from ...config.run import RunConfig
 from .choice import Trial
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepTimes(StepBench):
     """A run to time, on random weights and tokens."""
 
     name: str
@@ -28,9 +28,6 @@ class StepTimes:
     """cpu or cuda."""
     warmup: int
     steps: int
-    rounds: int = 1
-    built_once: bool = False
-    is_alone: bool = False
 
     def run_config(self) -> RunConfig:
         """The configuration of the run."""

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from cs336_basics.model import Attention
 
-from ...config.checks import imported, is_place, require
+from ...config.checks import import_object, is_import_path, require
 
-_PLACES = {
+_IMPORT_PATHS = {
     "naive": "reference:naive",
     "vectorized_torch": "reference:vectorized_torch",
     "flash_torch": "flash_torch:flash_torch",
@@ -38,17 +38,17 @@ class _Kernels(Mapping[str, Attention]):
     """The functions by name. Reading a name imports its module."""
 
     def __getitem__(self, name: str) -> Attention:
-        module, _, function = _PLACES[name].partition(":")
+        module, _, function = _IMPORT_PATHS[name].partition(":")
         return getattr(importlib.import_module(f".{module}", __name__), function)
 
     def __contains__(self, name: object) -> bool:
-        return name in _PLACES  # Mapping's own would import
+        return name in _IMPORT_PATHS  # Mapping's own would import
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_PLACES)
+        return iter(_IMPORT_PATHS)
 
     def __len__(self) -> int:
-        return len(_PLACES)
+        return len(_IMPORT_PATHS)
 
 
 ATTENTION = _Kernels()
@@ -63,8 +63,8 @@ def get_attention(name: str) -> Attention:
     Raises ValueError naming `model.attention` if no kernel has the name or its module cannot be imported. A kernel that
     needs a GPU or a package raises its error when it is called; `check_attention` calls it.
     """
-    if is_place(name):
-        attention = imported("model.attention", name)
+    if is_import_path(name):
+        attention = import_object("model.attention", name)
         require(callable(attention), "model.attention", name, "a function, attention(q, k, v, is_causal)")
         return attention
     if name == "auto":

@@ -34,8 +34,8 @@ from .flash_triton_kernels import PAD, backward_kernel, dkv_kernel, dq_kernel, f
 from .flash_triton_tiles import (
     Tile,
     choose_tile,
-    is_float_apart,
-    is_float_of_few_programs,
+    is_faster_with_small_tiles,
+    needs_small_tiles,
     padded_head_size,
     tile_key,
     tile_table,
@@ -183,26 +183,27 @@ def _forward_launch(tensors: Tensors, is_causal: bool) -> Launch:
     tma = _use_tma(tensors)
     if _use_gluon(q, tma):
         return gluon_launch("forward", tensors, is_causal)
-    return triton_launch("forward", tensors, is_causal, choose_tile("forward", q, tma, is_float_apart(q, k, v)), tma)
+    return triton_launch("forward", tensors, is_causal, choose_tile("forward", q, tma, needs_small_tiles(q, k, v)), tma)
 
 
 def _backward_launches(tensors: Tensors, is_causal: bool, need_dq: bool, need_dkv: bool) -> tuple[Launch, ...]:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
-    tma, apart = _use_tma(tensors), is_float_apart(q, k, v)
+    tma, small = _use_tma(tensors), needs_small_tiles(q, k, v)
     if need_dq and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
-        small = apart or is_float_of_few_programs(q, k)
-        if tile_key("backward", q.shape[-1], q.dtype, tma, small) in tile_table():
-            return (triton_launch("backward", tensors, is_causal, choose_tile("backward", q, tma, small), tma),)
+        one_launch_small = small or is_faster_with_small_tiles(q, k)
+        if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
+            tile = choose_tile("backward", q, tma, one_launch_small)
+            return (triton_launch("backward", tensors, is_causal, tile, tma),)
     in_gluon = _use_gluon(q, tma)
     if in_gluon and need_dq:
         first = gluon_launch("dq", tensors, is_causal)
     else:  # without dq only the vectors are filled, and the Triton and the Gluon kernel give the same ones
-        first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, apart), tma, need_dq)
+        first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq)
     if not need_dkv:
         return (first,)
     if in_gluon:
         return first, gluon_launch("dkv", tensors, is_causal)
-    return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, apart), tma)
+    return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, small), tma)
 
 
 def _use_tma(tensors: Tensors) -> bool:

@@ -33,8 +33,8 @@ def tile_table() -> dict[str, Tile]:
 def tile_key(phase: str, d: int, dtype: torch.dtype, tma: bool, small: bool = False) -> str:
     """A tile's key: the phase (forward, dq, dkv, or backward for the last two), the padded head size, and a kind.
 
-    The kinds are float, half, half-tma for 16-bit tensors moved by TMA, and float-small. The last has small tiles
-    for float32. They are not tuned, and have a backward pass in one launch at every head size.
+    The kinds are float, half, half-tma for 16-bit tensors moved by TMA, and float-small. The last has small tiles for
+    float32, which are not tuned. It has a backward pass in one launch at every head size.
     """
     kind = "float-small" if small else "float" if dtype == torch.float32 else "half-tma" if tma else "half"
     return f"{phase}-{padded_head_size(d)}-{kind}"
@@ -59,18 +59,18 @@ def choose_tile(phase: str, q: Tensor, tma: bool, small: bool) -> Tile:
     return tile_table()[tile_key(phase, q.shape[-1], q.dtype, tma, small)]
 
 
-def is_float_apart(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether they are float32 and any has columns that are not adjacent in memory, which needs the small tiles.
+def needs_small_tiles(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether they are float32 and the columns of one are not adjacent in memory.
 
     With the tuned tiles, Triton 3.6 generates kernels for Hopper that read beyond the tensors at head sizes 32 and 64.
-    There is no need to look at the other tensors: outputs and gradients have the memory layouts of q, k and v, and dO
-    is made contiguous.
+    The other tensors need no check: outputs and gradients have the memory layouts of q, k and v, and dO is made
+    contiguous.
     """
     return q.dtype == torch.float32 and any(x.stride(-1) != 1 for x in (q, k, v))
 
 
-def is_float_of_few_programs(q: Tensor, k: Tensor) -> bool:
-    """Whether, in float32, the tuned tiles are so few that small tiles, in one launch, take less time.
+def is_faster_with_small_tiles(q: Tensor, k: Tensor) -> bool:
+    """Whether the tuned tiles of float32 are so few that small tiles, in one launch, take less time.
 
     The two take equal time at about a third of the multiprocessors, measured with one head (docs/log.md). False if the
     tuned tiles also have a backward pass in one launch, and at head size 256, where one launch takes long to compile

@@ -1,4 +1,3 @@
-"use strict";
 // The allocations alive at a moment, in stacking order, moved forward event by event.
 // Moments are numbered as in the data: 0 is before the first event, i after the i-th.
 
@@ -20,13 +19,12 @@ class Stack {
     this.total = totals(data);
   }
 
-  // Begin at a moment: the `drawn` largest allocations one by one, in one list or a list a category; others summed.
-  begin(moment, drawn, grouped) {
+  // Begin at a moment. In each category the `drawn` largest of all allocations are listed, and the others summed.
+  begin(moment, drawn) {
     const kinds = this.data.categories.length;
     this.drawn = drawn;
-    this.grouped = grouped;
-    this.heads = new Int32Array(grouped ? kinds : 1).fill(-1);
-    this.tails = new Int32Array(this.heads.length).fill(-1);
+    this.heads = new Int32Array(kinds).fill(-1);
+    this.tails = new Int32Array(kinds).fill(-1);
     this.rest = new Float64Array(kinds);
     this.moment = moment;
     for (let i = 0; i < this.data.sizes.length; i++) {
@@ -47,7 +45,7 @@ class Stack {
       this.rest[this.data.kinds[i]] += this.data.sizes[i];
       return;
     }
-    const list = this.grouped ? this.data.kinds[i] : 0;
+    const list = this.data.kinds[i];
     const last = this.tails[list];
     this.previous[i] = last;
     this.next[i] = -1;
@@ -60,7 +58,7 @@ class Stack {
       this.rest[this.data.kinds[i]] -= this.data.sizes[i];
       return;
     }
-    const list = this.grouped ? this.data.kinds[i] : 0;
+    const list = this.data.kinds[i];
     const before = this.previous[i], after = this.next[i];
     if (before < 0) this.heads[list] = after; else this.next[before] = after;
     if (after < 0) this.tails[list] = before; else this.previous[after] = before;
@@ -83,9 +81,8 @@ class Stack {
         bytes += sizes[i];
         if (bytes >= following) reach(i);
       }
-      if (this.grouped && this.rest[list] > 0) { bytes += this.rest[list]; reach(-2 - list); }
+      if (this.rest[list] > 0) { bytes += this.rest[list]; reach(-2 - list); }
     }
-    if (!this.grouped) this.rest.forEach((size, kind) => { if (size > 0) { bytes += size; reach(-2 - kind); } });
   }
 }
 
