@@ -24,15 +24,14 @@ INTERPRET = bool(triton.knobs.runtime.interpret)
 class Launch:
     """A kernel with its grid and all its arguments except the tensors. Call it with the tensors by name.
 
-    `constants` has the kernel's other arguments by name. `blocks` has, by name, the block in which TMA (the
-    tensor memory accelerator of Hopper) moves a tensor; a tensor without a block is passed as a pointer. Both may have
-    names that the kernel does not take.
-    A kernel's parameters begin with its tensors: all that are not in `constants`.
+    A kernel's parameters begin with its tensors; `constants` has all other arguments by name. `blocks` has the shapes
+    in which TMA (the tensor memory accelerator of Hopper) moves tensors, by name; a tensor without a block is passed as
+    a pointer. Both may have names that the kernel does not take. A block of one axis is cut from the tensor flattened
+    to one dimension. A Gluon kernel also has the `layouts` of its blocks in shared memory, by their number of axes, and
+    the maximum number of registers per thread.
 
-    The tensors of every call must agree with the first call in shapes, strides, dtypes, device and 16-byte
-    alignment; the caller keeps one Launch for each combination. A Gluon kernel also has the `layouts` of its blocks in
-    shared memory, by their number of axes, and the maximum number of registers per thread. A block of one axis is cut
-    from the tensor flattened to one dimension.
+    The tensors of every call must agree with the first call in shapes, strides, dtypes, device and 16-byte alignment.
+    The caller keeps one Launch for each combination.
     """
 
     def __init__(
@@ -102,9 +101,9 @@ _hashed: set[str] = set()
 def _hash_in_order(module: str) -> None:
     """Make Triton hash a module's functions in the order of their definitions: called functions come first.
 
-    The hash names a kernel in Triton's cache. In Triton 3.6 (not in 3.9) a bug makes it depend on which of the called
-    functions were hashed before for another kernel. With two threads that is up to chance, and a cached kernel would
-    sometimes be compiled again.
+    The hash names a kernel in Triton's cache. In Triton 3.6 (not in 3.9) a bug makes it depend on the functions that
+    were hashed before for another kernel. With two threads their order is random, and a cached kernel would sometimes
+    be compiled again.
     """
     if module in _hashed:
         return

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from .failure import CollectiveError, Watchdog, first_line, named
 from .heartbeat import Heartbeats
-from .meeting import check_environment, meeting_place
 from .ranks import rank, world_size
+from .rendezvous import check_environment, rendezvous_arguments
 
 _watchdog: Watchdog | None = None
 _heartbeats: Heartbeats | None = None
@@ -43,7 +43,7 @@ def process_group(
     CollectiveError (tensors on a CPU; Python objects too, but a minute later if the device is a GPU).
 
     Raises CollectiveError if the other ranks do not come within init_timeout_s. NCCL takes at most nccl_max_ctas thread
-    blocks of a GPU. Raises ValueError if the environment sets another limit, or lacks a meeting place.
+    blocks of a GPU. Raises ValueError if the environment sets another limit, or does not say where the ranks meet.
     """
     global _watchdog, _heartbeats
     if nccl_max_ctas is not None:  # NCCL reads it once per process, when it first connects
@@ -55,7 +55,7 @@ def process_group(
     if not where:
         check_environment()
     try:
-        where = where or meeting_place(init_timeout_s)
+        where = where or rendezvous_arguments(init_timeout_s)
         dist.init_process_group(backend, timeout=timedelta(seconds=init_timeout_s), **where)
         with named("meeting of all ranks"):
             dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..machine.console import launched_rank
 from ..machine.files import write_whole
 from ..machine.hardware import use_device_in_thread
-from .meeting import agents_store
+from .rendezvous import agents_store
 
 OWN_LAUNCH = "CS336_LAUNCHED"
 """Set in the environment of processes that this project has started, and whose failures it reports."""

@@ -20,7 +20,7 @@ class BroadcastBucket:
 
     def __init__(self, shares: Sequence[list[Tensor]], groups: list[dict[str, Any]], immovable: set[Tensor]) -> None:
         mine = set(shares[comm.rank()])
-        self.own = [[p for p in group["params"] if p in mine] for group in groups]
+        self.own = [[p for p in group["params"] if p in mine] for group in groups]  # by parameter group
         self.sent: list[tuple[Tensor, int]] = []  # each with its owner
         self._addresses: list[tuple[Tensor, int]] = []
         for owner, share in enumerate(shares) if comm.world_size() > 1 else ():

@@ -30,14 +30,14 @@ from .reference import hidden_pairs
 
 logger = logging.getLogger(__name__)
 
-# Scores per tile, over all of B. On a CPU they stay in a core's cache between the passes over them. On a GPU they are
-# 64 MiB, which takes longer than the launches on the host; a backward pass holds three such tiles.
+# Scores per tile, over all of B. On a CPU a tile stays in a core's cache. On a GPU it has 64 MiB, so that work on it
+# takes longer than its launch; a backward pass holds three such tiles.
 _TILE_SCORES = {"cpu": 2**18, "cuda": 2**24}
-# Tiles are compiled from this many scores on: smaller ones finish before a compiled function has checked its guards.
+# From this many scores on, tiles are compiled. Smaller ones finish before a compiled function has checked its guards.
 # Nothing is compiled on a CPU, where compiling takes up to a minute and few tiles get faster.
 _WORTH_COMPILING = {"cuda": 2**16}
-# Each kind of tile is compiled once: on the diagonal, square, with one head, with sizes that happen to be equal, ...
-_KINDS = 64
+# Each kind of tile is compiled separately: on the diagonal, square, with one head, with sizes that are equal, ...
+_RECOMPILE_LIMIT = 64
 
 
 def tile_size(batch: int, device_type: str) -> int:
@@ -102,8 +102,8 @@ def compiled_backward(dO: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -
     """The backward pass as the handout first asks for it: one compiled function over all of S, for any forward pass.
 
     A `function.Backward`. Holds N_q x N_k scores. On a GPU it is compiled on first use, which takes seconds, once for
-    each kind of sizes (`_KINDS`) and not for each size. It runs eagerly on small problems and, after a warning, without
-    a compiler. Source: CS336 assignment 2, equations 13 to 19.
+    each kind of tile (`_RECOMPILE_LIMIT`) and not for each size. It runs eagerly on small problems and, after a
+    warning, without a compiler. Source: CS336 assignment 2, equations 13 to 19.
     """
     size = max(saved.q.shape[-2], saved.k.shape[-2], 1)
     return _gradients_by_tiles(size, dO, saved, need_dq, need_dkv)
@@ -175,7 +175,7 @@ def _tile_gradients(k: Tensor, v: Tensor, dO: Tensor, *others: Any) -> tuple[Ten
     if scores < _WORTH_COMPILING.get(device_type, math.inf) or device_type in _no_compiler_for:
         return _gradients(k, v, dO, *others)
     try:
-        with torch._dynamo.config.patch(recompile_limit=_KINDS):  # PyTorch's default is 8
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):  # PyTorch's default is 8
             return _compiled_gradients()(k, v, dO, *others)
     except torch._dynamo.exc.TorchDynamoException as error:
         _no_compiler_for.add(device_type)

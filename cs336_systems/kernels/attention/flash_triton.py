@@ -95,7 +95,7 @@ def flash_triton_compiled(
 # ---------------------------------------------------------------------------------------------------------------------
 
 _LAUNCHES: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
-_NOTHING = contextlib.nullcontext()  # made once, because every call needs it
+_NO_CONTEXT = contextlib.nullcontext()  # made once, because every call needs it
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
     key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
     tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o), "do_": as_4d(do)}
-    tensors["dq_"] = as_4d(dq) if need_dq else tensors["q_"]  # a kernel does not write to a gradient that is not needed
+    tensors["dq_"] = as_4d(dq) if need_dq else tensors["q_"]  # a placeholder, which the kernel does not write to
     tensors["dk_"], tensors["dv_"] = (as_4d(dk), as_4d(dv)) if need_dkv else (tensors["k_"], tensors["v_"])
     with _device_guard(q):
         is_new = launches is None
@@ -133,7 +133,7 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
         tensors["L"] = logsumexp
         if "VECTORS" in launches[0].tensors:
             tensors["VECTORS"] = new_vectors(tensors["q_"])
-        with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NOTHING:
+        with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
         for launch in launches[1:]:
             launch(tensors)
@@ -165,7 +165,7 @@ def _cache_launches(key: tuple[Any, ...], *launches: Launch) -> tuple[Launch, ..
 def _device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     # The guard takes longer than this check, which usually finds nothing to do.
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return _NOTHING
+        return _NO_CONTEXT
     return torch.cuda.device(x.device)
 
 
@@ -197,7 +197,7 @@ def _backward_launches(tensors: Tensors, is_causal: bool, need_dq: bool, need_dk
     in_gluon = _use_gluon(q, tma)
     if in_gluon and need_dq:
         first = gluon_launch("dq", tensors, is_causal)
-    else:  # without dq only the vectors are filled, and the Triton and the Gluon kernel give the same ones
+    else:  # without dq the kernel only fills VECTORS, and Triton's gives the same ones as Gluon's
         first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq)
     if not need_dkv:
         return (first,)
@@ -266,14 +266,14 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
     """`triton_launch` with a Gluon kernel, for "forward", "dq" and "dkv" where `_use_gluon` says so."""
     q, k = tensors["q_"], tensors["k_"]
     rows, tile = gluon.ROWS, gluon_backward.TILE
-    kernel, own, looped_over, blocks = {  # the rows of `own` are divided among the programs
+    kernel, tiled, looped_over, blocks = {  # each program has a tile of rows of `tiled`
         "forward": (gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)),
         "dq": (gluon_backward.dq_kernel, q, k, _blocks(q, rows, tile)),
         "dkv": (gluon_backward.dkv_kernel, k, q, _blocks(q, tile, rows, [tile])),
     }[phase]
     return Launch(
         kernel,
-        triton.cdiv(own.shape[2], gluon.GROUPS * rows) * q.shape[0] * q.shape[1],
+        triton.cdiv(tiled.shape[2], gluon.GROUPS * rows) * q.shape[0] * q.shape[1],
         dict(_scalars(q, k, looped_over), CAUSAL=is_causal),
         blocks,
         gluon.NUM_WARPS,

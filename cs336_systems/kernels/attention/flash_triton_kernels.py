@@ -13,8 +13,8 @@ Legend
     sc             scale * log2(e), scale = 1 / sqrt(D): exp(s * scale) = exp2(s * sc); the hardware has exp2
     GROUP          heads that are worked on at the same time
     PRECISION      how float32 is multiplied. "tf32": with 11 bits. "bf16x6": with 24 bits, as the sum of the six
-                   largest products of the three bfloat16 parts of each operand; tensor cores are that much faster than
-                   multiply-adds. "ieee": by multiply-adds, for the interpreter
+                   largest products of the three bfloat16 parts of each operand. Six products on tensor cores take less
+                   time than one by multiply-adds. "ieee": by multiply-adds, for the interpreter
     MOVE           how tiles are moved. "descriptors": by TMA, the copy engine of Hopper and later; tensors are then
                    passed as descriptors. "pointers": with 32-bit offsets from the tile's first element. "far pointers":
                    with 64-bit offsets
@@ -114,10 +114,10 @@ def _visible(rows, columns, N_k, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _program(num_blocks, GROUP):
-    """This program's block and bh. One grid axis: the others end at 65,535.
+    """This program's block and bh. The grid has one axis, because the others are limited to 65,535 programs.
 
     Heads come in groups whose tensors fit the L2 cache together. In a group the first block of all heads comes before
-    the second: with the longest blocks first, the last ones are short.
+    the second one, so that the longest blocks start first and short ones fill the end.
     """
     program = tl.program_id(0)
     num_heads = tl.num_programs(0) // num_blocks
@@ -129,7 +129,7 @@ def _program(num_blocks, GROUP):
 
 @triton.jit
 def _key_ranges(m0, N_k, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """For the queries from m0: keys below the first number are seen by all of them, keys from the second by none."""
+    """For the queries from m0: all of them see the keys below `full`, and none sees a key from `end` on."""
     if CAUSAL:
         full, end = tl.minimum(m0, N_k) // BN * BN, tl.minimum(m0 + BM, N_k)
     else:
@@ -176,7 +176,7 @@ def forward_kernel(
     num_blocks = tl.cdiv(N_q, BM)
     block, bh = _program(num_blocks, GROUP)
     b, h = bh // H, bh % H
-    m0 = (num_blocks - 1 - block) * BM  # causal: the longest tile starts first, and short ones fill the end
+    m0 = (num_blocks - 1 - block) * BM  # causal: the last tile is the longest, and starts first
     q = _load(q_, q_strides, b, h, m0, N_q, BM, D, D_PAD, MOVE, True)
     acc = tl.zeros([BM, D_PAD], tl.float32)
     total = tl.zeros([BM], tl.float32)

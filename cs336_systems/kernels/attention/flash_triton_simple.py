@@ -30,8 +30,8 @@ _INTERPRET = tl.constexpr(INTERPRET)
 
 
 @triton.jit
-def _place(x, strides, bh, H, rows, N, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Pointers to a tile, the given rows of head bh, and which of its elements exist."""
+def _pointers(x, strides, bh, H, rows, N, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Pointers to the given rows of head bh, and a mask of the elements that exist."""
     columns = tl.arange(0, D_PAD).to(tl.int64)  # 64-bit, because an index times a stride may not fit in 32 bits
     start = x + bh // H * strides[0] + bh % H * strides[1]
     pointers = start + rows.to(tl.int64)[:, None] * strides[2] + columns * strides[3]
@@ -40,14 +40,14 @@ def _place(x, strides, bh, H, rows, N, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def _load(x, strides, bh, H, rows, N, D: tl.constexpr, D_PAD: tl.constexpr):
-    pointers, exists = _place(x, strides, bh, H, rows, N, D, D_PAD)
-    return tl.load(pointers, mask=exists, other=0.0)
+    pointers, mask = _pointers(x, strides, bh, H, rows, N, D, D_PAD)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(x, strides, tile, bh, H, rows, N, D: tl.constexpr, D_PAD: tl.constexpr):
-    pointers, exists = _place(x, strides, bh, H, rows, N, D, D_PAD)
-    tl.store(pointers, tile.to(x.dtype.element_ty), mask=exists)
+    pointers, mask = _pointers(x, strides, bh, H, rows, N, D, D_PAD)
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -174,14 +174,15 @@ def _register_operators(
 def _run_forward(forward: Forward, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Run a kernel's forward pass on tensors whose memory holds their values.
 
-    Checks the arguments that a kernel which remembers its checks does not look at again.
+    A kernel that caches its launches checks its arguments only once, so here is_causal is checked in every call, and
+    the tensors after an error.
     """
     check_is_causal(is_causal)
     try:
         if q.is_neg() or k.is_neg() or v.is_neg():
             q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         return forward(q, k, v, is_causal)
-    except (AttributeError, RuntimeError):  # a check before every launch would take a microsecond
+    except (AttributeError, RuntimeError):  # a check before every launch would cost a microsecond
         check_tensors(q, k, v)
         raise
 

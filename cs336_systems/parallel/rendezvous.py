@@ -34,7 +34,7 @@ def check_environment() -> None:
             raise ValueError(f"GLOO_SOCKET_IFNAME is {name!r} in the environment: it must be {accepted}")
 
 
-def meeting_place(timeout_s: float) -> dict[str, Any]:
+def rendezvous_arguments(timeout_s: float) -> dict[str, Any]:
     """Arguments of `init_process_group` with a store for this start, or {} if no agent has started this process.
 
     Raises RuntimeError if not all ranks come within timeout_s.

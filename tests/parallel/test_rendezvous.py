@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.parallel import comm
-from cs336_systems.parallel.meeting import check_environment, fresh_store
+from cs336_systems.parallel.rendezvous import check_environment, fresh_store
 from tests.distributed import wait_until
 
 TIMEOUT_S = 30.0
@@ -93,7 +93,7 @@ def test_nccls_thread_blocks_are_limited_where_the_environment_has_no_other_limi
         ),
     ],
 )
-def test_an_environment_without_a_meeting_place_is_refused(
+def test_an_environment_without_a_rendezvous_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
@@ -107,7 +107,7 @@ def test_an_environment_without_a_meeting_place_is_refused(
         check_environment()
 
 
-def test_an_environment_with_a_meeting_place_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_with_a_rendezvous_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "::1")
     monkeypatch.setenv("MASTER_PORT", "65535")
     monkeypatch.setenv("WORLD_SIZE", "2")
