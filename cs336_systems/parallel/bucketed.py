@@ -24,18 +24,18 @@ class FlatBucket:
     def collect(self) -> Tensor:
         """Make every gradient a view of the flat tensor, and return that tensor.
 
-        Autograd adds to a gradient in place, so most are views already. A gradient that it made anew, because there was
-        none, is copied in.
+        Autograd adds to a gradient in place, so most are views already. A gradient for which it made a new
+        tensor is copied in.
         """
-        apart = [
+        separate = [
             (view, p, p.grad)
             for view, p in zip(self.views, self.parameters, strict=True)
             if p.grad is not None and p.grad is not view
         ]
-        if apart:
-            comm.check_dense([gradient for _, _, gradient in apart], "gradients of a bucket")
-            torch._foreach_copy_([view for view, _, _ in apart], [gradient for _, _, gradient in apart])
-        for view, p, _ in apart:
+        if separate:
+            comm.check_dense([gradient for _, _, gradient in separate], "gradients of a bucket")
+            torch._foreach_copy_([view for view, _, _ in separate], [gradient for _, _, gradient in separate])
+        for view, p, _ in separate:
             p.grad = view
         return self.flat
 

@@ -109,7 +109,7 @@ class FSDP(Strategy):
         self._fsdp_modules = shard_module(module, compute_dtype, grad_dtype)
         self._groups = list(dict.fromkeys(group for fsdp_module in self._fsdp_modules for group in fsdp_module.groups))
         self._params = {p.shard: p for group in self._groups for p in group.params}
-        self._group_of_full = {p.full: (group, p) for group in self._groups for p in group.trainable}
+        self._group_and_param = {p.full: (group, p) for group in self._groups for p in group.trainable}
         self._trainable = self.trainable()
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._flags = UsedParameters(self._trainable)
@@ -258,7 +258,7 @@ class FSDP(Strategy):
 
     def _post_accumulate_grad(self, full: nn.Parameter) -> None:
         backward = self._enter_backward()
-        group, p = self._group_of_full[full]
+        group, p = self._group_and_param[full]
         p.used = True
         group.num_gradients += 1
         backward.schedule.send_ready()
@@ -291,11 +291,10 @@ class FSDP(Strategy):
         """Average the replicated gradients. All groups are resharded."""
         self._reset()
         # Buffers and hooks are made for the parameters that were trainable at wrapping.
-        unfrozen = {p for p in self._frozen if p.requires_grad}
-        frozen = {p for p in self._trainable if not p.requires_grad}
-        for name, parameter in self.module.named_parameters() if unfrozen or frozen else ():
-            if parameter in unfrozen or parameter in frozen:
-                was, now = ("frozen", "is not now") if parameter in unfrozen else ("trainable", "is frozen now")
+        changed = {p for p in self._frozen if p.requires_grad} | {p for p in self._trainable if not p.requires_grad}
+        for name, p in self.module.named_parameters() if changed else ():
+            if p in changed:
+                was, now = ("frozen", "is not now") if p.requires_grad else ("trainable", "is frozen now")
                 raise ValueError(f"{name} was {was} when its module was wrapped and {now}: change that "
                                  "before, or wrap the module again")  # fmt: skip
         self._mark_used()
@@ -317,7 +316,7 @@ class FSDP(Strategy):
         super().zero_grad(set_to_none)
 
     def _mark_used(self) -> None:
-        """Once per step, before its gradients come: a weight that has a gradient keeps it, whoever uses it now."""
+        """Once per step, before backward: count a weight as used if it has a gradient from before."""
         if not self._used_is_marked:
             self._used_is_marked = True
             for p in self._params.values():

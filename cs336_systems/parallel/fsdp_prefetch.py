@@ -27,7 +27,7 @@ def plan_forward(modules: Sequence[FSDPModule], order: Sequence[int]) -> list[Sc
 def plan_backward(
     modules: Sequence[FSDPModule], order: Sequence[int], reached: Container[int] = ()
 ) -> list[ScheduleStep]:
-    """The steps of backward, as far back as it goes on any rank. It goes through the modules in `reached` on some."""
+    """The steps of backward, as far back as it goes on any rank. `reached`: modules that it reaches on some rank."""
     seen: set[ParamGroup] = set()
     steps: list[ScheduleStep] = []
     for number in dropwhile(lambda number: number not in reached and not modules[number].trains, order):

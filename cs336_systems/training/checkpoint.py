@@ -119,7 +119,7 @@ def _delete_leftovers(folder: Path, *prefixes: str) -> None:
 
 
 def set_newer_aside(folder: Path, step: int) -> None:
-    """Rename checkpoints after `step`, whole or torn, to `superseded-*`, because a run that goes on makes new ones.
+    """Rename checkpoints after `step`, whole or torn, to `superseded-*`, because a resumed run makes new ones.
 
     Nothing deletes them. If the name is taken, it gets a number.
     """

@@ -132,7 +132,7 @@ class Trainer:
         else:
             self._skip_or_raise(step, loss_value, norm_value)
         self.scaler.update()  # halves the loss scale after an overflow
-        if not train.cuda_graph:
+        if not train.cuda_graph:  # a replay overwrites the gradients
             self.strategy.zero_grad()
         position.step = step
         position.sequences += train.batch_size

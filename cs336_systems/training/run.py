@@ -180,7 +180,7 @@ class Run:
         """Draw a sample and the losses; return the result of the run, which rank 0 also writes."""
         sample = self._sample() if interrupted is None else None
         unigram, bigram, bigram_loss = on_first_rank(self._compare_with_baselines, "drawing of the losses")
-        timed = self.rows[5:]
+        timed = self.rows[5:]  # without the warm-up
         step_ms = summarise([row["step_ms"] for row in timed])
         tokens = self.config.train.batch_size * self.config.model.shape.context_length
         result = RunResult(

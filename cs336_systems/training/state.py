@@ -61,8 +61,8 @@ def restore_state(
 ) -> None:
     """Restore the state that `collect_state` collected: parameters in place, optimizer state, generators.
 
-    All ranks call it together. Each reads its rows, and the optimizer state of the parameters that it or nobody owns
-    (`optimizer.owner_of(parameter)`, if the optimizer has that). If one rank cannot read its part, all raise its error.
+    All ranks call it together. Each reads its rows, and the optimizer state of the parameters that it owns or that have
+    no owner (see `optimizer.owner_of`, if there is one). If one rank cannot read its part, all raise its error.
     """
     tensors: dict[str, Tensor] = {}
     on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
@@ -94,7 +94,7 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
         if group == "optimizer":
             parameter_name = key.rpartition(".")[0]
             parameter = parameters[parameter_name]
-            # Nobody owns a frozen parameter yet: every rank keeps its state.
+            # A frozen parameter has no owner yet: every rank keeps its state.
             if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
             shard = shards.get(parameter_name) if len(shape) else None
