@@ -83,10 +83,7 @@ def load_case(place: str) -> Case:
 
 
 def check_sized_for_gpu(command: str, device: str) -> None:
-    """Refuse GPU sizes on a CPU unless `--device cpu` asks for it; then warn.
-
-    Raises ValueError if the device is auto and there is no GPU.
-    """
+    """Warn of GPU sizes on a CPU that `--device cpu` asks for; raise ValueError if auto finds no GPU."""
     if device == "auto" and not gpu_count():
         raise ValueError(
             "device is 'auto', and there is no GPU: give --quick, which takes seconds, or --device cpu; "
@@ -172,10 +169,7 @@ def groups(case: Case, configs: Iterable[Any]) -> list[list[Any]]:
 
 
 def is_of(row: Row, config: Any) -> bool:
-    """Whether a row measures this configuration, wherever its files are. The row may have more fields.
-
-    A field that the row lacks, because it is newer than the row, counts as its default.
-    """
+    """Whether a row measures a configuration, wherever its files are. A field that it lacks counts as its default."""
     asked = row_config(config)
     return all(
         row.config.get(field.name, field.default) == asked[field.name]

@@ -90,12 +90,9 @@ def _line(row: Row) -> bytes:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[Any]:
-    """Open a file to read and append, locked against other processes of this machine where the system has such locks.
-
-    Open it again if another process replaced it meanwhile. Unbuffered, because closing must not repeat a failed write.
-    """
+    """Open a file to append, locked against other processes, and again if one of them has replaced it meanwhile."""
     while True:
-        with path.open("ab+", buffering=0) as file:
+        with path.open("ab+", buffering=0) as file:  # closing must not repeat a failed write
             with contextlib.suppress(ImportError):  # no fcntl on Windows
                 import fcntl
 

@@ -100,11 +100,7 @@ def _gpu_here(row: Row) -> str | None:
 
 
 def _kept(rows: Iterable[Row], configs: Sequence[Any], path: Path) -> Iterator[Row]:
-    """Append each row as it comes; yield rows of all rounds.
-
-    A row of fewer rounds is written unless the file has one of as many from an earlier launch. The next row of its
-    configuration replaces it, unless that is a failure.
-    """
+    """Append each row; yield rows of all rounds. One of fewer rounds stays until the next that is ok replaces it."""
     known = [row for row in (read_rows(path) if path.exists() else []) if row.status == "ok"]
     most = {config: max((rounds_of(row, config) for row in known), default=0) for config in configs}
     so_far: dict[Any, Row] = {}

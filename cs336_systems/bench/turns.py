@@ -59,10 +59,7 @@ def check_host_memory(run: RunConfig, device: torch.device) -> None:
 
 
 def build_trainer(run: RunConfig, device: torch.device) -> Trainer:
-    """The training loop of a run on random weights and tokens, the same on all ranks.
-
-    Raises MemoryError as `check_host_memory` does.
-    """
+    """The training loop of a run on random weights and tokens, the same on all ranks. Raises MemoryError on a CPU."""
     check_host_memory(run, device)
     shape = run.model.shape
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 1 << 20).astype(token_dtype(shape.vocab_size))

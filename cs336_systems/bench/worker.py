@@ -91,11 +91,8 @@ class Worker:
 
 @contextlib.contextmanager
 def _later() -> Iterator[None]:
-    """Delay signals that would end this process until the block is over.
-
-    This replaces handlers instead of masking signals: a mask holds for one thread only, so the signal would arrive in
-    another thread, such as a progress bar's.
-    """
+    """Delay signals that would end this process until the block is over."""
+    # Handlers and no mask, which holds for one thread: another one, such as a progress bar's, would get the signal.
     came: list[int] = []
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # handlers can be set and run only there

@@ -35,10 +35,7 @@ def train_parser() -> ArgumentParser:
 
 
 def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
-    """Parse arguments into a RunConfig and whether --print_config is given.
-
-    Raises ValueError with one line for an unknown field, a wrong type or an impossible value.
-    """
+    """Parse arguments into a RunConfig and whether --print_config is given. Raises ValueError naming a wrong field."""
     parser = train_parser()
     words = _read_config_files(arguments, parser)
     try:
@@ -52,10 +49,7 @@ def parse_run_config(arguments: Sequence[str]) -> tuple[RunConfig, bool]:
 
 
 def _read_config_files(arguments: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Replace --config FILE by the file's content, in front, so that fields on the command line override it.
-
-    Raises ValueError for the config.json of a run that was moved or copied, unless --run_dir is given.
-    """
+    """Replace --config FILE by the file's content, in front, so that fields on the command line override it."""
     files, others = _split_config_files(arguments)
     given = {word.partition("=")[0] for word in others}
     contents = {file: _read_config(file, parser) for file in files}
@@ -102,10 +96,7 @@ def _is_of_run(file: Path) -> bool:
 
 
 def _read_config(path: Path, parser: ArgumentParser) -> dict[str, Any]:
-    """Read a configuration file, without values that are derived from other fields.
-
-    Raises ValueError or FileNotFoundError that names the file and, for a wrong field, the field.
-    """
+    """Read a configuration file, without values that are derived from other fields."""
     if not path.exists():
         raise FileNotFoundError(f"config file {path} does not exist")
     if path.is_dir():

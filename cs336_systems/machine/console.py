@@ -46,10 +46,7 @@ def check_single_process() -> None:
 
 
 def count_in_environment(name: str, default: int, below: str | None = None) -> int:
-    """Read a number that a launcher sets in the environment.
-
-    Raises ValueError naming the variable if it is not a whole number from 0 on, or not below the variable `below`.
-    """
+    """A number that a launcher sets, from 0 on and below the variable `below`. Raises ValueError naming it."""
     value = os.environ.get(name, str(default))
     most = math.inf if below is None else count_in_environment(below, 1)
     if not (value.isascii() and value.isdigit() and int(value) < most):
@@ -151,10 +148,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def start_console(quiet: bool = False) -> None:
-    """Set up stdout and logging. `quiet` logs only errors.
-
-    A character that stdout's encoding lacks is printed as "?" instead of raising an error.
-    """
+    """Set up stdout, which prints "?" for characters that its encoding lacks, and logging; `quiet` logs only errors."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may also be closed, or belong to a notebook
         sys.stdout.reconfigure(errors="replace")
     for package in ("cs336_basics", "cs336_systems"):

@@ -41,10 +41,7 @@ def known_name(device_name: str) -> str | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Datasheet peak in FLOP/s of one GPU for matrix products in "fp32", "tf32", "bf16" or "fp16".
-
-    None if the GPU or its rate in this precision is unknown, and for a part of a GPU (MIG, vGPU).
-    """
+    """Datasheet peak in FLOP/s of products in fp32, tf32, bf16 or fp16. None if unknown, and for a part of a GPU."""
     name = known_name(device_name)
     rate = None if name is None else dict(_PEAK_TFLOPS)[name].get(precision)
     return None if rate is None else rate * 1e12

@@ -146,10 +146,7 @@ def _pair(name: str, measured: Any, predicted: float, unit: float = 1) -> Pair:
 
 
 def _memory(row: Measured) -> tuple[str, Pair | None]:
-    """The kind of memory that a row measures, and its bytes; None if a step's row has no peak.
-
-    Predictions are made from shapes alone, with nothing fitted. Raises ValueError with the reason if there is none.
-    """
+    """The kind of memory that a row measures, and its bytes by measurement and prediction, if there are any."""
     config, metrics = row.config, row.metrics
     if row.case == "residuals":  # the input and the activations of a block, without copies of weights, seen by hooks
         sizes = {name: config[name] for name in ("context_length", "d_model", "d_ff", "num_heads")}

@@ -181,11 +181,7 @@ def overhead_sections(
 
 
 def plot_overhead(
-    nbytes: float,
-    bandwidth: float,
-    overhead_s: float,
-    measured: Sequence[tuple[str, float, float]],
-    out: Path,
+    nbytes: float, bandwidth: float, overhead_s: float, measured: Sequence[tuple[str, float, float]], out: Path
 ) -> None:
     """Draw s / (w n) + o n over the bytes of a bucket, its minimum, and the measured times, into a PNG.
 

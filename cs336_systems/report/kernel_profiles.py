@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
-from ..bench.profiling.kernel_classes import CLASSES
+from ..bench.profiling.kernel_totals import CLASSES
 from ..bench.row import Row
 from ..config.model import DEFAULT_VOCAB_SIZE
 from .markdown import markdown_table

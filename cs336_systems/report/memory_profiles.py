@@ -4,9 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..bench.profiling.captions import note_of, size_text, title_of
 from ..bench.profiling.timeline import Timeline
-from ..bench.profiling.timeline_plot import timeline_figure
+from ..bench.profiling.timeline_plot import note_of, size_text, timeline_figure, title_of
 from ..bench.row import Row
 from .fields import number
 from .markdown import markdown_table

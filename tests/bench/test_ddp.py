@@ -13,7 +13,7 @@ import torch
 
 from cs336_systems.bench import ranks, runner, turns
 from cs336_systems.bench.case import configurations, is_of, is_of_fewer_rounds, row_config
-from cs336_systems.bench.cases import ddp, get_case
+from cs336_systems.bench.cases import ddp
 from cs336_systems.bench.cases.ddp import ALONE, CASE, DDPBench, name_of
 from cs336_systems.bench.row import Row, append_row, read_rows
 from cs336_systems.bench.turns import slowest
@@ -32,13 +32,6 @@ def split(rows: Iterable[Row], count: int) -> tuple[list[Row], list[Row]]:
     """The first `count` rows, and the rest."""
     found = list(rows)
     return found[:count], found[count:]
-
-
-@pytest.mark.parametrize("name", ["ddp", "bucket-size", "overlap-trace", "optimizer-sharding", "fsdp-accounting"])
-def test_the_sweep_of_sizes_goes_up_to_the_2026_handouts_xl(name: str) -> None:
-    case = get_case(name)
-    configs = configurations(case, {"device": ("cpu",), "variant": ("bucketed:100",)}, ["size"])
-    assert list(dict.fromkeys(config.size for config in configs)) == ["small", "medium", "large", "xl", "2.7B"]
 
 
 def test_each_variant_has_a_row_with_its_run(tmp_path: Path) -> None:

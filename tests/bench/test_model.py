@@ -123,9 +123,12 @@ def test_warmup_measures_every_mode_after_up_to_five_steps() -> None:
     assert [(row.variant, len(row.metrics["steps_ms"])) for row in rows] == [("0 warm-up steps", 3)] * 3
 
 
-def test_the_sweep_of_sizes_covers_the_handouts_tables() -> None:
-    configs = configurations(case.CASE, {"device": ("cpu",), "mode": ("forward",)}, ["size"])
-    assert [config.size for config in configs] == ["small", "medium", "large", "xl", "2.7B", "10B"]
+@pytest.mark.parametrize("name", ["model", "ddp", "bucket-size", "overlap-trace", "optimizer-sharding"])
+def test_the_sweep_of_sizes_covers_the_handouts_tables(name: str) -> None:
+    given = {"mode": ("forward",)} if name == "model" else {"variant": ("bucketed:100",)}
+    configs = configurations(get_case(name), {"device": ("cpu",), **given}, ["size"])
+    sizes = ["small", "medium", "large", "xl", "2.7B", "10B"]
+    assert list(dict.fromkeys(config.size for config in configs)) == (sizes if name == "model" else sizes[:-1])
 
 
 def test_the_command_writes_rows_tables_and_plots(tmp_path: Path, bench: Bench) -> None:

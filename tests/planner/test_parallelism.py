@@ -106,16 +106,6 @@ def test_the_best_split_is_where_brute_force_finds_it() -> None:
     assert min((slowest(x), x) for x in range(2, 4096))[1] == round(best)
 
 
-def test_the_overlapped_bound_at_the_best_split() -> None:
-    # B / N = alpha^2 / (M_X M_Y F) = 6,530,864 / 106,496 = 61.325; there the best X makes all three times equal.
-    batch = (4.6e14 / 1.8e11) ** 2 / (2 * 53248) * 4096
-    assert batch == pytest.approx(61.325 * 4096, rel=1e-4)
-    x = best_split(XXL, Mesh(x=64, y=64), batch)
-    d, f, y = XXL.d_model, XXL.d_ff, 4096 / x
-    math_s = 4 * batch * d * f / (4096 * 4.6e14)
-    assert math_s == pytest.approx(4 * d * f / (y * 1.8e11 * 2)) == pytest.approx(4 * batch * d / (x * 1.8e11))
-
-
 @pytest.mark.parametrize(
     "cls, given, message",
     [

@@ -56,18 +56,14 @@ def test_json_has_the_assumptions_and_the_terms(sections: Sections) -> None:
         assert values(largest)["sequences a GPU"] > 4
 
 
-@pytest.mark.parametrize(
-    "given, tokens",
-    [
-        (("--size", "8B"), "4 x 32,768"),
-        (("--size", "8B", "--context", "1024"), "4 x 1,024"),
-        (("--size", "xl"), "4 x 512"),
-        ((), "4 x 512"),
-        (("--d_model", "64", "--d_ff", "128", "--num_layers", "2", "--num_heads", "2"), "4 x 512"),
-    ],
-)
-def test_a_size_has_its_own_context(given: tuple[str, ...], tokens: str, plan: Run) -> None:
-    assert plan("memory", *given)[1].splitlines()[2].startswith(f"  {tokens} tokens a GPU")
+def test_a_size_has_its_own_context(plan: Run) -> None:
+    def tokens(words: str) -> str:
+        return plan("memory", *words.split())[1].splitlines()[2].partition(" tokens a GPU")[0].strip()
+
+    assert tokens("--size 8B") == "4 x 32,768"
+    assert tokens("--size 8B --context 1024") == "4 x 1,024"
+    for words in ("--size xl", "", "--d_model 64 --d_ff 128 --num_layers 2 --num_heads 2"):
+        assert tokens(words) == "4 x 512"
 
 
 @pytest.mark.parametrize("command", ["memory", "step"])
@@ -296,12 +292,7 @@ XL_ON_TWO: dict[str, Any] = {"run": {"model": {"size": "xl"}}, "devices": 2}
     ],
 )
 def test_a_wrong_row_is_one_line_with_the_file(
-    variant: str,
-    config: dict[str, Any],
-    metrics: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    plan: Run,
+    variant: str, config: dict[str, Any], metrics: dict[str, Any], message: str, tmp_path: Path, plan: Run
 ) -> None:
     option, case = ("rows", "all-reduce") if variant == "nccl" else ("measured", "ddp")
     row = Row(case=case, variant=variant, config=config, metrics=metrics, env={})

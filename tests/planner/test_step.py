@@ -220,12 +220,6 @@ def test_mfu_is_useful_operations_by_time_by_the_datasheet() -> None:
     assert rates.value("MFU") == pytest.approx(training_flops(XL, 4, 512) / step_seconds(job, H200) / 989e12)
 
 
-def test_a_tiny_batch_is_bound_by_weights() -> None:
-    one = parts(shape=replace(XL, context_length=1), batch_size=1)
-    # Every product reads its weight, 2 bytes a parameter: at least 2 N_m / bandwidth.
-    assert one["products, forward"] >= 2 * matmul_parameters(XL) / H200.bandwidth
-
-
 def working(section: int, name: str, card: Card = H200, **given: Any) -> str:
     terms = step_sections(Job(**({"shape": XL} | given)), card)[section].terms
     return next(term.working for term in terms if term.name == name)

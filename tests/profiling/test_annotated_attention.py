@@ -40,15 +40,6 @@ def test_its_ranges_are_seen_by_the_profiler_once_a_block() -> None:
     assert {name: counts.get(name) for name in ATTENTION_RANGES} == dict.fromkeys(ATTENTION_RANGES, 2)
 
 
-def test_the_loss_of_an_annotated_model_is_the_same() -> None:
-    losses = []
-    for change in (lambda bench: False, annotate_attention):
-        bench = Workbench(quick())
-        change(bench)
-        losses.append(bench.step())
-    assert torch.equal(*losses)
-
-
 @pytest.mark.parametrize("fields", [dict(compile=True), dict(attention="sdpa"), dict(attention="vectorized_torch")])
 def test_compiled_attention_and_other_kernels_are_left_as_they_are(fields: dict[str, Any]) -> None:
     bench = Workbench(quick(**fields))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.profiling.captions import size_text
 from cs336_systems.bench.profiling.history import History, history_of
 from cs336_systems.bench.profiling.phases import Held, Phases, read_phases
 from cs336_systems.bench.profiling.snapshot import Frame, read_snapshot
 from cs336_systems.bench.profiling.timeline import Timeline, code_lines, facts, levels, timeline_of
+from cs336_systems.bench.profiling.timeline_plot import size_text
 
 from .snapshots import Trace, one_step, save
 

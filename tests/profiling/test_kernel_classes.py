@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.bench.profiling.kernel_classes import CLASSES, kernel_class
+from cs336_systems.bench.profiling.kernel_totals import CLASSES, kernel_class
 from cs336_systems.kernels import attention
 
 # A name a line; "..." stands for the end of a long one.

@@ -11,9 +11,9 @@ import torch
 
 from cs336_systems.bench.profiling import kernel_profile
 from cs336_systems.bench.profiling.annotated_attention import SCORES, SOFTMAX, VALUES
-from cs336_systems.bench.profiling.kernel_classes import CLASSES
 from cs336_systems.bench.profiling.kernel_profile import CASE, KernelProfile, profile_with_torch
 from cs336_systems.bench.profiling.kernel_totals import (
+    CLASSES,
     KernelTotal,
     add_up,
     busy_ms,

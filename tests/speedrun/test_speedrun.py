@@ -16,7 +16,6 @@ import torch
 
 from cs336_basics.data import load_tokens
 from cs336_systems.bench.row import Row, read_rows
-from cs336_systems.cli.main import main
 from cs336_systems.cli.speedrun import command
 from cs336_systems.cli.speedrun import run as speedrun_run
 from cs336_systems.cli.speedrun.choice import SIZES, Trial
@@ -138,16 +137,13 @@ def test_passes_over_the_text_instead_of_minutes(machine: Machine, tmp_path: Pat
 def test_a_short_text_is_read_sixteen_times_at_most(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, _ = prepare(tmp_path, "--minutes", "100")
-    text = len(load_tokens(tmp_path / "data" / "stories" / "train.npy", 768, 33))
+    config, _ = prepare(tmp_path / "stories", "--minutes", "100")
+    text = len(load_tokens(tmp_path / "stories" / "data" / "stories" / "train.npy", 768, 33))
     tokens = config["train"]["max_steps"] * config["train"]["batch_size"] * 32
     assert tokens == pytest.approx(16 * text, abs=config["train"]["batch_size"] * 32)
     assert "a longer text would be worth more" in capsys.readouterr().out
-
-
-def test_a_text_of_a_few_batches_is_trained_on_for_a_few_steps(machine: Machine, tmp_path: Path) -> None:
-    short = ["--data.source", "random", "--data.random_tokens", "100", "--model.vocab_size", "300"]
-    config, _ = prepare(tmp_path, "--minutes", "100", *short)
+    few = ["--data.source", "random", "--data.random_tokens", "100", "--model.vocab_size", "300"]
+    config, _ = prepare(tmp_path / "few", "--minutes", "100", *few)
     assert config["train"]["max_steps"] < 10
 
 
@@ -181,29 +177,28 @@ def test_a_gpu_is_not_chosen_by_its_number(machine: Machine, tmp_path: Path, mon
         prepare(tmp_path, "--train.device", "cuda:1")
 
 
-class Card:
-    """Pretends that there is a GPU."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
-        def check_precision(device: torch.device, precision: str) -> None:
-            if precision == "bf16" and not has_bf16:
-                raise ValueError("no bfloat16")
-
-        for name, value in (
-            ("select_device", lambda name: torch.device("cuda")),
-            ("check_devices", lambda *_: None),
-            ("check_precision", check_precision),
-            ("gpu_count", lambda: 1),
-            ("gpu_name", lambda: "T4"),
-            ("memory_bytes", lambda device: 15 << 30),
-        ):
-            monkeypatch.setattr(speedrun_run, name, value)
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that there is a GPU of 15 GiB."""
+    for name, value in (
+        ("select_device", lambda name: torch.device("cuda")),
+        ("check_devices", lambda *_: None),
+        ("check_precision", lambda *_: None),
+        ("gpu_count", lambda: 1),
+        ("gpu_name", lambda: "T4"),
+        ("memory_bytes", lambda device: 15 << 30),
+    ):
+        monkeypatch.setattr(speedrun_run, name, value)
 
 
+@pytest.mark.usefixtures("card")
 def test_a_card_without_bfloat16_trains_in_float16(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Card(monkeypatch, has_bf16=False)
+    def check_precision(device: torch.device, precision: str) -> None:
+        raise ValueError(f"no {precision}")
+
+    monkeypatch.setattr(speedrun_run, "check_precision", check_precision)
     config, _ = prepare(tmp_path, "--size", "small", "--epochs", "10000")
     train = config["train"]
     assert (train["precision"], train["compile"], train["cuda_graph"]) == ("fp16", True, False)
@@ -211,29 +206,23 @@ def test_a_card_without_bfloat16_trains_in_float16(
     assert train["gradient_accumulation_steps"] > 1, "more than fits into 15 GiB"
 
 
-def test_several_gpus_are_given_no_more_than_fits(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("card")
+def test_several_gpus_are_given_no_more_than_fits_and_an_unknown_configuration_is_reported_once(
+    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Card(monkeypatch, has_bf16=True)
     for name, strategy in (("auto", []), ("flashddp", ["--parallel.strategy", "flashddp"])):
         config, _ = prepare(tmp_path / name, "--devices", "2", "--size", "small", "--epochs", "10000", *strategy)
         assert config["train"]["gradient_accumulation_steps"] > 1, "more than fits into 15 GiB"
     assert "is found by trying" not in caplog.text
-
-
-def test_a_configuration_unknown_to_the_planner_is_reported_once(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    Card(monkeypatch, has_bf16=True)
-    prepare(tmp_path, "--devices", "2", "--size", "nano", "--parallel.nccl_max_ctas", "4")
+    prepare(tmp_path / "unknown", "--devices", "2", "--size", "nano", "--parallel.nccl_max_ctas", "4")
     reason = "no prediction for a limited number of NCCL's thread blocks"
     assert caplog.messages.count(f"how much fits into memory is found by trying: {reason}") == 1
 
 
+@pytest.mark.usefixtures("card")
 def test_a_machine_without_a_compiler_goes_on_without(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Card(monkeypatch, has_bf16=True)
     machine.broken = "compile"
     config, _ = prepare(tmp_path, "--size", "nano")
     train = config["train"]
@@ -281,9 +270,7 @@ def test_wrong_arguments_are_refused(machine: Machine, tmp_path: Path, arguments
 def test_a_search_on_two_processes_of_a_cpu(tmp_path: Path) -> None:
     """A run that is trained to its end is the notebook's, in tests/test_notebooks.py."""
     words = ["--epochs", "1", "--devices", "2", "--train.device", "cpu", "--dry_run", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit) as ended:
-        main(["speedrun", *words, *STORIES])
-    assert ended.value.code == 0
+    assert command.speedrun([*words, *STORIES]) == 0
     (folder,) = tmp_path.glob("speedrun-*")
     (row,) = read_rows(folder / "rows.jsonl")
     assert (row.variant, row.status) == ("nano, auto", "ok")

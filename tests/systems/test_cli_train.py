@@ -221,8 +221,7 @@ def test_the_largest_seed_works_and_others_are_refused_by_name(cs336: Run, folde
 
 
 @pytest.mark.parametrize(
-    "field, path",
-    [("run_dir", "a_file"), ("data.data_dir", "a_file"), ("data.data_dir", "a_file/below")],
+    "field, path", [("run_dir", "a_file"), ("data.data_dir", "a_file"), ("data.data_dir", "a_file/below")]
 )
 def test_a_file_where_a_folder_should_be_is_one_line_that_names_the_file(
     cs336: Run, folder: Path, field: str, path: str

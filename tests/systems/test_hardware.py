@@ -233,10 +233,7 @@ def test_bf16_needs_a_gpu_that_computes_in_it(gpus: Any) -> None:
 
 # The environment stamp
 
-KEYS = {
-    *("gpu", "gpu_count", "cpu_threads", "platform", "python", "torch"),
-    *("triton", "cuda", "driver", "commit"),
-}
+KEYS = {*("gpu", "gpu_count", "cpu_threads", "platform", "python", "torch"), *("triton", "cuda", "driver", "commit")}
 
 
 def test_the_environment_is_json_and_has_its_keys() -> None:

@@ -15,14 +15,13 @@ from ..case import Case, row_config, swept
 from ..outcome import failed
 from ..row import Row
 from ..workload import Workload
-from .captions import note_of, title_of
 from .history import history_of
 from .page import write_page
 from .phases import PHASES_FILE, SNAPSHOT_FILE, Phases, read_phases
 from .recording import record
 from .snapshot import read_snapshot
 from .timeline import facts
-from .timeline_plot import plot_timeline
+from .timeline_plot import note_of, plot_timeline, title_of
 
 PICTURE_FILE, PAGE_FILE, SUMMARY_FILE = "timeline.png", "timeline.html", "summary.md"
 
@@ -100,10 +99,7 @@ def _row(snapshot: Path, phases: Phases | None, found: dict[str, Any]) -> Row:
 
 
 def counted(config: dict[str, Any]) -> dict[str, int]:
-    """Bytes counted from a workload's shapes: one residual-stream activation, and the parameters; both float32.
-
-    batch x context x d_model x 4, and 4 per parameter. Empty if the configuration lacks one of these.
-    """
+    """Float32 bytes of one residual-stream activation, 4 B N d, and of the parameters; {} without the sizes."""
     names = (*SHAPE_FIELDS, "batch_size")
     sizes = {name: value for name in names if type(value := config.get(name)) is int}
     if len(sizes) < len(names):

@@ -82,11 +82,7 @@ def profile_with_nsys(config: KernelProfile) -> Profiled:
 
 
 def _output(command: list[str]) -> str:
-    """The output of a command.
-
-    If it fails, raises OutOfMemoryError with the line that says so, anywhere in the output, or RuntimeError with the
-    last line.
-    """
+    """The output of a command. If it fails, raises OutOfMemoryError or RuntimeError with the line that says why."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         for line in f"{done.stderr}\n{done.stdout}".splitlines():

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...machine.files import write_whole
-from .captions import size_text
 from .history import History
 from .timeline import code_lines, facts
-from .timeline_plot import COLORS
+from .timeline_plot import COLORS, size_text
 
 _FILES = Path(__file__).parent / "page"
 _DETAIL = 5000
