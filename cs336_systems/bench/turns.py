@@ -4,7 +4,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,17 +76,6 @@ def time_steps(trainer: Trainer, steps: int) -> list[float]:
         return [trainer.train_step()["step_ms"] for _ in range(steps + 1)][1:]
 
 
-@dataclass(frozen=True)
-class Built:
-    """A configuration's trainer after its warm-up, with measurements of the start."""
-
-    trainer: Trainer
-    first_loss: float
-    startup_s: float
-    held_before_bytes: int
-    """Memory that an earlier variant still held when this one was built; part of the peak if it stays."""
-
-
 def measure_in_turns(
     configs: Sequence[Config], device: torch.device, at_work: Callable[[Any], None], look: Look | None = None
 ) -> Iterator[tuple[Config, dict[str, Any]]]:
@@ -100,7 +88,7 @@ def measure_in_turns(
     built_once = configs[0].built_once
     is_first = comm.rank() == 0  # asked here, because inside `alone` every rank is 0
     everything: dict[Config, list[dict[str, Any]]] = {config: [] for config in configs}
-    held: dict[Config, Built] = {}
+    held: dict[Config, tuple[Trainer, dict[str, Any]]] = {}
     with ExitStack() as stack:
         for config in configs if built_once else ():
             at_work(config)
@@ -111,15 +99,13 @@ def measure_in_turns(
             for config in configs:
                 at_work(config)
                 building = nullcontext(held[config]) if built_once else _built(config, device)
-                with _with_whom(config), building as built:
-                    times = time_steps(built.trainer, config.steps)
-                    found = {"steps_ms": times, "first_loss": built.first_loss, "startup_s": built.startup_s}
+                with _with_whom(config), building as (trainer, start):
+                    found = {"steps_ms": time_steps(trainer, config.steps), **start}
                     if not built_once:
-                        found["peak_memory_bytes"] = built.trainer.peak_memory_bytes()
-                        found["held_before_bytes"] = built.held_before_bytes
+                        found["peak_memory_bytes"] = trainer.peak_memory_bytes()
                     everything[config].append(found)
-                    seen = look(config, is_first, built.trainer) if look is not None and is_last else {}
-                del building, built
+                    seen = look(config, is_first, trainer) if look is not None and is_last else {}
+                del building, trainer
                 free_memory()
                 ranks = comm.all_gather_objects((merged(everything[config]), seen), "the measurements")
                 so_far: Any = config
@@ -135,7 +121,11 @@ def _with_whom(config: StepBench) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
+def _built(config: StepBench, device: torch.device) -> Iterator[tuple[Trainer, dict[str, Any]]]:
+    """A configuration's trainer after its warm-up, with measurements of the start.
+
+    held_before_bytes: memory that an earlier variant still held; part of the peak if it stays.
+    """
     on_gpu = device.type == "cuda"
     free_memory()
     held = torch.cuda.memory_allocated(device) if on_gpu else 0
@@ -144,12 +134,12 @@ def _built(config: StepBench, device: torch.device) -> Iterator[Built]:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
-        first_loss = trainer.train_step()["loss"]
+        start = {"first_loss": trainer.train_step()["loss"]}
         wait_for(device)
-        startup_s = time.perf_counter() - started
+        start["startup_s"] = time.perf_counter() - started
         for _ in range(config.warmup - 1):
             trainer.train_step()
-        yield Built(trainer, first_loss, startup_s, held)
+        yield trainer, start if config.built_once else start | {"held_before_bytes": held}
 
 
 def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

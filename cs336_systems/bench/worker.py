@@ -31,7 +31,7 @@ class WorkerEndedError(RuntimeError):
 
 
 class Worker:
-    """A process that calls a case's `measure`. Close it with `close`, or use it as a context manager."""
+    """A process that calls a case's `measure`. Close it with `close`."""
 
     def __init__(self, place: str, empty_caches: bool = False) -> None:
         """`place` is the case's `module`, which the process passes to `load_case`."""
@@ -81,12 +81,6 @@ class Worker:
             self.kill()
             self._process.join()
         self._stack.close()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """`cs336 plan`: memory, time and communication by arithmetic."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -19,7 +20,7 @@ from ..planner.communication import all_reduce_cost, collective_section, overhea
 from ..planner.job import ALIASES, Job
 from ..planner.memory import RESERVE, memory_sections, peak_bytes, verdict
 from ..planner.parallelism import FeedForward, Mesh, parallelism_sections
-from ..planner.rows import UNUSABLE, overheads_beside, reason, transfer_points
+from ..planner.rows import naming_the_row_file, overheads_beside, transfer_points
 from ..planner.scaling import Layer, scaling_sections
 from ..planner.step import step_sections
 from ..planner.working import GIB, Section, as_json, as_text, show
@@ -204,9 +205,9 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     require(2 <= world_size < 1 << 31, "world_size", world_size, "at least 2 and below 2^31")
     overhead_s, bandwidth = all_reduce_cost(CARDS["H200"], world_size)
     if options.rows:
-        overhead_s, bandwidth = _from_rows(
-            options, "rows", lambda rows: fit_transfer(*transfer_points(rows, world_size))
-        )
+        rows = _read(options.rows)
+        with naming_the_row_file("rows", options.rows):
+            overhead_s, bandwidth = fit_transfer(*transfer_points(rows, world_size))
     _in_range("overhead_ms", options.overhead_ms, least="0")
     _in_range("bandwidth_gb_s", options.bandwidth_gb_s)
     if options.overhead_ms is not None:
@@ -217,7 +218,9 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     measured: list[tuple[str, float, float]] = []
     left_out = ""
     if options.measured:
-        measured, left_out = _from_rows(options, "measured", lambda rows: overheads_beside(rows, nbytes, world_size))
+        rows = _read(options.measured)
+        with naming_the_row_file("measured", options.measured):
+            measured, left_out = overheads_beside(rows, nbytes, world_size)
     if options.plot:
         check_png("plot", options.plot)
         plot_overhead(nbytes, bandwidth, overhead_s, measured, Path(options.plot))
@@ -229,32 +232,18 @@ def _ddp_overhead(arguments: Sequence[str]) -> int:
     return _print([*sections, last, ring], options)
 
 
-def _from_rows(options: Any, name: str, facts: Callable[[list[Any]], Any]) -> Any:
-    """The facts in the row file that an option names. Raises ValueError with the option and the file."""
-    path = getattr(options, name)
-    rows = _read(path)
-    try:
-        return facts(rows)
-    except UNUSABLE as error:
-        raise ValueError(f"{name} is {path!r}: {reason(error)}") from error
-
-
-def _of_fields(arguments: Sequence[str], command: str, sections: Callable[..., list[Section]], *classes: Any) -> int:
+def _of_fields(command: str, sections: Callable[..., list[Section]], classes: Any, words: Sequence[str]) -> int:
     """Print the sections of objects whose fields are the options."""
     parser = _parser(command)
     for cls in classes:
         parser.add_class_arguments(cls)
-    options = parse(parser, arguments)
+    options = parse(parser, words)
     given = [cls(**{field.name: getattr(options, field.name) for field in fields(cls)}) for cls in classes]
     return _print(sections(*given), options)
 
 
-def _parallelism(arguments: Sequence[str]) -> int:
-    return _of_fields(arguments, "parallelism", parallelism_sections, FeedForward, Mesh)
-
-
-def _scaling(arguments: Sequence[str]) -> int:
-    return _of_fields(arguments, "scaling", scaling_sections, Layer)
+_parallelism = functools.partial(_of_fields, "parallelism", parallelism_sections, (FeedForward, Mesh))
+_scaling = functools.partial(_of_fields, "scaling", scaling_sections, (Layer,))
 
 
 def _check(arguments: Sequence[str]) -> int:

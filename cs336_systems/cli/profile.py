@@ -25,6 +25,7 @@ def profile(arguments: Sequence[str]) -> int:
 def _kernels(arguments: Sequence[str]) -> int:
     from ..bench.profiling.kernel_profile import CASE
     from ..bench.profiling.kernel_totals import KERNELS_FILE
+    from ..report.kernel_profiles import plot_shares
 
     parser = case_parser(CASE, "profile kernels", "profile/kernels", "Folder to write to", "--quick" in arguments)
     options = parse(parser, arguments)
@@ -39,17 +40,12 @@ def _kernels(arguments: Sequence[str]) -> int:
                 (folder / name).unlink(missing_ok=True)  # of an earlier run, which this one may fail to replace
     rows = measure(CASE, configs, rows_file, options)
     for folder in folders:
-        _draw_shares([row for row in rows if row.config["folder"] == str(folder)], folder)
+        measured = [row for row in rows if row.status == "ok" and row.config["folder"] == str(folder)]
+        if measured:
+            plot_shares(measured, folder / "shares.png")
     if several:
         return _finish(rows, f"kernels.csv, shares.png and a trace of each are in a folder of its own in {options.out}")
     return _show_kernels(configs, rows)
-
-
-def _draw_shares(rows: "list[Row]", folder: Path) -> None:
-    from ..report.kernel_profiles import plot_shares
-
-    if measured := [row for row in rows if row.status == "ok"]:
-        plot_shares(measured, folder / "shares.png")
 
 
 def _show_kernels(configs: Sequence[Any], rows: "list[Row]") -> int:

@@ -1,7 +1,8 @@
 """Facts that the planner reads from measured rows: the job, the card, times of all-reduces, overheads of buckets."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from cs336_basics.shape import ModelShape
@@ -29,6 +30,15 @@ def reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"the row has no {error}"
     return str(error) if isinstance(error, ValueError) else f"the row has an impossible value: {error}"
+
+
+@contextlib.contextmanager
+def naming_the_row_file(option: str, path: str) -> Iterator[None]:
+    """Turn an error of UNUSABLE inside into a ValueError that names the option, the file and the reason."""
+    try:
+        yield
+    except UNUSABLE as error:
+        raise ValueError(f"{option} is {path!r}: {reason(error)}") from error
 
 
 class Measured(Protocol):

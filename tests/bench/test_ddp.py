@@ -103,7 +103,7 @@ def test_each_round_yields_rows_of_the_rounds_so_far(monkeypatch: pytest.MonkeyP
 
     def built(config: DDPBench, device: torch.device) -> Any:
         measured.append(config.variant)
-        return nullcontext(turns.Built(Fake(), first_loss=1.0, startup_s=1.0, held_before_bytes=0))  # type: ignore[arg-type]
+        return nullcontext((Fake(), {"first_loss": 1.0, "startup_s": 1.0, "held_before_bytes": 0}))
 
     measured: list[str] = []
     monkeypatch.setattr(turns, "_built", built)

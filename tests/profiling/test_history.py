@@ -28,7 +28,7 @@ def step_by_hand(folder: Path) -> History:
 
 def test_a_step_by_hand_has_the_memory_over_time_that_was_worked_out(tmp_path: Path) -> None:
     step = step_by_hand(tmp_path)
-    assert levels(step).total.tolist() == (
+    assert levels(step).sum(axis=0).tolist() == (
         [3050] * 4 + [3450, 4150, 4150, 3450] + [3750] * 4 + [4750, 5350, 5350, 4950, 4950, 4350, 4350]
         + [4050] * 4 + [4950, 4950, 4050, 4050] + [3050] * 4
     )  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_step_by_hand_has_the_peak_the_categories_and_the_largest_that_were_wo
 
 def test_a_step_by_hand_has_the_timeline_that_was_worked_out(tmp_path: Path) -> None:
     drawn = Timeline(**facts(step_by_hand(tmp_path))["timeline"])
-    assert drawn.total.tolist() == levels(step_by_hand(tmp_path)).total.tolist()
+    assert drawn.total.tolist() == levels(step_by_hand(tmp_path)).sum(axis=0).tolist()
     assert drawn.in_use["gradients"] == [0] * 12 + [1000] * 15 + [0] * 4
     assert sum(drawn.in_use["temporaries"]) == 2 * 700 + 4 * 600 + 2 * 900
     assert drawn.phases == {"forward": [0.0, 0.08], "backward": [0.08, 0.19], "optimizer": [0.19, 0.27]}
@@ -90,28 +90,28 @@ def test_memory_from_before_that_is_freed_and_memory_that_is_kept(tmp_path: Path
         (0x100, 32, 3, 5, 1_000_020, None, "allocated, kept"),
         (0x200, 8, 4, 5, 1_000_030, None, "allocated, kept"),
     ]
-    assert levels(made).total.tolist() == [68, 68, 4, 36, 44]
+    assert levels(made).sum(axis=0).tolist() == [68, 68, 4, 36, 44]
 
 
 def test_memory_that_another_stream_still_needs_is_in_use_until_the_free_is_completed(tmp_path: Path) -> None:
     trace = Trace().alloc(1, 100, stream=7).note("free_requested", 1, 100, stream=7).alloc(2, 10)
     trace.note("free_completed", 1, 100, stream=7)
     made = history(trace.snapshot((2, 10)), tmp_path)
-    assert levels(made).total.tolist() == [0, 100, 100, 110, 10]
+    assert levels(made).sum(axis=0).tolist() == [0, 100, 100, 110, 10]
     assert made.allocations[0].stream == 7
 
 
 def test_memory_that_waits_for_its_free_at_the_end_is_in_use(tmp_path: Path) -> None:
     trace = Trace().alloc(1, 100).note("free_requested", 1, 100).alloc(2, 10).free(2, 10)
     made = history(trace.snapshot((1, 100), state="active_awaiting_free"), tmp_path)
-    assert levels(made).total.tolist() == [0, 100, 100, 110, 110, 100]
+    assert levels(made).sum(axis=0).tolist() == [0, 100, 100, 110, 110, 100]
 
 
 def test_a_free_that_the_trace_never_completes_counts_from_its_request(tmp_path: Path) -> None:
     """As when free_completed events are not recorded: at another alloc there, or when it is not in use in the end."""
     trace = Trace().alloc(1, 100).note("free_requested", 1, 100).alloc(1, 7).note("free_requested", 1, 7).alloc(2, 1)
     made = history(trace.snapshot((2, 1)), tmp_path)
-    assert levels(made).total.tolist() == [0, 100, 0, 7, 0, 1]
+    assert levels(made).sum(axis=0).tolist() == [0, 100, 0, 7, 0, 1]
     assert made.warnings == ()
 
 
@@ -138,7 +138,7 @@ def test_any_trace_has_the_levels_of_a_simulation(seed: int, tmp_path: Path) -> 
             continue
         expected.append(sum(in_use.values()))
     made = history(trace.snapshot(*in_use.items()), tmp_path)
-    assert levels(made).total.tolist() == expected
+    assert levels(made).sum(axis=0).tolist() == expected
     assert made.warnings == ()
     for columns in (1, 7, 1000):
         drawn = timeline_of(made, columns)
@@ -151,7 +151,7 @@ def test_any_trace_has_the_levels_of_a_simulation(seed: int, tmp_path: Path) -> 
 
 def test_an_address_that_is_given_again_without_a_free_counts_once(tmp_path: Path) -> None:
     made = history(Trace().alloc(1, 100).alloc(1, 50).alloc(3, 9).snapshot((1, 50)), tmp_path)
-    assert levels(made).total.tolist() == [0, 100, 50, 59]
+    assert levels(made).sum(axis=0).tolist() == [0, 100, 50, 59]
 
 
 def test_a_full_trace_is_a_warning_and_cut_phases_begin_with_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ...parallel.ddp import DDP
 from ...planner.accounting import num_parameters
 from ...planner.cards import fit_transfer
 from ...planner.communication import all_reduce_cost, best_bucket_bytes, bucket_overhead
-from ...planner.rows import UNUSABLE, card_by_name, reason, transfer_points
+from ...planner.rows import card_by_name, naming_the_row_file, transfer_points
 from ...planner.working import MIB
 from ...training.loop import Trainer
 from ..case import swept
@@ -73,10 +73,8 @@ class BucketBench(DDPBench):
         if self.rows:
             backend = "nccl" if kind == "cuda" else "gloo"
             rows: list[Any] = [row for row in read_rows(Path(self.rows)) if row.config.get("backend") == backend]
-            try:
+            with naming_the_row_file("rows", self.rows):
                 return fit_transfer(*transfer_points(rows, self.devices))
-            except UNUSABLE as error:
-                raise ValueError(f"rows is {self.rows!r}: {reason(error)}") from error
         card = card_by_name(gpu_name() or "") if kind == "cuda" else None
         return None if card is None or self.devices == 1 else all_reduce_cost(card, self.devices)
 

@@ -6,12 +6,11 @@ host: a kernel launched after the wait runs when the gather has ended and the GP
 
 import dataclasses
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .trace import Event, gpu_events, launched, thread_of
+from .trace import Event, Interval, gpu_events, launched, thread_of
 
 _GATHER, _WAIT, _GLOO = "gather of ", "wait for gather of ", "gloo:all_gather"
 
@@ -82,9 +81,9 @@ class _OnCPU:
             if transfers:
                 self._of[start["ts"]] = transfers.pop(0)
 
-    def transfer(self, start: Event) -> tuple[float, float] | None:
+    def transfer(self, start: Event) -> Interval | None:
         event = self._of.get(start["ts"])
-        return None if event is None else (event["ts"], event["ts"] + event["dur"])
+        return None if event is None else _span(event)
 
     def ready(self, wait: Event) -> float | None:
         return wait["ts"]
@@ -94,43 +93,33 @@ class _OnGPU:
     """Kernels by their launches."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._launched: dict[tuple[Any, Any], list[tuple[float, Event]]] = {}
-        self._ends: dict[Any, list[tuple[float, float]]] = {}  # of compute kernels, by stream: start and end
-        for kernel, launch in launched(events):
-            if launch is not None:
-                self._launched.setdefault(thread_of(launch), []).append((launch["ts"], kernel))
-            if not _communicates(kernel):
-                span = kernel["ts"], kernel["ts"] + kernel["dur"]
-                self._ends.setdefault(_stream(kernel), []).append(span)
-        for launches in self._launched.values():
-            launches.sort(key=lambda launch: launch[0])
-        for spans in self._ends.values():
-            spans.sort()
+        kernels = list(launched(events))
+        launches = [(launch["ts"], thread_of(launch), kernel) for kernel, launch in kernels if launch is not None]
+        self._launched = sorted(launches, key=lambda each: each[0])
+        self._computing = [(_stream(kernel), _span(kernel)) for kernel, _ in kernels if not _communicates(kernel)]
 
-    def _after(self, event: Event, moment: float) -> list[tuple[float, Event]]:
-        launches = self._launched.get(thread_of(event), [])
-        return launches[bisect_left(launches, moment, key=lambda launch: launch[0]) :]
-
-    def transfer(self, start: Event) -> tuple[float, float] | None:
+    def transfer(self, start: Event) -> Interval | None:
         """From the start of its first kernel to the end of its last."""
-        inside = [
-            kernel
-            for moment, kernel in self._after(start, start["ts"])
-            if moment <= start["ts"] + start["dur"] and _communicates(kernel)
+        begin, end = _span(start)
+        spans = [
+            _span(kernel)
+            for moment, thread, kernel in self._launched
+            if thread == thread_of(start) and begin <= moment <= end and _communicates(kernel)
         ]
-        spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in inside]
         return (min(spans)[0], max(end for _, end in spans)) if spans else None
 
     def ready(self, wait: Event) -> float | None:
         """When the first kernel launched after the wait could have started without the gather."""
-        later = self._after(wait, wait["ts"] + wait["dur"])
-        first = next(((moment, kernel) for moment, kernel in later if not _communicates(kernel)), None)
-        if first is None:
-            return None
-        launch, kernel = first
-        spans = self._ends[_stream(kernel)]
-        before = spans[: bisect_right(spans, kernel["ts"], key=lambda span: span[0]) - 1]
-        return max(launch, before[-1][1]) if before else launch
+        for launch, thread, kernel in self._launched:
+            if thread == thread_of(wait) and launch >= _span(wait)[1] and not _communicates(kernel):
+                stream, start = _stream(kernel), kernel["ts"]
+                before = [span for on, span in self._computing if on == stream and span[0] < start]
+                return max(launch, max(before)[1]) if before else launch
+        return None
+
+
+def _span(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def _communicates(kernel: Event) -> bool:

@@ -19,21 +19,19 @@ class StorageFollower(TorchDispatchMode):
         super().__init__()
         self._followed: dict[int, weakref.ref] = {}
 
-    def made(self, storage: torch.UntypedStorage) -> int:
-        """Called for each new storage; returns the number that `freed` will get."""
-        raise NotImplementedError
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Called for each new storage."""
 
-    def freed(self, number: int) -> None:
-        """Called when a storage is freed, with the number from `made` or `follow`."""
-        raise NotImplementedError
+    def freed(self, address: int) -> None:
+        """Called when a storage is freed, with its address from when it was made."""
 
-    def follow(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Call `freed` with this number when the storage is freed."""
-        key = storage._cdata
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        """Call `freed` when the storage is freed."""
+        key, address = storage._cdata, storage.data_ptr()
 
         def gone(_: Any) -> None:
             self._followed.pop(key, None)
-            self.freed(number)
+            self.freed(address)
 
         self._followed[key] = weakref.ref(storage, gone)
 
@@ -52,7 +50,8 @@ class StorageFollower(TorchDispatchMode):
         for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             storage = tensor.untyped_storage()
             if storage._cdata not in given and self.is_new(storage):  # otherwise a view or an in-place result
-                self.follow(storage, self.made(storage))
+                self.made(storage)
+                self.follow(storage)
         return result
 
 
@@ -78,10 +77,6 @@ class LiveBytes(StorageFollower):
         """Forget the peak."""
         self._peak = 0
 
-    def made(self, storage: torch.UntypedStorage) -> int:
+    def made(self, storage: torch.UntypedStorage) -> None:
         """Update the peak."""
         self._peak = max(self._peak, self.now + storage.nbytes())
-        return 0
-
-    def freed(self, number: int) -> None:
-        """Do nothing: the storage is no longer among those followed."""

@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,10 @@ from .storage_recorder import StorageRecorder
 MAX_ENTRIES = 1_000_000
 
 
-class Recorder(Protocol):
-    """Records while it is entered; `save` writes the snapshot, and is called inside, after the step."""
-
-    def save(self, path: Path) -> None: ...
-
-
 def record(config: Workload, warmup: int, folder: Path) -> None:
     """Run `warmup` steps, record one more, write both files. A step out of memory is recorded up to that point."""
     bench = Workbench(config)
-    on_gpu = bench.device.type == "cuda"
+    device, on_gpu = bench.device, bench.device.type == "cuda"
     before = current_gpu_state()
     with contextlib.suppress(torch.OutOfMemoryError):  # the recorded step will show why
         for _ in range(warmup):
@@ -41,56 +35,46 @@ def record(config: Workload, warmup: int, folder: Path) -> None:
     bench.model.zero_grad(set_to_none=True)
     gc.collect()
     if on_gpu:
-        torch.cuda.synchronize(bench.device)
-        torch.cuda.reset_peak_memory_stats(bench.device)
-    step = _Step(bench)
-    recorder = _allocator_history() if on_gpu else StorageRecorder(h[2] for h in held_tensors(bench))
-    with recorder as running:
-        error = step.run()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    boundaries_us: list[int] = []
+    held: list[Held] = []
+
+    def note_boundary() -> None:
+        """Mark a boundary between phases; note its time and the tensors there."""
+        if on_gpu:  # so that a phase lasts until its work is done
+            torch.cuda.synchronize(device)
+        mark_boundary(device)
+        for category, name, tensor in held_tensors(bench):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and tensor.device.type == device.type:
+                place = dict(boundary=len(boundaries_us), address=storage.data_ptr())
+                held.append(Held(**place, category=category, name=name))
+        boundaries_us.append(time.time_ns() // 1000)
+
+    error = None
+    tensors = (tensor for *_, tensor in held_tensors(bench))
+    recording: Any = _allocator_history() if on_gpu else StorageRecorder(tensors)
+    with recording as recorder:
+        try:
+            note_boundary()
+            bench.step(after=lambda phase: note_boundary() if phase in bench.phases else None)
+        except torch.OutOfMemoryError as short:
+            error = str(short).splitlines()[0]
         states = {"gpu_before": before, "gpu_after": current_gpu_state()}
-        running.save(folder / SNAPSHOT_FILE)
+        recorder.save(folder / SNAPSHOT_FILE)
     phases = Phases(
-        names=bench.phases[: len(step.boundaries_us)],
-        boundaries_us=tuple(step.boundaries_us),
-        held=tuple(step.held),
+        names=bench.phases[: len(boundaries_us)],
+        boundaries_us=tuple(boundaries_us),
+        held=tuple(held),
         counts="allocator" if on_gpu else "storages",
         max_entries=MAX_ENTRIES if on_gpu else None,
         error=error,
         config={**bench.read_back(), "warmup": warmup},
         env=stamp() | {name: state for name, state in states.items() if state},
-        allocator=_allocator_peaks(bench.device) if on_gpu else {},
+        allocator=_allocator_peaks(device) if on_gpu else {},
     )
     phases.save(folder / PHASES_FILE)
-
-
-class _Step:
-    """The recorded step, phase by phase, with the time and the tensors at each boundary."""
-
-    def __init__(self, bench: Workbench) -> None:
-        self.bench = bench
-        self.boundaries_us: list[int] = []
-        self.held: list[Held] = []
-
-    def run(self) -> str | None:
-        """Run the step; return why it stopped early, if it did."""
-        try:
-            self._boundary()
-            self.bench.step(after=lambda phase: self._boundary() if phase in self.bench.phases else None)
-        except torch.OutOfMemoryError as error:
-            return str(error).splitlines()[0]
-        return None
-
-    def _boundary(self) -> None:
-        device = self.bench.device
-        if device.type == "cuda":  # so that a phase lasts until its work is done
-            torch.cuda.synchronize(device)
-        mark_boundary(device)
-        for category, name, tensor in held_tensors(self.bench):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and tensor.device.type == device.type:
-                number = len(self.boundaries_us)
-                self.held.append(Held(boundary=number, address=storage.data_ptr(), category=category, name=name))
-        self.boundaries_us.append(time.time_ns() // 1000)
 
 
 def mark_boundary(device: torch.device) -> None:
@@ -123,7 +107,7 @@ class _AllocatorRecorder:
 
 
 @contextlib.contextmanager
-def _allocator_history() -> Iterator[Recorder]:
+def _allocator_history() -> Iterator[_AllocatorRecorder]:
     torch.cuda.memory._record_memory_history(None)  # drop earlier records
     # C++ frames too: the backward pass has no others.
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", max_entries=MAX_ENTRIES)

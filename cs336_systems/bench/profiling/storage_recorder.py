@@ -34,20 +34,19 @@ class StorageRecorder(StorageFollower):
         for storage in (tensor.untyped_storage() for tensor in held):
             if self.is_new(storage):
                 self._alive[storage.data_ptr()] = storage.nbytes(), []
-                self.follow(storage, storage.data_ptr())
+                self.follow(storage)
 
-    def made(self, storage: torch.UntypedStorage) -> int:
-        """Note a storage and the stack that asked for it; `freed` gets its address."""
-        address, size, frames = storage.data_ptr(), storage.nbytes(), _stack(_caller_of_operator())
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage and the stack that asked for it."""
+        address, size, frames = storage.data_ptr(), storage.nbytes(), _stack_at_operator()
         self._note("alloc", address, size, frames)
         self._alive[address] = size, frames
-        return address
 
-    def freed(self, number: int) -> None:
+    def freed(self, address: int) -> None:
         """Note that a storage is freed."""
-        size, _ = self._alive.pop(number)
+        size, _ = self._alive.pop(address)
         for action in ("free_requested", "free_completed"):
-            self._note(action, number, size, [])
+            self._note(action, address, size, [])
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -71,19 +70,13 @@ class StorageRecorder(StorageFollower):
         self._events.append({**event, "frames": frames})
 
 
-def _caller_of_operator() -> FrameType | None:
-    """The frame that called the followed operator, outside the dispatch."""
+def _stack_at_operator() -> list[dict[str, Any]]:
+    """The Python frames from the caller of the followed operator outward, in the format of a snapshot."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not StorageFollower.__torch_dispatch__.__code__:
         frame = frame.f_back
-    return frame and frame.f_back
-
-
-def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The Python frames from one outward, in the format of a snapshot."""
     frames: list[dict[str, Any]] = []
-    while frame is not None and len(frames) < _MOST_FRAMES:
+    while frame is not None and (frame := frame.f_back) is not None and len(frames) < _MOST_FRAMES:
         code = frame.f_code
         frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
     return frames

@@ -17,28 +17,14 @@ _RECORDING = "cs336_systems/bench/profiling/"
 _AUTOGRAD = re.compile(r"\b(\w+Backward\d*|AccumulateGrad)::apply\(")
 
 
-@dataclass(frozen=True)
-class Levels:
-    """Bytes in use at each moment, by category (categories x moments) and in total."""
-
-    by_category: np.ndarray
-    total: np.ndarray
-
-    @property
-    def peak(self) -> int:
-        """The first moment at which most is in use."""
-        return int(self.total.argmax())
-
-
-def levels(history: History) -> Levels:
-    """Sum the allocations alive at each moment."""
+def levels(history: History) -> np.ndarray:
+    """Bytes in use by category at each moment (categories x moments)."""
     change = np.zeros((len(history.categories), len(history.times_us) + 1), dtype=np.int64)
     row = {category: i for i, category in enumerate(history.categories)}
     for a in history.allocations:
         change[row[a.category], a.start] += a.size
         change[row[a.category], a.end] -= a.size
-    by_category = change[:, :-1].cumsum(axis=1)
-    return Levels(by_category, by_category.sum(axis=0))
+    return change[:, :-1].cumsum(axis=1)
 
 
 @dataclass(frozen=True)
@@ -60,18 +46,18 @@ class Timeline:
 
 def timeline_of(history: History, columns: int) -> Timeline:
     """The history at its first moment and at two moments per column, the highest and the last: no peak is lost."""
-    active, ms = levels(history), np.array(history.times_us) / 1e3
+    in_use, ms = levels(history), np.array(history.times_us) / 1e3
+    total = in_use.sum(axis=0)
     span = max(float(ms[-1] - ms[0]), 1e-9)
     column = np.minimum(((ms - ms[0]) / span * columns).astype(np.int64), columns - 1)
     ends = np.flatnonzero(np.append(np.diff(column), 1))
     starts = np.append(0, ends[:-1] + 1)
-    highest = [start + int(active.total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
+    highest = [start + int(total[start : end + 1].argmax()) for start, end in zip(starts, ends, strict=True)]
     moments = np.unique(np.concatenate(([0], highest, ends)))
     spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
     return Timeline(
         ms[moments].tolist(),
-        {c: active.by_category[i, moments].tolist() for i, c in enumerate(history.categories)
-         if active.by_category[i].any()},
+        {c: sizes[moments].tolist() for c, sizes in zip(history.categories, in_use, strict=True) if sizes.any()},
         {name: [float(ms[a]), float(ms[b])] for name, a, b in spans},
     )  # fmt: skip
 
@@ -81,15 +67,16 @@ def facts(history: History, largest: int = 10) -> dict[str, Any]:
 
     Also a `Timeline`, from which a report draws the picture without the snapshot.
     """
-    active = levels(history)
-    peak = active.peak
+    in_use = levels(history)
+    total = in_use.sum(axis=0)
+    peak = int(total.argmax())
     spans = zip(history.phases, history.boundaries, history.boundaries[1:], strict=False)
     return {
-        "peak_bytes": int(active.total[peak]),
+        "peak_bytes": int(total[peak]),
         "peak_phase": history.phase_at(peak),
         "peak_ms": history.times_us[peak] / 1e3,
-        "at_peak_bytes": {c: int(active.by_category[i, peak]) for i, c in enumerate(history.categories)},
-        "phase_peak_bytes": {name: int(active.total[a : b + 1].max()) for name, a, b in spans},
+        "at_peak_bytes": dict(zip(history.categories, in_use[:, peak].tolist(), strict=True)),
+        "phase_peak_bytes": {name: int(total[a : b + 1].max()) for name, a, b in spans},
         "timeline": asdict(timeline_of(history, _ROW_COLUMNS)),
         "allocations": len(history.allocations),
         "allocated_bytes": sum(a.size for a in history.allocations if a.start > 0),

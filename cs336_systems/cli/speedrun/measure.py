@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,7 @@ def time_trial(trial: Trial, run: RunConfig, device: str) -> Row:
     config = StepTimes(name=f"{trial.size}, {trial.kernel}", run=json.dumps(run.to_dict()), device=device,
                        devices=run.parallel.devices, warmup=warmup, steps=steps)  # fmt: skip
     try:
-        with Worker(CASE.module) as worker:  # an interrupt ends it at once
+        with closing(Worker(CASE.module)) as worker:  # an interrupt ends it at once
             (row,) = worker.measure([config])
     except WorkerEndedError as error:
         return failed(CASE.name, config.name, row_config(config), error)
