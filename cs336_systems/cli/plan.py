@@ -273,7 +273,7 @@ def _row_files(path: str) -> list[str]:
 def _read(path: str) -> list[Any]:
     from ..bench.row import read_rows
 
-    return list(read_rows(Path(path)))
+    return read_rows(Path(path))
 
 
 _COMMANDS: Commands = {

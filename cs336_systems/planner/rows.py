@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cs336_basics.shape import ModelShape
 
@@ -41,21 +41,8 @@ def naming_the_row_file(option: str, path: str) -> Iterator[None]:
         raise ValueError(f"{option} is {path!r}: {reason(error)}") from error
 
 
-class Measured(Protocol):
-    """The attributes of `bench.row.Row` that the planner reads."""
-
-    @property
-    def case(self) -> str: ...
-    @property
-    def variant(self) -> str: ...
-    @property
-    def config(self) -> dict[str, Any]: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def metrics(self) -> dict[str, Any]: ...
-    @property
-    def env(self) -> dict[str, Any]: ...
+Measured = Any
+"""A `bench.row.Row`, or an object with its attributes; the class itself would bring PyTorch."""
 
 
 def job_of(row: Measured) -> Job:

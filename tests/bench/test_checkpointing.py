@@ -69,10 +69,15 @@ def test_live_bytes_by_hand() -> None:
         assert live.now == 400  # the view keeps it; the in-place operation adds nothing
         other = torch.zeros(50, dtype=torch.bfloat16)
         assert live.now == 500
+        other.untyped_storage().resize_(0)
+        assert (live.now, live.peak) == (400, 500)
+        other.untyped_storage().resize_(200)
         del view
-        assert (live.now, live.peak) == (100, 500)
+        assert (live.now, live.peak) == (200, 500)
     del other
     assert (live.now, live.peak) == (0, 500)
+    live.restart()
+    assert live.peak == 0
 
 
 def test_live_bytes_of_a_backward_pass_by_hand() -> None:

@@ -8,7 +8,6 @@ import torch
 
 from cs336_systems.bench.case import configurations
 from cs336_systems.bench.cases import sharding_memory
-from cs336_systems.bench.instruments.live_bytes import LiveBytes
 from cs336_systems.bench.instruments.memory_moments import AFTER, BEFORE, FORWARD, INITIALISED, MOMENTS, fullest
 from cs336_systems.bench.row import Row, read_rows
 from cs336_systems.report.views import rows_table
@@ -22,24 +21,6 @@ NORMS = 5 * 32
 N = MATRICES + NORMS
 TENSORS = 2 + 2 * 9 + 1
 STEPS = 4 * TENSORS  # AdamW counts the steps of each tensor in 4 bytes
-
-
-def test_a_storage_counts_at_its_current_size() -> None:
-    meter = LiveBytes()
-    before = torch.zeros(1000)
-    with meter:
-        a = torch.zeros(100)
-        view = a[:50]
-        b = before + 1
-        assert meter.now == 400 + 4000
-        b.untyped_storage().resize_(0)
-        assert (meter.now, meter.peak) == (400, 4400)
-        b.untyped_storage().resize_(800)
-        del a
-        assert meter.now == 400 + 800  # the view keeps it
-        del view
-        meter.restart()
-        assert (meter.now, meter.peak) == (800, 800)
 
 
 @pytest.mark.usefixtures("in_this_process", "ranks_forked")

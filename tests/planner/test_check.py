@@ -119,23 +119,16 @@ def test_overlap_took_no_notice_of_a_size_before_it_sent_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen, size, strategy, bucket_size_mb",
-    [
-        ("auto", None, "overlap", 100),
-        ("auto", 10.0, "overlap", 10),
-        ("overlap", None, "overlap", None),
-        ("individual", 10.0, "individual", 10),
-        ("flashddp", None, "bucketed", 100),
-        ("flashddp", 10.0, "bucketed", 10),
-    ],
-)
-def test_a_strategy_is_the_one_that_runs(
-    chosen: str, size: float | None, strategy: str, bucket_size_mb: float | None
-) -> None:
+    "chosen, size, expected",
+    [("auto", None, ("overlap", 100)), ("auto", 10.0, ("overlap", 10)), ("overlap", None, ("overlap", None)),
+     ("individual", 10.0, ("individual", 10)), ("flashddp", None, ("bucketed", 100)),
+     ("flashddp", 10.0, ("bucketed", 10))],
+)  # fmt: skip
+def test_a_strategy_is_the_one_that_runs(chosen: str, size: float | None, expected: tuple[str, float | None]) -> None:
     row = deepcopy(next(row for row in GROUPS if row.variant == "overlap:100"))
     row.config["run"]["parallel"] |= {"strategy": chosen, "bucket_size_mb": size}
     job = job_of(row)
-    assert (job.strategy, job.bucket_size_mb, job.world_size) == (strategy, bucket_size_mb, row.config["devices"])
+    assert (job.strategy, job.bucket_size_mb, job.world_size) == (*expected, row.config["devices"])
 
 
 def test_every_row_is_shown_with_the_largest_error() -> None:

@@ -72,7 +72,7 @@ class BucketBench(DDPBench):
         kind = select_device(self.device).type
         if self.rows:
             backend = "nccl" if kind == "cuda" else "gloo"
-            rows: list[Any] = [row for row in read_rows(Path(self.rows)) if row.config.get("backend") == backend]
+            rows = [row for row in read_rows(Path(self.rows)) if row.config.get("backend") == backend]
             with naming_the_row_file("rows", self.rows):
                 return fit_transfer(*transfer_points(rows, self.devices))
         card = card_by_name(gpu_name() or "") if kind == "cuda" else None
