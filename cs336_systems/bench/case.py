@@ -69,11 +69,6 @@ class Case:
     check: Callable[[Any], None] = lambda config: None
     """Raises ValueError for combinations of fields without meaning; the product leaves them out."""
 
-    @property
-    def quick_is_on_cpu(self) -> bool:
-        """Whether a quick run uses a CPU because the default sizes are for a GPU."""
-        return any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in dataclasses.fields(self.config))
-
 
 def load_case(place: str) -> Case:
     """Import "module" and return its CASE, or for "module:preset" the case of that name in its PRESETS."""

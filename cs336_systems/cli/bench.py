@@ -39,7 +39,8 @@ def asked(case: "Case", command: str, options: Any) -> list[Any]:
     for field in fields:
         if (values := getattr(options, field.name, None)) is not None:
             given[field.name] = tuple(values) or (True,)
-    if not options.quick and case.quick_is_on_cpu:
+    # A case whose quick run uses a CPU has default sizes for a GPU.
+    if not options.quick and any(f.name == "device" and "cpu" in f.metadata.get("quick", ()) for f in fields):
         for device in given.get("device", ("auto",)):
             check_sized_for_gpu(command, device)
     for field in fields:

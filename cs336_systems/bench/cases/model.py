@@ -61,8 +61,13 @@ def measure(config: ModelBench) -> tuple[dict[str, Any], dict[str, Any]]:
     metrics |= {"tflops": flops / 1e12, "mfu": None if peak is None else flops / peak}
     if bench.device.type == "cuda":
         metrics["peak_memory_bytes"] = torch.cuda.max_memory_allocated(bench.device)
-    phases = _time_phases(bench, config.steps)
-    return {**bench.read_back(), "steps": len(metrics["steps_ms"])}, metrics | phases
+    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    with gc_frozen():
+        watch = Stopwatch(bench.device)
+        for _ in range(config.steps):
+            bench.step(after=lambda phase: times[phase].append(watch.lap_ms()))
+    metrics |= {f"{phase}_ms": summarise(times[phase]) for phase in bench.phases}
+    return {**bench.read_back(), "steps": len(metrics["steps_ms"])}, metrics
 
 
 def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
@@ -74,15 +79,6 @@ def time_steps(bench: Workbench, steps: int) -> dict[str, Any]:
             bench.step()
             steps_ms.append(watch.lap_ms())
     return {"step_ms": summarise(steps_ms), "steps_ms": steps_ms, "timer": Stopwatch.METHOD}
-
-
-def _time_phases(bench: Workbench, steps: int) -> dict[str, dict[str, float]]:
-    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    with gc_frozen():
-        watch = Stopwatch(bench.device)
-        for _ in range(steps):
-            bench.step(after=lambda phase: times[phase].append(watch.lap_ms()))
-    return {f"{phase}_ms": summarise(times[phase]) for phase in bench.phases}
 
 
 def variant(config: ModelBench) -> str:
