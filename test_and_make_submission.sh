@@ -93,7 +93,7 @@ PYTHON_END
 
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
-why="put one here, or docs/one-gpu.md and docs/log.md through pandoc"
+why="put one here, or docs/one-gpu.md and docs/two-gpus.md through pandoc"
 if [ -f writeup.pdf ]; then
     [ writeup.pdf -ef "$out/writeup.pdf" ] || cp writeup.pdf "$out/"
     echo "$out/writeup.pdf: as it is here; without it, cs336 report writeup is asked for one"

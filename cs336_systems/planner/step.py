@@ -43,7 +43,7 @@ SCORES_RATE = {False: 0.64, True: 0.8}
 SCORES_PASSES = {False: (10, 13), True: (4, 7)}
 # Rows and columns of the result that one multiprocessor computes at a time, and the share of its rate that is left:
 # smaller tiles load each operand more often. In float32, where products take over ten times as long, libraries choose
-# smaller tiles for results that few large ones would cover. The shares are assumed; docs/log.md has the outcome.
+# smaller tiles for results that few large ones would cover. The shares are assumed; see docs/log.md, Planner.
 _LARGE = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 1.0))
 TILES = {2: _LARGE, 4: (*_LARGE, (128, 64, 0.95), (64, 128, 0.95), (64, 64, 0.85))}
 

@@ -1,7 +1,7 @@
 """Attention kernels by themselves, in five presets that are commands of their own.
 
 - `flash`, the handout's flash_benchmarking: kernels over lengths and head sizes at batch 1, causal, in bf16 and fp32.
-- `kernels`: kernels at the shapes of published figures (docs/log.md compares them).
+- `kernels`: kernels at the shapes of published figures (table in docs/one-gpu.md).
 - `attention-sweep`: the forward pass at square and rectangular numbers of queries and keys.
 - `attention`, the handout's pytorch_attention and torch_compile: 100 forward and 100 backward passes at batch 8 in
   float32, eager and compiled, and the memory between them. The handout leaves the mask open; here it is causal, as in
