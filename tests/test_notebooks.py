@@ -1,6 +1,7 @@
 """Notebooks run to their end on a CPU, in every form that it can show, and are committed without what they show."""
 
 import ast
+import copy
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted(path for under in ("*.ipynb", "lessons/*.ipynb") for path in (ROOT / "notebooks").glob(under))
 _LONGEST_S = 240
 _PRETEND = {"import torch\n": "from tests.as_on_gpus import pretend\npretend()\nimport torch\n"}
 _TINY = {
@@ -28,6 +29,47 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
 }
 """A notebook each, and what a reader would change in it, or a test, which has no GPUs."""
 
+
+def merging(m: str) -> str:
+    """An answer to lesson 1, which subtracts m from the logsumexps."""
+    return f"""    m = {m}
+    a, b = ((x - m).exp()[:, None] for x in (logsumexp_a, logsumexp_b))
+    return (a * o_a + b * o_b) / (a + b), m + (a + b).log().squeeze(1)"""
+
+
+def dividing(ranks: str) -> str:
+    """An answer to lesson 3, which divides by `ranks`."""
+    return f"""    fsdp, zero1 = ({ranks} if method in divided else 1 for divided in (["FSDP"], ["FSDP", "ZeRO-1"]))
+    size = 4 * parameters
+    return {{"parameters": size / fsdp, "gradients": size / fsdp, "optimizer_state": 2 * size / zero1}}"""
+
+
+_OUTPUT_OF_A, _ZEROS = "    return o_a", '    return {"parameters": 0, "gradients": 0, "optimizer_state": 0}'
+_SEND, _FINISH = "        # Your code: use comm.start_mean here.", "        # Your code."
+_START = 'self.transfers.append(comm.start_mean([p.grad], "all-reduce"))'
+_WAIT = """        for transfer in self.transfers:
+            transfer.wait()
+        self.transfers.clear()"""
+_SEND_LATE = f"        for p in self.trainable():\n            {_START}\n{_WAIT}"
+LESSONS: dict[str, list[tuple[dict[str, str], str]]] = {
+    "1_flash_attention": [
+        ({}, "Not yet: merge must return two tensors"),
+        ({_OUTPUT_OF_A: merging("torch.zeros(())")}, "Not yet: the output overflows"),
+        ({_OUTPUT_OF_A: merging("torch.maximum(logsumexp_a, logsumexp_b)")}, "Correct"),
+    ],
+    "2_data_parallelism": [
+        ({}, "Not yet: nothing is sent."),
+        ({_FINISH: _SEND_LATE}, "Not yet: the gradients are right, but nothing is sent before"),
+        ({_FINISH: _WAIT, _SEND: f"        {_START}"}, "Correct"),
+    ],
+    "3_memory": [
+        ({}, "Not yet: one process, parameters: predicted 0.0 MB"),
+        ({_ZEROS: dividing("2")}, "Not yet: ZeRO-1 on 1 process"),
+        ({_ZEROS: dividing("ranks")}, "Correct"),
+    ],
+}
+"""Answers to the exercise of each lesson as changes of its cell, and the beginning of what its check says of them."""
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -36,7 +78,9 @@ def files_of(folder: Path) -> set[Path]:
 
 
 def code_of(notebook: Mapping[str, Any]) -> Iterator[str]:
-    return ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    """The code of each cell, without the `%%writefile` that may stand above it."""
+    cells = ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return (re.sub(r"\A%%writefile .*\n", "", cell) for cell in cells)
 
 
 @pytest.fixture
@@ -46,36 +90,47 @@ def clone(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=left_out))
 
 
-def executed(path: Path, changes: Mapping[str, str]) -> Any:
-    """A notebook, changed and run in a kernel of this interpreter. Raises CellExecutionError for a cell that fails."""
-    nbformat, nbclient = (pytest.importorskip(name, reason="pip install '.[dev]'") for name in ("nbformat", "nbclient"))
+def opened(path: Path) -> Any:
+    """A notebook, valid and not yet run."""
+    nbformat = pytest.importorskip("nbformat", reason="pip install '.[dev]'")
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def executed(notebook: Any, folder: Path) -> Any:
+    """The notebook run in a kernel of this interpreter. Raises CellExecutionError for a cell that fails."""
+    nbclient = pytest.importorskip("nbclient", reason="pip install '.[dev]'")
     pytest.importorskip("ipykernel", reason="pip install '.[dev]'")
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
 
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    for old, new in changes.items():
-        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source)
-        cell.source = cell.source.replace(old, new)
     here = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))  # no other that is installed
-    where = {"metadata": {"path": str(path.parent)}}
+    where = {"metadata": {"path": str(folder)}}
     return nbclient.NotebookClient(notebook, km=here, timeout=_LONGEST_S, resources=where).execute(cleanup_kc=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(
-    form: str, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def out(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that notebooks of the clone are told to write into, on a machine without GPUs."""
     out = tmp_path / "out"
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     for name, value in {"OUT": str(out), "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(clone), prepend=os.pathsep)
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(form: str, clone: Path, out: Path) -> None:
     before = files_of(clone)
     name, changes = FORMS[form]
-    notebook = executed(clone / f"notebooks/{name}.ipynb", changes)
+    notebook = opened(clone / f"notebooks/{name}.ipynb")
+    for old, new in changes.items():
+        (cell,) = (cell for cell in notebook.cells if cell.cell_type == "code" and old in cell.source)
+        cell.source = cell.source.replace(old, new)
+    executed(notebook, clone / "notebooks")
 
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
@@ -86,6 +141,32 @@ def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(
     assert [data for data in shown if "| --- |" in data.get("text/markdown", "")]
     rows = [row for file in out.rglob("*.jsonl") for row in file.read_text().splitlines()]
     assert not [row for row in rows if '"status": "error"' in row]
+    assert files_of(clone) == before
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_runs_with_its_exercise_open_wrong_and_right(lesson: str, clone: Path, out: Path) -> None:
+    before = files_of(clone)
+    notebook = opened(clone / f"notebooks/lessons/{lesson}.ipynb")
+    cells = {cell.id: cell for cell in notebook.cells}
+    for i, (changes, _) in enumerate(LESSONS[lesson][1:]):
+        exercise, check = (copy.deepcopy(cells[name]) for name in ("exercise", "check"))
+        exercise.id, check.id = f"exercise-{i}", f"check-{i}"
+        for old, new in changes.items():
+            assert exercise.source.splitlines().count(old) == 1
+            exercise.source = re.sub(rf"^{re.escape(old)}$", lambda _, new=new: new, exercise.source, flags=re.M)
+        notebook.cells += [exercise, check]
+    executed(notebook, clone / "notebooks/lessons")
+
+    said = [
+        "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+        for cell in notebook.cells
+        if cell.id.startswith("check") and cell.cell_type == "code"
+    ]
+    answers = [answer for _, answer in LESSONS[lesson]]
+    assert [text[: len(answer)] for text, answer in zip(said, answers, strict=True)] == answers
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    assert [data for data in shown if len(data.get("image/png", "")) > 1000]
     assert files_of(clone) == before
 
 
@@ -117,4 +198,4 @@ def test_a_notebook_is_committed_without_outputs_and_with_stable_ids(path: Path)
 
 
 def test_every_notebook_is_run() -> None:
-    assert {path.stem for path in NOTEBOOKS} == {name for name, _ in FORMS.values()}
+    assert {path.stem for path in NOTEBOOKS} == {name for name, _ in FORMS.values()} | set(LESSONS)
