@@ -47,8 +47,6 @@ class Case:
     """Something to measure in many configurations."""
 
     name: str
-    about: str
-    """A line of help."""
     module: str
     """Where `load_case` finds the case in the process that measures: "module", or "module:preset"."""
     config: type[Any]

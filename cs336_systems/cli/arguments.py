@@ -1,11 +1,13 @@
 """Command-line parsing with jsonargparse. A mistake becomes one line that names the field."""
 
 import difflib
+import json
 import re
-from argparse import ArgumentError
+import textwrap
+from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
@@ -31,16 +33,71 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DTYPE_FIELDS = ("dtype", "precision", "weight_dtype", "grad_dtype")
 
 
-def make_parser(command: str, description: str) -> ArgumentParser:
-    """The parser of `cs336 COMMAND`. The docstring under each field of a dataclass becomes its help."""
+def make_parser(
+    command: str, description: str, help_text: Callable[[ArgumentParser], str] | None = None
+) -> ArgumentParser:
+    """The parser of `cs336 COMMAND`. The docstring under each field of a dataclass becomes its help.
+
+    help_text: makes the text that --help prints, instead of argparse's list of all options.
+    """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    return ArgumentParser(
+    parser = ArgumentParser(
         prog=f"cs336 {command}",
         description=description,
         exit_on_error=False,
         parser_mode="json",
         print_config=None,
         allow_abbrev=False,
+        add_help=help_text is None,
+    )
+    if help_text is not None:
+        about = "Show this help message and exit."
+        parser.add_argument("-h", "--help", action=_PrintHelp, help_text=help_text, help=about)
+    return parser
+
+
+class _PrintHelp(Action):
+    """The option --help of a command that has a help text of its own."""
+
+    def __init__(self, option_strings: Sequence[str], help_text: Callable[[Any], str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=SUPPRESS, help=help)
+        self.help_text = help_text
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        print(self.help_text(parser))
+        parser.exit()
+
+
+def help_lines(parser: ArgumentParser, options: Sequence[str]) -> list[str]:
+    """The help of some of a parser's options, in its groups, at most 80 columns wide.
+
+    Each option takes one or two lines: its text is cut after the last sentence that fits, but not within the first.
+    """
+    lines: list[str] = []
+    for group in parser._action_groups:
+        found = [(option, action) for action in group._group_actions for option in action.option_strings
+                 if option in options]  # fmt: skip
+        if found:
+            lines += ["", f"{group.title}:"]
+        for option, action in found:
+            sentences = re.split(r"(?<=\.) (?=\w)", (action.help or "").replace("%%", "%"))
+            while len(wrapped := _wrap_help(option, " ".join(sentences), action)) > 2 and len(sentences) > 1:
+                sentences.pop()
+            lines += wrapped
+    return lines
+
+
+def _wrap_help(option: str, text: str, action: Action) -> list[str]:
+    """Lines of an option's help, with its choices and its default if the text has none."""
+    notes = []
+    hint, default = getattr(action, "_typehint", None), action.default
+    if get_origin(hint) is Literal and any(choice not in text for choice in get_args(hint)):
+        notes.append(describe_type(hint))
+    if action.nargs != 0 and default not in (None, "", SUPPRESS) and "(default:" not in text:
+        notes.append(f"default: {default if isinstance(default, str) else json.dumps(default)}")
+    text = text.removesuffix(".") + (f" ({'; '.join(notes)})" if notes else "") + "."
+    return textwrap.wrap(
+        text, 80, initial_indent=f"  {option:<26}  ", subsequent_indent=" " * 30, break_on_hyphens=False
     )
 
 
@@ -131,7 +188,7 @@ def add_folder(parser: ArgumentParser, name: str, is_quick: bool, help: str) -> 
 
 def field_names(parser: ArgumentParser) -> list[str]:
     """The names of a parser's fields, without its built-in options."""
-    return sorted({action.dest for action in parser._actions} - {"help", "config", "print_config"})
+    return sorted({action.dest for action in parser._actions} - {"help", "help_all", "config", "print_config"})
 
 
 def unknown_field(name: str, parser: ArgumentParser) -> str:
@@ -143,7 +200,7 @@ def unknown_field(name: str, parser: ArgumentParser) -> str:
     last = name.rpartition(".")[2]
     same_last = [field for field in known if field.rpartition(".")[2] in (last, _OURS.get(last))]
     nearly = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.9)
-    options = [*known, *(action.dest for action in parser._actions if action.dest == "config")]
+    options = [*known, *(action.dest for action in parser._actions if action.dest in ("config", "help_all"))]
     near = nearly or same_last or difflib.get_close_matches(name.lower(), options, n=1, cutoff=0.5)
     return f"unknown field {name}" + (f": did you mean {known.get(near[0], near[0])}?" if near else "")
 

@@ -15,18 +15,31 @@ if TYPE_CHECKING:  # PyTorch is imported only to measure, so that --help is fast
     from ..bench.case import Case
     from ..bench.row import Row
 
+_HELP = """\
+usage: cs336 bench CASE [--quick] [--FIELD VALUE ...]
+
+Measure every combination of the values given. Each measurement is a row in
+runs/bench/CASE.jsonl. First try: cs336 bench model --quick
+{}
+
+`cs336 bench CASE --help` lists the fields of a case. --quick is a tiny run,
+seconds on a CPU."""
+
 
 def bench(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code. Raises ValueError for wrong arguments."""
-    from ..bench.cases import NAMES, get_case
+    from ..bench.cases import CASES, GROUPS, get_case
 
-    if arguments and arguments[0] in NAMES:
+    if arguments and arguments[0] in CASES:
         return _run(get_case(arguments[0]), arguments[1:])
-    parser = make_parser("bench", "Measure, and write one row per measurement.")
-    parser.add_argument("case", choices=[*NAMES, "list"], help="What to measure; list names the cases.")
+    table = "\n".join(
+        f"\n{subject}:\n" + "\n".join(f"  {name:<22}  {about}" for name, (_, about) in group.items())
+        for subject, group in GROUPS.items()
+    )
+    parser = make_parser("bench", "Measure, and write one row per measurement.", lambda _: _HELP.format(table))
+    parser.add_argument("case", choices=[*CASES, "list"])
     parse(parser, arguments)
-    for name in NAMES:
-        say(f"{name:<24} {get_case(name).about}")
+    say(table.strip())
     return 0
 
 
@@ -53,6 +66,7 @@ def asked(case: "Case", command: str, options: Any) -> list[Any]:
 
 def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..bench.case import differing, is_of
+    from ..bench.cases import CASES
     from ..bench.row import check_row_file, exit_code, read_rows
     from ..bench.runner import rows_on_this_gpu
     from ..report.fields import naming_the_files
@@ -60,7 +74,8 @@ def _run(case: "Case", arguments: Sequence[str]) -> int:
     from ..report.views import rows_table, write_views
 
     command = f"bench {case.name}"
-    parser = case_parser(case, command, "bench", "Folder of rows, tables and plots", "--quick" in arguments)
+    is_quick, about = "--quick" in arguments, f"Measure {CASES[case.name][1]}."
+    parser = case_parser(case, command, "bench", "Folder of rows, tables and plots", is_quick, about)
     options = parse(parser, arguments)
     configs = asked(case, command, options)
     folder = folder_to_write(options.out)
@@ -114,13 +129,13 @@ def _disturbed(row: "Row") -> str:
     return text + (f"; other processes on the GPU, which take its time: {others}" if others else "")
 
 
-def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bool) -> Any:
+def case_parser(case: "Case", command: str, folder: str, help: str, is_quick: bool, about: str = "") -> Any:
     """The parser of a command that measures a case and writes to `--out`, usually `runs/FOLDER`."""
     from docstring_parser import parse_from_object
 
     from ..bench.case import value_type
 
-    parser = make_parser(command, case.about)
+    parser = make_parser(command, about)
     help_texts = {param.arg_name: param.description for cls in case.config.__mro__[::-1] if cls is not object
                   for param in parse_from_object(cls).params}  # fmt: skip
     for field in dataclasses.fields(case.config):

@@ -27,7 +27,8 @@ def _kernels(arguments: Sequence[str]) -> int:
     from ..bench.profiling.kernel_totals import KERNELS_FILE
     from ..report.kernel_profiles import plot_shares
 
-    parser = case_parser(CASE, "profile kernels", "profile/kernels", "Folder to write to", "--quick" in arguments)
+    is_quick, about = "--quick" in arguments, "The time of a forward pass and a training step, by kernel."
+    parser = case_parser(CASE, "profile kernels", "profile/kernels", "Folder to write to", is_quick, about)
     options = parse(parser, arguments)
     configs = asked(CASE, "profile kernels", options)
     several = len({dataclasses.replace(config, mode="forward") for config in configs}) > 1
@@ -72,7 +73,8 @@ def _memory(arguments: Sequence[str]) -> int:
     from ..bench.row import append_row, exit_code
     from ..report.memory_profiles import memory_summary
 
-    parser = case_parser(CASE, "profile memory", "profile/memory", "Folder to write to", "--quick" in arguments)
+    is_quick, about = "--quick" in arguments, "The memory of a forward pass or a training step over time."
+    parser = case_parser(CASE, "profile memory", "profile/memory", "Folder to write to", is_quick, about)
     parser.add_argument("--snapshot", type=str, default=None, help="Draw this file, on any machine; record nothing.")
     options = parse(parser, arguments)
     out, files = Path(options.out), f"{PAGE_FILE} (any browser), {PICTURE_FILE} and {SUMMARY_FILE}"

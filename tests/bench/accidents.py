@@ -66,8 +66,6 @@ def measure_together(configs: Sequence[Accident]) -> Iterator[Row]:
         yield replace(row, case="together", metrics={**row.metrics, "together": len(configs)})
 
 
-CASE = Case(
-    name="accidents", about="Accidents.", module=__name__, config=Accident, variant=variant, measure=measure_all
-)
+CASE = Case(name="accidents", module=__name__, config=Accident, variant=variant, measure=measure_all)
 TOGETHER = replace(CASE, name="together", module=f"{__name__}:together", measure=measure_together, together=("kind",))
 PRESETS = {TOGETHER.name: TOGETHER}

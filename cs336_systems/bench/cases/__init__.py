@@ -2,32 +2,44 @@
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the names must not need PyTorch
+if TYPE_CHECKING:  # the names and the help must not need PyTorch
     from ..case import Case
 
-FILES = {
-    "model": "model",
-    "warmup": "model:warmup",
-    "train-step": "train_step",
-    "precision-accumulation": "precision_accumulation",
-    "autocast-dtypes": "autocast_dtypes",
-    "attention": "attention:attention",
-    "flash": "attention:flash",
-    "kernels": "attention:kernels",
-    "leaderboard-2025": "attention:leaderboard-2025",
-    "leaderboard-2026": "leaderboard_2026",
-    "attention-sweep": "attention:attention-sweep",
-    "residuals": "residuals",
-    "checkpointing": "checkpointing",
-    "ddp": "ddp",
-    "lm-matrix": "lm_matrix",
-    "all-reduce": "all_reduce",
-    "bucket-size": "bucket_size",
-    "overlap-trace": "overlap_trace",
-    "optimizer-sharding": "sharding_memory",
-    "fsdp-accounting": "sharding_memory:fsdp-accounting",
+GROUPS = {
+    "Model and training step": {
+        "model": ("model", "forward pass, backward pass and training step"),
+        "warmup": ("model:warmup", "the first steps of a process, one by one"),
+        "train-step": ("train_step", "the training loop's step, beside Hugging Face's Llama"),
+    },
+    "Attention": {
+        "attention": ("attention:attention", "plain attention, eager and compiled, and its memory"),
+        "flash": ("attention:flash", "all kernels, over lengths, head sizes and dtypes"),
+        "kernels": ("attention:kernels", "all kernels, at the shapes of published figures"),
+        "attention-sweep": ("attention:attention-sweep", "the forward pass, by numbers of queries and keys"),
+        "leaderboard-2025": ("attention:leaderboard-2025", "kernels, as the 2025 leaderboard times them"),
+    },
+    "Memory": {
+        "residuals": ("residuals", "the tensors that a block saves for its backward pass"),
+        "checkpointing": ("checkpointing", "peak memory and time, by which blocks are recomputed"),
+    },
+    "Precision": {
+        "precision-accumulation": ("precision_accumulation", "the same numbers summed in different dtypes"),
+        "autocast-dtypes": ("autocast_dtypes", "dtypes of weights, activations and loss in autocast"),
+    },
+    "Several GPUs": {
+        "ddp": ("ddp", "strategies, beside one GPU alone"),
+        "bucket-size": ("bucket_size", "bucketed gradients, by the size of a bucket"),
+        "all-reduce": ("all_reduce", "collectives, by size, number of ranks and backend"),
+        "overlap-trace": ("overlap_trace", "when a step computes and when it communicates"),
+        "optimizer-sharding": ("sharding_memory", "memory and time, with and without ZeRO stage 1"),
+        "fsdp-accounting": ("sharding_memory:fsdp-accounting", "memory that FSDP saves, and waits for its gathers"),
+        "lm-matrix": ("lm_matrix", "short training runs, kernels x strategies"),
+        "leaderboard-2026": ("leaderboard_2026", "a step of the 8B model at 32,768 tokens on two GPUs"),
+    },
 }
-NAMES = tuple(FILES)
+"""Cases by subject: the file of each (or file:preset), and its line in the help."""
+CASES = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+NAMES = tuple(CASES)
 
 
 def get_case(name: str) -> "Case":
@@ -36,4 +48,4 @@ def get_case(name: str) -> "Case":
 
     if name not in NAMES:
         raise ValueError(f"case is {name!r}: it must be one of {', '.join(NAMES)}")
-    return load_case(f"{__name__}.{FILES[name]}")
+    return load_case(f"{__name__}.{CASES[name][0]}")

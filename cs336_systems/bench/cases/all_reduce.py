@@ -90,7 +90,6 @@ def measure_on_rank(
 
 CASE = Case(
     name="all-reduce",
-    about="Collectives between processes: time and bandwidth by size, number of ranks and backend.",
     module=__name__,
     config=CollectiveBench,
     variant=variant,

@@ -352,28 +352,21 @@ def check_type(config: FlashBench) -> None:
     require(is_served, "kernel", config.kernel, f"none of {', '.join(_SIXTEEN_BITS_ONLY)} with dtype 'fp32'")
 
 
-def _case(name: str, config: type[AttentionBench], about: str, **fields: Any) -> Case:
-    return Case(name=name, config=config, about=about, module=f"{__name__}:{name}", **fields)
+def _case(name: str, config: type[AttentionBench], **fields: Any) -> Case:
+    return Case(name=name, config=config, module=f"{__name__}:{name}", **fields)
 
 
-def _in_turns(name: str, config: type[AttentionBench], about: str, *works: str, **fields: Any) -> Case:
+def _in_turns(name: str, config: type[AttentionBench], *works: str, **fields: Any) -> Case:
     measure, variant = take_turns(name, *works), lambda config: config.kernel
-    return _case(name, config, about, measure=measure, variant=variant, together=("kernel",), **fields)
+    return _case(name, config, measure=measure, variant=variant, together=("kernel",), **fields)
 
 
 _CASES = (
-    _in_turns("flash", FlashBench,
-              "Attention kernels over lengths, head sizes and types, forward and backward, in turns.",
-              "forward", "backward", "forward_backward", check=check_type),
-    _in_turns("kernels", KernelsBench,
-              "Every attention kernel at the shapes of published figures, forward and backward, in turns.", *PRODUCTS),
-    _in_turns("attention-sweep", AttentionSweepBench,
-              "Attention's forward pass at square and rectangular numbers of queries and keys.", "forward"),
-    _case("attention", PlainBench,
-          "Plain attention, eager and compiled: 100 forward and 100 backward passes, and the memory between them.",
-          measure=measure_plain, variant=eager_or_compiled),
+    _in_turns("flash", FlashBench, "forward", "backward", "forward_backward", check=check_type),
+    _in_turns("kernels", KernelsBench, *PRODUCTS),
+    _in_turns("attention-sweep", AttentionSweepBench, "forward"),
+    _case("attention", PlainBench, measure=measure_plain, variant=eager_or_compiled),
     _case("leaderboard-2025", LeaderboardBench,
-          "The FlashAttention leaderboard of 2025: forward, sum and backward as the handout times them.",
           measure=each("leaderboard-2025", unless_eager, measure_leaderboard), variant=unless_eager, isolated=True),
 )  # fmt: skip
 PRESETS = {case.name: case for case in _CASES}

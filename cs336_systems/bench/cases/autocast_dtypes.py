@@ -93,7 +93,6 @@ def variant(config: AutocastDtypesBench) -> str:
 
 CASE = Case(
     name="autocast-dtypes",
-    about="The types of weights, activations, loss and gradients under autocast.",
     module=__name__,
     config=AutocastDtypesBench,
     variant=variant,

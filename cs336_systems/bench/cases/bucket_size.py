@@ -103,8 +103,4 @@ class BucketBench(DDPBench):
         return 4.0 * num_parameters(self.workload().shape)
 
 
-CASE = strategies_case(
-    BucketBench,
-    __name__,
-    "A training step with gradients in buckets, by bucket size, beside one GPU alone and the planner's model.",
-)
+CASE = strategies_case(BucketBench, __name__)

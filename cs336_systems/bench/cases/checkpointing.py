@@ -124,7 +124,6 @@ def measure_all(configs: Sequence[CheckpointingBench]) -> Iterable[Row]:
 
 CASE = Case(
     name="checkpointing",
-    about="Peak memory and time of a step by which blocks are checkpointed, and how many together.",
     module=__name__,
     config=CheckpointingBench,
     variant=variant,

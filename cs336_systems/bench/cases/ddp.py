@@ -175,11 +175,10 @@ def measure_on_rank(configs: Sequence[DDPBench], device: torch.device, at_work: 
             yield config.row(metrics)
 
 
-def strategies_case(config: type[DDPBench], place: str, about: str, on_rank: Any = measure_on_rank) -> Case:
+def strategies_case(config: type[DDPBench], place: str, on_rank: Any = measure_on_rank) -> Case:
     """The case at `place` (see `load_case`) that measures variants and compiled blocks in one launch."""
     return Case(
         name=config.case,
-        about=about,
         module=place,
         config=config,
         variant=name_of,
@@ -189,6 +188,4 @@ def strategies_case(config: type[DDPBench], place: str, about: str, on_rank: Any
     )
 
 
-CASE = strategies_case(
-    DDPBench, __name__, "A training step on several GPUs, strategy by strategy, beside one GPU alone."
-)
+CASE = strategies_case(DDPBench, __name__)

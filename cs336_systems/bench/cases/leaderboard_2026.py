@@ -144,7 +144,6 @@ def measure_on_rank(
 
 CASE = Case(
     name="leaderboard-2026",
-    about="A training step of the 8B model at 32,768 tokens on two GPUs, sharded.",
     module=__name__,
     config=Leaderboard2026Bench,
     variant=variant,

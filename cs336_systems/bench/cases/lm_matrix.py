@@ -242,7 +242,6 @@ def variant(config: LMMatrixBench) -> str:
 
 CASE = Case(
     name="lm-matrix",
-    about="Short training runs: attention kernels x parallel strategies, which must reach the same loss.",
     module=__name__,
     config=LMMatrixBench,
     variant=variant,

@@ -104,7 +104,6 @@ def warmup_steps(config: WarmupBench) -> str:
 
 CASE = Case(
     name="model",
-    about="A language model's forward pass, backward pass and training step.",
     module=__name__,
     config=ModelBench,
     variant=variant,
@@ -113,7 +112,6 @@ CASE = Case(
 )
 WARMUP = Case(
     name="warmup",
-    about="The first steps of a process, after none, one, two and five warm-up steps.",
     module=f"{__name__}:warmup",
     config=WarmupBench,
     variant=warmup_steps,

@@ -68,6 +68,4 @@ def _step_for_nsys(trainer: Trainer, is_first: bool) -> None:
     torch.cuda.profiler.stop()
 
 
-CASE = ddp.strategies_case(
-    OverlapTrace, __name__, "Compute and communication over one step of two strategies, drawn one above the other."
-)
+CASE = ddp.strategies_case(OverlapTrace, __name__)

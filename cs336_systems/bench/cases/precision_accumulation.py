@@ -59,7 +59,6 @@ def measure(config: PrecisionAccumulationBench) -> tuple[dict[str, Any], dict[st
 
 CASE = Case(
     name="precision-accumulation",
-    about="The same numbers added up in different types.",
     module=__name__,
     config=PrecisionAccumulationBench,
     variant=lambda config: config.accumulation,

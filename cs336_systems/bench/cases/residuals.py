@@ -132,7 +132,6 @@ def variant(config: ResidualsBench) -> str:
 
 CASE = Case(
     name="residuals",
-    about="Tensors that a Transformer block saves for its backward pass, by the part that saves them.",
     module=__name__,
     config=ResidualsBench,
     variant=variant,

@@ -92,16 +92,6 @@ def follow_gathers(trainer: Trainer, is_first: bool) -> dict[str, Any]:
     return summary(gathers_of(events)) if is_first else {}
 
 
-CASE = strategies_case(
-    OptimizerShardingBench,
-    __name__,
-    "Memory (part by part) and time of a step with and without sharded optimizer state.",
-    measure_on_rank,
-)
-FSDP_ACCOUNTING = strategies_case(
-    FSDPBench,
-    f"{__name__}:fsdp-accounting",
-    "Memory that FSDP saves, part by part, and whether each of its gathers is over in time.",
-    measure_on_rank,
-)
+CASE = strategies_case(OptimizerShardingBench, __name__, measure_on_rank)
+FSDP_ACCOUNTING = strategies_case(FSDPBench, f"{__name__}:fsdp-accounting", measure_on_rank)
 PRESETS = {FSDP_ACCOUNTING.name: FSDP_ACCOUNTING}

@@ -154,7 +154,6 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
 
 CASE = Case(
     name="train-step",
-    about="One training step as the training loop does it, beside Hugging Face's Llama.",
     module=__name__,
     config=TrainStepBench,
     variant=lambda config: config.variant,

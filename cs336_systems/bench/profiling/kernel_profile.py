@@ -144,7 +144,6 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
 
 CASE = Case(
     name="profile-kernels",
-    about="The time of a forward pass and a training step, by kernel.",
     module=__name__,
     config=KernelProfile,
     variant=attrgetter("mode"),

@@ -114,7 +114,6 @@ def counted(config: dict[str, Any]) -> dict[str, int]:
 
 CASE = Case(
     name="profile-memory",
-    about="The memory of a forward pass or a training step over time.",
     module=__name__,
     config=MemoryProfile,
     variant=attrgetter("mode"),

@@ -45,7 +45,6 @@ def measure_on_rank(
 
 CASE = Case(
     name="speedrun",
-    about="Some steps of a run.",
     module=__name__,
     config=StepTimes,
     variant=lambda config: config.name,
