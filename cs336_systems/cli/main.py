@@ -25,7 +25,21 @@ COMMANDS = {
     "plan": ("plan:plan", "predict memory, time and communication by arithmetic"),
     "report": ("report:report", "make tables and plots of runs and measurements"),
 }
-_USAGE = "usage: cs336 COMMAND ...\n\n{}\n\ncs336 COMMAND --help explains each.".format(
+_USAGE = """\
+usage: cs336 COMMAND ...
+
+Start here:
+  cs336 train --config configs/demo.json --run_dir runs/demo
+      train a small model on generated stories: minutes on a CPU
+  cs336 bench model --quick
+      time a model's passes in a tiny form: seconds on a CPU
+  cs336 report runs runs/demo
+      show the loss and speed of the run
+
+Commands:
+{}
+
+`cs336 COMMAND --help` explains each.""".format(
     "\n".join(f"  {name:<11}{description}" for name, (_, description) in COMMANDS.items())
 )
 _INTERRUPTED = RuntimeError("interrupted")

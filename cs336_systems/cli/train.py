@@ -15,18 +15,40 @@ from ..config.data import without_default_paths
 from ..config.model import SIZE_FIELDS
 from ..config.run import GROUPS, RunConfig, without_default_min_lr
 from ..machine.console import launched_rank, program, say
-from .arguments import field_names, make_parser, parse, unknown_field
+from .arguments import field_names, help_lines, make_parser, parse, unknown_field
 
 _EXIT_CODES = {"SIGINT": 0, "SIGTERM": 128 + 15, "SIGHUP": 128 + 1}
+
+USUAL = (
+    "--config", "--print_config", "--help_all", "--run_dir", "--resume",
+    "--model.size", "--model.vocab_size", "--model.context_length", "--model.d_model", "--model.d_ff",
+    "--model.num_layers", "--model.num_heads", "--model.attention", "--data.source", "--data.train_text",
+    "--optimizer.lr", "--train.max_steps", "--train.batch_size", "--train.device", "--train.precision",
+    "--train.compile", "--train.cuda_graph", "--parallel.strategy", "--parallel.devices",
+    "--parallel.shard_optimizer", "--checkpoint.checkpointing_interval", "--sample.prompt",
+)  # fmt: skip
+"""The options that --help shows."""
+_HELP = """\
+usage: cs336 train --config FILE [--OPTION VALUE ...]
+
+Train a language model: text in, trained model out. FILE is a JSON file, such as
+configs/demo.json; options override its fields. The usual options are below:
+`cs336 train --help_all` shows all.
+{}"""
 
 
 @functools.cache  # reading the help from the docstrings takes most of the time of a parse
 def train_parser() -> ArgumentParser:
     """The parser of `cs336 train`: a JSON file and every field of RunConfig."""
-    parser = make_parser("train", "Train a language model: text in, trained model out.")
+    parser = make_parser(
+        "train",
+        "Train a language model: text in, trained model out.",
+        lambda parser: _HELP.format("\n".join(help_lines(parser, USUAL))),
+    )
+    parser.add_argument("--help_all", action="help", help="Show all options and exit.")
     parser.add_argument("--config", action="config", help="JSON file with any of the fields below.")
     parser.add_argument("--print_config", action="store_true", help="Print the resolved configuration and stop.")
-    parser.add_class_arguments(RunConfig, skip={"skip_data", *GROUPS})
+    parser.add_class_arguments(RunConfig, skip={"skip_data", *GROUPS}, as_group=False)
     parser.add_argument("--skip_data", type=bool, nargs="?", const=True, default=False,
                         help="Use the token files as they are. Do not make any.")  # fmt: skip
     for name, group in GROUPS.items():

@@ -35,7 +35,7 @@ class DataConfig:
     """Where the text comes from, and where its tokenizer and token files are kept."""
 
     source: Literal["random", "stories", "text", "tinystories"] = "stories"
-    """random: seeded random tokens. stories: a built-in generator. text: your own files. tinystories: downloaded."""
+    """stories (generated), tinystories (downloaded), text (your own) or random."""
     data_dir: str | None = None
     """Folder for text, tokenizer and token files (default: data/SOURCE)."""
     train_text: str | None = None

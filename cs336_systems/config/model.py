@@ -36,7 +36,7 @@ class ModelConfig:
     size: str | None = None
     """Named size: small, medium, large, xl, 2.7B, 10B or 8B. Sets d_model, d_ff, num_layers and num_heads."""
     vocab_size: int | None = None
-    """Size of the vocabulary. A new tokenizer is trained to this size (default: the named size's, else 10,000)."""
+    """Size of the vocabulary, also of a new tokenizer (default: the named size's, else 10,000)."""
     context_length: int | None = None
     """Tokens per sequence (default: the named size's, else 256)."""
     d_model: int | None = None

@@ -46,7 +46,7 @@ def without_default_min_lr(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to min_lr."""
+    """AdamW, with linear warm-up and then half a cosine down to min_lr."""
 
     implementation: Literal["own", "torch", "torch_foreach", "torch_fused"] = "own"
     """own: the readable AdamW in cs336_basics. The others are variants of torch.optim.AdamW; torch_fused is fastest."""
@@ -164,17 +164,17 @@ class ParallelConfig:
     """Training with several processes, one per GPU."""
 
     strategy: str = "auto"
-    """How the processes share the work: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, fsdp_simple,
-    torch_ddp, torch_fsdp, or your own class as module:Class. auto: none for one process, overlap with bucket_size_mb
-    100 for several."""
+    """How the processes share the work, such as overlap, bucketed or fsdp. auto: none for one process, overlap with
+    bucket_size_mb 100 for several. All: none, naive, flat, overlap, individual, bucketed, flashddp, fsdp, fsdp_simple,
+    torch_ddp, torch_fsdp, or your own class as module:Class."""
     devices: int = 1
     """Number of processes to start on this machine, one per GPU. Under torchrun, torchrun starts them."""
     bucket_size_mb: float | None = None
     """Size of a gradient bucket in MiB (default: 100 for auto and bucketed; 25, PyTorch's own, for torch_ddp; overlap
     sends each gradient separately). individual always sends them separately. Other strategies ignore this."""
     shard_optimizer: bool | Literal["simple"] = False
-    """Each process keeps the optimizer state of its own part of the parameters (ZeRO stage 1). simple: the readable
-    version, which sends no parameters before all are updated."""
+    """Split the optimizer state over the processes, ZeRO stage 1. Each process updates its own part of the parameters.
+    simple: the readable version, which sends no parameters before all are updated."""
     reshard_after_forward: bool = True
     """For fsdp and torch_fsdp: free weights after the forward pass and gather them again for the backward pass. false
     keeps them, in train.precision (ZeRO stage 2): less communication, more memory."""
@@ -223,7 +223,7 @@ class CheckpointConfig:
     """When to save checkpoints, and how many to keep."""
 
     checkpointing_interval: int = 0
-    """Save every this many steps and after the last step. 0 or less: only after the last."""
+    """Steps between checkpoints, if above 0. The last step always saves one."""
     keep_last: int | None = None
     """Number of newest checkpoints to keep (default: all)."""
     async_save: bool = False
@@ -283,8 +283,8 @@ class RunConfig:
     run_dir: str | None = None
     """Folder of the run (default: runs/SOURCE-DATE-TIME)."""
     resume: str = "none"
-    """none; auto: the newest complete checkpoint in run_dir, if there is one; or the path of a checkpoint. Not saved in
-    config.json."""
+    """Continue from a checkpoint: its path, or auto for the newest in run_dir. auto skips incomplete checkpoints, and
+    starts anew if there is none. Not saved in config.json."""
     init_from: str | None = None
     """Run or checkpoint to load the initial weights from, and nothing else (default: random weights)."""
     skip_data: bool = False

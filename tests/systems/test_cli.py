@@ -1,18 +1,21 @@
 """The `cs336` command: help, mistyped words, names from other solutions, exit codes."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cs336_systems.bench.cases import CASES
 from cs336_systems.bench.row import Row, append_row
 from cs336_systems.cli.arguments import in_our_words
-from cs336_systems.cli.train import train_parser
+from cs336_systems.cli.train import USUAL, train_parser
 from cs336_systems.machine.console import Ended
 from tests.systems.command import SHORT, TINY, Run, process, the_line
 
@@ -27,6 +30,58 @@ def test_help_lists_every_command(cs336: Run, option: str) -> None:
     code, out, err = cs336(option)
     assert (code, err) == (0, "")
     assert re.findall(r"^  (\S+)  ", out, re.M) == list(COMMANDS)
+
+
+def check_help(text: str, lines: int) -> None:
+    assert len(text.splitlines()) <= lines
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_first_help_fits_one_screen_and_starts_with_three_commands(cs336: Run) -> None:
+    told = cs336("--help")[1]
+    check_help(told, lines=24)
+    assert cs336() == (2, "", told)
+    train, bench, report = (line.split() for line in re.findall(r"^  cs336 (.* .*)$", told, re.M))
+    assert train[0] == "train"
+    run = next(word for word in train if word.startswith("runs/"))
+    assert json.loads(cs336(*train, "--print_config")[1])["run_dir"] == run
+    assert the_line(cs336(*bench, "--steps", "0")).startswith("steps is 0")
+    assert report[-1] == run
+    assert cs336(*report[:-1], str(Path(__file__).parents[2] / "results/cpu/demo"))[0] == 0
+
+
+def test_the_short_help_of_train_has_one_or_two_lines_for_each_option(cs336: Run) -> None:
+    code, told, _ = cs336("train", "--help")
+    assert code == 0
+    assert cs336("train", "-h")[1] == told
+    check_help(told, lines=75)
+    entries = re.findall(r"^  (--[\w.]+)  +\S.*((?:\n {30}\S.*)*)$", told, re.M)
+    assert max(more.count("\n") for _, more in entries) == 1
+    shown = [option for option, _ in entries]
+    assert 20 <= len(shown) <= 30
+    assert set(shown) == set(USUAL)  # so that every option that is named exists
+    assert {"--config", "--run_dir", "--resume", "--model.size", "--train.max_steps", "--parallel.devices"} <= set(
+        shown
+    )
+    assert "cs336 train --help_all" in told
+
+
+def test_help_all_of_train_shows_every_option(cs336: Run) -> None:
+    code, told, _ = cs336("train", "--help_all")
+    assert code == 0
+    shown = [action for action in train_parser()._actions if action.help != SUPPRESS]
+    options = {option for action in shown for option in action.option_strings}
+    assert len(options) > 70
+    assert options == set(re.findall(r"^  (?:-h, )?(--[\w.]+)", told, re.M)) | {"-h"}
+
+
+def test_the_help_of_bench_lists_every_case_in_one_line(cs336: Run) -> None:
+    code, told, _ = cs336("bench", "--help")
+    assert code == 0
+    check_help(told, lines=48)
+    assert re.findall(r"^  ([\w-]+)  +\S", told, re.M) == list(CASES)
+    assert "cs336 bench CASE --help" in told
+    assert cs336("bench", "list")[1].strip() in told
 
 
 @pytest.mark.parametrize("arguments", [[], ["--nonsense"]])
