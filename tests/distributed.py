@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from cs336_systems.parallel import comm
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(
     ["pytest", "torch", "torch._dynamo", "cs336_systems.parallel", "cs336_systems.training"]
 )
 
@@ -48,8 +48,8 @@ def run_ranks(
         store = f"file://{folder}/store"
         pipes, processes = [], []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = forkserver.Pipe()
+            process = forkserver.Process(
                 target=_rank_main, args=(theirs, rank, world_size, store, device, backend, timeout_s, function, args)
             )
             process.start()
