@@ -145,7 +145,7 @@ def test_every_block_of_a_guide_is_run_or_says_why_not(guide: str) -> None:
     [
         ("```bash\nls .\ncs336 bench nothing\n```\n", 4, "cs336 bench nothing\n.*it must be one of model"),
         ("```python\nimport sys\n\nsys.exit('wrong')\n```\n", 3, ".*block.py\nwrong"),
-        ("```bash\nls . \\\n  nowhere\n```\n", 3, "ls . nowhere\n.*nowhere"),
+        ("```bash\nls . \\\n  nowhere\n```\n", 3, "ls . nowhere\n(.*\n)*ls: .*nowhere"),
     ],
 )
 def test_a_block_that_fails_is_named_with_its_line(block: str, line: int, message: str, folder: Path) -> None:
