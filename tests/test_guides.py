@@ -66,6 +66,7 @@ def in_child(folder: Path, output: Path, arguments: Sequence[str], environ: dict
     """In a forked process: run `cs336 ARGUMENTS` in a folder."""
     from cs336_systems.cli.main import main
 
+    os.environ.clear()
     os.environ.update(environ)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -116,6 +117,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each process compiles PyTorch's modules again
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a guide says itself when to set it
     return tmp_path
 
