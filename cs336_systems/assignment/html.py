@@ -16,7 +16,7 @@ def html_page(title: str, byline: str, text: str, tables: list[tuple[str, str]],
     tables: title and Markdown of each full table, which the page keeps folded.
     """
     body, contents = _rendered(text, folder)
-    folded = [(name, _rendered(table, folder)[0]) for name, table in tables]
+    folded = [(html.escape(name), _rendered(table, folder)[0]) for name, table in tables]
     style, script, page = ((_FILES / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
     return jinja2.Environment(autoescape=False).from_string(page).render(
         title=html.escape(title), byline=html.escape(byline), body=body, contents=contents, tables=folded,
