@@ -97,9 +97,9 @@ def test_the_import_test_sees_relative_imports() -> None:
     assert "cs336_systems.config.run" in imports_of(ROOT / "cs336_systems/training/pipeline.py")
 
 
-def readme_tree() -> list[str]:
-    """The paths of README's tree."""
-    block = re.search(r"## Where things are\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def tree_of_design() -> list[str]:
+    """The paths of the tree in docs/design.md."""
+    block = re.search(r"### The tree\n\n```text\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.S)
     assert block
     folder, paths = "", []
     for line in block[1].splitlines():
@@ -112,13 +112,13 @@ def readme_tree() -> list[str]:
     return paths
 
 
-def test_readmes_tree_is_there() -> None:
-    missing = [path for path in readme_tree() if not (ROOT / path).exists()]
+def test_the_tree_is_there() -> None:
+    missing = [path for path in tree_of_design() if not (ROOT / path).exists()]
     assert not missing
 
 
-def test_readmes_tree_leaves_no_module_of_the_packages_out() -> None:
-    named = {path.rstrip("/") for path in readme_tree()}
+def test_the_tree_leaves_no_module_of_the_packages_out() -> None:
+    named = {path.rstrip("/") for path in tree_of_design()}
     for package in ("cs336_basics", "cs336_systems"):
         for path in (ROOT / package).iterdir():
             relative = f"{package}/{path.name}"

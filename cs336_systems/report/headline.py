@@ -15,7 +15,7 @@ from .fields import naming_the_files
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import figure_of, put_title
-from .selection import common_facts, grouped, machine, runs
+from .selection import grouped, machine, runs
 from .spec import Column, Plot
 
 ATTENTION_PICTURE, TRAINING_PICTURE = "headline-attention.png", "headline-training.png"
@@ -50,14 +50,6 @@ class Comparison:
 
 _Compared = Iterator[tuple[str, dict[str, float], list[tuple[str, str, str]]]]
 """For each work: its name, times by name, and the pairs to compare as (ours, theirs, role)."""
-
-
-def _leaderboard(rows: Sequence[Row]) -> _Compared:
-    for group in grouped(rows, ("num_heads", "length", "head_size", "compile", "rep_ms", "warmup_ms")):
-        c = group[0].config
-        times = {row.config["kernel"]: row.metrics["forward_sum_backward_ms"]["mean"] for row in group}
-        work = f"attention, {c['num_heads']} heads of {c['head_size']}, {c['length']:,} tokens{_compiled(c)}"
-        yield work, times, [_fastest_peer(times)]
 
 
 def _attention(rows: Sequence[Row]) -> _Compared:
@@ -106,7 +98,7 @@ def _parallel(rows: Sequence[Row]) -> _Compared:
         yield f"training step, {_batch(c)} on each of {c['devices']} GPUs{_compiled(c)}", times, pairs
 
 
-_CASES = {"kernels": _attention, "leaderboard-2025": _leaderboard, "train-step": _training, "ddp": _parallel}
+_CASES = {"kernels": _attention, "train-step": _training, "ddp": _parallel}
 
 
 def _fastest_peer(times: dict[str, float]) -> tuple[str, str, str]:
@@ -204,19 +196,20 @@ def _attention_figure(read: Sequence[Sequence[Row]]) -> Any:
         return None
     y = Column("forward + backward (TFLOP/s)", "forward_backward_tflops")
     plot = Plot(name="headline", y=y, x="length", lines=("kernel",), log="x", panels=("head_size",))
-    keys = ("num_heads", "is_causal")
-    figure = figure_of(plot, rows, keys)
+    figure = figure_of(plot, rows, ("num_heads", "is_causal"))
     figure.set_size_inches(9, 3.6)
     for axes in figure.axes:
-        if axes.get_xlabel():
-            axes.set_xlabel("length (tokens)")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("length (tokens)")
         for line in axes.lines:
             if line.get_label() == _KERNEL:
                 line.set(linewidth=2.2, zorder=3)
-    tokens = sorted({row.config["batch_size"] * row.config["length"] for row in rows})
-    batch = f"batches of {', '.join(f'{each:,}' for each in tokens)} tokens"
-    facts = common_facts(rows, keys)[0].replace("_", " ")
-    put_title(figure, f"{facts}; {_PRECISION}; {batch}. {_KERNEL}: this project's; the rest: of others")
+    heads, tokens = (
+        " or ".join(f"{each:,}" for each in sorted({count(row.config) for row in rows}))
+        for count in (lambda c: c["num_heads"], lambda c: c["batch_size"] * c["length"])
+    )
+    work = f"{heads} heads, {tokens} tokens a batch, {_PRECISION}"
+    put_title(figure, f"{machine(rows[0])}: {work}. {_KERNEL} is this project's; the rest are others'")
     return figure
 
 

@@ -17,12 +17,6 @@ ROOT = Path(__file__).parents[2]
 ENV = {"gpu": "NVIDIA Made-up", "torch": "9.9", "commit": "c0ffee", "date": "2026-01-01"}
 
 
-def leaderboard(kernel: str, ms: float) -> Row:
-    config = dict(kernel=kernel, num_heads=2, length=4096, head_size=64, dtype="bf16", compile=True)
-    metrics = {"forward_sum_backward_ms": {"mean": ms}}
-    return Row(case="leaderboard-2025", variant=kernel, config=config, metrics=metrics, env=ENV)
-
-
 def kernels(kernel: str, ms: float, shape: tuple[int, ...] = (4, 16, 4096, 64), dtype: str = "bf16") -> Row:
     config = dict(kernel=kernel, dtype=dtype, is_causal=True, shape=list(shape))
     metrics = {"forward_backward_ms": {"p50": ms}, "forward_backward_tflops": 1000.0 / ms}
@@ -44,7 +38,6 @@ def ddp(variant: str, ms: float, compiled: bool = False) -> Row:
     )
 
 
-LEADERBOARD = [leaderboard("flash_triton", 3.0), leaderboard("sdpa_flash", 4.0), leaderboard("sdpa", 2.0)]
 ATTENTION = [kernels("flash_triton", 6.0), kernels("fa4", 5.0), kernels("sdpa", 8.0),
              kernels("flash_triton", 7.0, (8, 16, 2048, 64)), kernels("fa4", 1.0, (8, 16, 2048, 64)),
              kernels("flash_triton", 7.0, (8, 1, 4096, 64)), kernels("fa4", 1.0, (8, 1, 4096, 64))]  # fmt: skip
@@ -53,7 +46,7 @@ LARGER = [train_step("cs336_graph", 50.0, "xl"), train_step("hf_llama", 40.0, "x
 PARALLEL = [ddp("alone", 9.0), ddp("bucketed:100", 30.0), ddp("bucketed:100+graph", 15.0), ddp("torch_ddp", 20.0),
             ddp("fsdp", 12.0), ddp("torch_fsdp", 24.0), ddp("bucketed:100", 7.0, compiled=True),
             ddp("fsdp+zero2+graph", 6.0), ddp("torch_fsdp+zero2", 30.0)]  # fmt: skip
-ALL = [*LEADERBOARD, *ATTENTION, *TRAINING, *LARGER, *PARALLEL]
+ALL = [*ATTENTION, *TRAINING, *LARGER, *PARALLEL]
 
 
 def file_of(rows: list[Row], path: Path) -> Path:
@@ -67,12 +60,11 @@ def test_every_pair_of_one_run_is_compared_whoever_is_faster(tmp_path: Path) -> 
     assert head == "NVIDIA Made-up; bf16; attention: forward and backward; both times of a line are from one run:"
     assert header == "| work | ours | peer | ours is |"
     assert rule == "| --- | --- | --- | ---: |"
-    heads, one = "attention, 4 x 16 heads of 64, 4,096 tokens", "attention, 2 heads of 64, 4,096 tokens, compiled"
+    heads = "attention, 4 x 16 heads of 64, 4,096 tokens"
     alone, both = "training step, xl, 4 x 8, compiled", "training step, xl, 4 x 8 on each of 2 GPUs, eager"
     assert lines == [
         # not at 2,048 tokens, and not with a single head
         f"| {heads} | `flash_triton` 6 ms | the fastest of the others (`fa4`) 5 ms | 1.20x slower |",
-        f"| {one} | `flash_triton` 3 ms | the fastest of the others (`sdpa`) 2 ms | 1.50x slower |",
         # the larger of the two sizes
         f"| {alone} | `cs336_graph` 50 ms | Hugging Face's Llama (`hf_llama`) 40 ms | 1.25x slower |",
         # without graphs `bucketed:100` and `fsdp` wait for the host, so they are left out
