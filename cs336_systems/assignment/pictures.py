@@ -69,6 +69,8 @@ class Pictures:
             axes.minorticks_off()
         if "y" in log:
             axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         if len(lines) > 1:
