@@ -12,25 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from cs336_systems.cli.main import main
 from cs336_systems.config.run import RunConfig
-from cs336_systems.machine.console import Ended
-from cs336_systems.parallel.failure import OWN_LAUNCH, CollectiveError
 from cs336_systems.training import launch, pipeline, train
-from cs336_systems.training.launch import _failure
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
-from cs336_systems.training.signals import StopRequest
 from tests.distributed import processes_of, run_ranks, wait_until
 from tests.training.helpers import (
     _environment,
@@ -207,81 +200,6 @@ def test_when_a_rank_hangs_on_a_gpu_the_other_names_the_transfer(
     assert f"cs336: rank 0: {transfer} at step 7 was not done after 4 s: another rank is" in failed.stderr
 
 
-@pytest.mark.parametrize(
-    "message, waited",
-    [
-        ("rank 0: x: another rank is gone or hangs", True),
-        ("rank 0: x failed: Timed out after 5 s", True),
-        ("rank 0: x: Application timeout", True),
-        ("rank 0: x failed", False),
-    ],
-)
-def test_the_rank_that_a_signal_ended_comes_first_unless_another_rank_waited_for_it(
-    message: str, waited: bool, tmp_path: Path
-) -> None:
-    ended_rank = "rank 1 was ended by SIGKILL"
-    told = f"{message}; {ended_rank}" if waited else f"{ended_rank}; {message}"
-    report = {"message": message, "kind": "CollectiveError", "extraInfo": {"timestamp": "1"}}
-    (tmp_path / "error.json").write_text(json.dumps({"message": report}))
-    ended, told_to = (SimpleNamespace(exitcode=-n, signal_name=lambda n=n: signal.Signals(n).name) for n in (9, 15))
-    failures: Any = {0: SimpleNamespace(exitcode=1), 1: ended}
-    assert str(_failure(failures, tmp_path)) == told
-    if not waited:  # the launcher's signal to rank 0 says nothing
-        assert str(_failure({0: told_to, 1: ended}, tmp_path)) == told  # type: ignore[dict-item]
-
-
-def test_a_report_that_was_not_written_to_its_end_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "error.json").write_text("")
-    failures: Any = {0: SimpleNamespace(exitcode=-9, signal_name=lambda: "SIGKILL")}
-    assert str(_failure(failures, tmp_path)) == "rank 0 was ended by SIGKILL"
-
-
-def test_an_error_in_the_loop_is_reported_before_a_signal_can_end_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = tmp_path / "error.json"
-    environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(report)}
-    for name, value in {**environ, OWN_LAUNCH: "1"}.items():
-        monkeypatch.setenv(name, value)
-    before = signal.getsignal(signal.SIGTERM)
-    stop = StopRequest()
-
-    def fails() -> None:
-        with stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise CollectiveError("rank 0: all-reduce at step 7 failed")
-
-    with pytest.raises(CollectiveError):
-        fails()
-    assert stop.signal == "SIGTERM"
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert json.loads(report.read_text())["message"]["message"] == "rank 0: all-reduce at step 7 failed"
-
-
-def raising(error: Exception) -> Callable[..., None]:
-    def raises(*_: Any) -> None:
-        raise error
-
-    return raises
-
-
-def test_a_signal_before_the_processes_can_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pressed(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def launched(by: Callable[..., None]) -> None:
-        monkeypatch.setattr("cs336_systems.training.launch.elastic_launch", lambda *_: by)
-        train(config_for(tmp_path, devices=2))
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        with pytest.raises(Ended, match=f"ended by {number.name}") as ended:
-            launched(raising(SignalException("", number)))
-        assert ended.value.exit_code == 128 + number
-    with pytest.raises(BaseException) as interrupted:  # noqa: PT011 - a KeyboardInterrupt would end the test session
-        launched(pressed)
-    assert interrupted.type is KeyboardInterrupt
-
-
 @pytest.mark.parametrize("interrupted", [None, "SIGTERM"])
 def test_an_interrupt_after_the_last_step_is_no_interruption(
     interrupted: str | None, alone: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -420,41 +338,6 @@ def test_a_run_of_one_strategy_and_size_goes_on_with_another(alone: RunConfig, t
 
 
 # Mistakes
-
-
-def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    config = config_for(tmp_path, devices=4, train=dict(device="cuda"))
-    with pytest.raises(ValueError, match=r"parallel.devices is 4: each process takes .* PyTorch sees 2"):
-        launch.launch(config)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"^LOCAL_WORLD_SIZE \(torchrun's --nproc-per-node\) is 3: each .* sees 2"):
-        launch.use_device_of_rank("cuda")
-
-
-@pytest.mark.parametrize(
-    "groups, message",
-    [
-        (dict(parallel=dict(devices=3)), "train.batch_size is 4: it must be divisible by .* 3 x 1"),
-        (dict(parallel=dict(devices=2), train=dict(gradient_accumulation_steps=4)), "divisible by .* 2 x 4"),
-        (dict(parallel=dict(bucket_size_mb=0.0)), "parallel.bucket_size_mb is 0.0"),
-        (dict(parallel=dict(nccl_max_ctas=0)), "parallel.nccl_max_ctas is 0"),
-        (dict(parallel=dict(devices=2, strategy="none")), "parallel.strategy is 'none'"),
-        (dict(parallel=dict(strategy="fsdp", shard_optimizer=True)), "parallel.shard_optimizer is true"),
-        (
-            dict(parallel=dict(reshard_after_forward=False)),
-            "reshard_after_forward is false: it must be true with .*'auto'",
-        ),
-        (dict(parallel=dict(devices=2), train=dict(device="cuda:1")), "train.device is 'cuda:1'"),
-        (dict(parallel=dict(devices=2, strategy="torch_fsdp"), train=dict(cuda_graph=True)), "is .torch_fsdp."),
-        (dict(parallel=dict(strategy="bogus")), "parallel.strategy is 'bogus': it must be one of auto, none"),
-    ],
-    ids=str,
-)
-def test_impossible_parallel_settings_are_refused(groups: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_config(tmp_path, **groups)
 
 
 def test_a_process_of_several_that_nothing_has_numbered_is_refused_and_does_not_train_alone(
