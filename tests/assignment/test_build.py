@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from cs336_systems.assignment import build
 from cs336_systems.assignment.build import SECTIONS, TEMPLATES, WriteUp
@@ -247,3 +248,26 @@ def test_the_command_of_each_query_measures_its_rows_on_two_gpus(
         fitting = [config for config in configs if all(config[name] in values for name, values in wanted.items())]
         assert fitting, f"{missing.value} measures no row of {where}"
         assert {config["variant"] for config in fitting} >= {name for each in variants for name in each}
+
+
+def test_the_sketch_of_checkpointing_computes_the_gradient_in_as_many_passes_as_it_says() -> None:
+    sketch = re.search(r"```python\n(.*?)```", (TEMPLATES / "gradient_checkpointing.md").read_text(), re.S)
+    assert sketch
+    names: dict[str, Any] = {"checkpoint": torch.utils.checkpoint.checkpoint}
+    exec(sketch[1], names)
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(8)]
+    for block in blocks:
+        block.register_forward_pre_hook(count)
+    x = torch.randn(2, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(torch.nn.Sequential(*blocks)(x).sum(), x)
+    passes = 0
+    (found,) = torch.autograd.grad(names["run"](blocks, x).sum(), x)
+    torch.testing.assert_close(found, plain)
+    assert passes <= 8 * (3 + 1)  # N (log2 N + 1)
+    assert passes > 8 * 2  # one level has 2 N
