@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cs336_systems.assignment.build import WriteUp, write
 from cs336_systems.assignment.figures import ClaimError, Figures, Source
 
 from .conftest import RESULTS, filled
@@ -91,10 +93,14 @@ CLAIMS: dict[str, tuple[str, str, Change, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("problem", CLAIMS)
-def test_rows_that_contradict_a_claim_fail_the_build(problem: str) -> None:
+def test_rows_that_contradict_a_claim_fail_the_build(problem: str, tmp_path: Path) -> None:
     claim, case, change, where = CLAIMS[problem]
-    with pytest.raises(ClaimError, match=f"^{problem}: .*{claim}.*: .*\\d"):
-        filled(altered(case, change, **where), problem)
+    figures = altered(case, change, **where)
+    filled(figures, problem)
+    document = WriteUp("", {}, [], [], figures.contradictions)
+    with pytest.raises(ClaimError, match=f"{problem}: .*{claim}.*: .*\\d"):
+        write(document, tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 WORDS: dict[str, tuple[str, str, str, str, Change, dict[str, Any]]] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cs336_systems.assignment import measure
+from cs336_systems.cli.report import make_report
 
 MEASURING = """
 import sys
@@ -49,7 +50,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"^measure is true: .*GPU"):
-        measure.measure_missing(tmp_path / "rows", lambda: ["cs336 bench model"])
+        make_report(["writeup", "--measure", "--results", str(tmp_path / "rows"), "--out", str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -102,7 +102,7 @@ def test_markdown_that_cannot_be_typeset_is_named(text: str, kind: str) -> None:
 
 def test_the_appendix_is_in_the_pdf_if_asked_for(folder: Path) -> None:
     pytest.importorskip("typst")
-    document = WriteUp("Summary.", {}, [("ddp: rows", "| a |\n| --- |\n| 1 |\n")] * 60, [])
+    document = WriteUp("Summary.", {}, [("ddp: rows", "| a |\n| --- |\n| 1 |\n")] * 60, [], [])
     sizes = []
     for full in (False, True):
         assert build.write(document, folder, full=full) == [folder / MARKDOWN, folder / HTML, folder / PDF]
@@ -118,7 +118,7 @@ def test_without_typst_the_rest_is_written_and_the_reason_returned(
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(typeset, "import_module", missing)
-    document = WriteUp("Summary.", {}, [], [])
+    document = WriteUp("Summary.", {}, [], [], [])
     assert build.write(document, folder) == [folder / MARKDOWN, folder / HTML, NO_TYPST]
     assert (folder / HTML).exists()
     assert not (folder / PDF).exists()
