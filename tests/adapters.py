@@ -1,4 +1,4 @@
-"""What the course's own tests call: this project's classes under the names of its `tests/adapters.py`."""
+"""The names that the course's own tests call: this project's classes under the names of its `tests/adapters.py`."""
 
 from typing import Any
 

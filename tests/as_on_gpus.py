@@ -1,4 +1,4 @@
-"""Lets what is sized for two GPUs run to its end on a CPU: measurements on them give committed rows."""
+"""Runs measurements for two GPUs to their end on a CPU: they return committed rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

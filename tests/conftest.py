@@ -1,4 +1,4 @@
-"""What a machine cannot run is skipped with its reason; slow tests run where `-m` names them.
+"""Tests that a machine cannot run are skipped with a reason; slow tests run where `-m` names them.
 
 Without a GPU, Triton's kernels run in its interpreter, which has to be said before anything imports Triton.
 """

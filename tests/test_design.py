@@ -1,4 +1,4 @@
-"""What the documents say of the code: imports run one way, and what README and docs name is there."""
+"""The documents describe the code: imports run one way, and files and commands that README and docs name exist."""
 
 import ast
 import json
@@ -42,7 +42,7 @@ DOCUMENTS = [
     *GUIDES,
 ]
 
-# What each part may import besides itself. The longest name that a module begins with is its part.
+# The parts that each part may import. The longest name that a module begins with is its part.
 BASE = {"cs336_basics", "cs336_systems.config", "cs336_systems.machine"}
 TRAINING = {*BASE, "cs336_systems.planner.accounting", "cs336_systems.kernels", "cs336_systems.parallel"}
 BENCH = {*TRAINING, "cs336_systems.planner", "cs336_systems.training"}
@@ -167,7 +167,7 @@ class _Parsed(Exception):
 
 
 class Commands:
-    """Reads commands with their own parsers, and does nothing of what they say."""
+    """Parses commands with their own parsers, without running them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = {"--help", "--version"}
@@ -183,12 +183,12 @@ class Commands:
             arguments = arguments[:-1]
         if not any(re.fullmatch("[A-Z_]+", word) for word in arguments):  # which stands for a value
             parsed = parser.parse_args(arguments)
-            if "parallel" in parsed:  # whose other fields may need what the document leaves out
+            if "parallel" in parsed:  # other fields may need options that the document leaves out
                 ParallelConfig(strategy=parsed.parallel.strategy)
         raise _Parsed
 
     def wrong_with(self, words: Sequence[str]) -> str | None:
-        """What a command's parser says against it."""
+        """The error of a command's parser, or None."""
         if len(words) < 2 or words[1].isupper() or "--help" in words:
             return None  # it stands for several
         name, *arguments = words
@@ -238,7 +238,7 @@ def test_a_stale_command_is_noticed(stale: str, commands: Commands) -> None:
 
 
 def options_of(command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a `bench` command gives its options, but for those that are what they are without it."""
+    """The options that a `bench` command sets to other values than their defaults."""
     found: list[dict[str, Any]] = []
 
     def parse_only(parser: Any, arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Notebooks run to their end on a CPU, in every form that it can show, and are committed without what they show."""
+"""Notebooks run to their end on a CPU, in every form that a CPU can run, and are committed without outputs."""
 
 import ast
 import copy
@@ -27,7 +27,7 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "speedrun of minutes": ("speedrun_tinystories", {**_TINY, _TIME: "MINUTES, EPOCHS = 100, None"}),
     "speedrun of a pass": ("speedrun_tinystories", {**_TINY, _TIME: "MINUTES, EPOCHS = None, 1"}),
 }
-"""A notebook each, and what a reader would change in it, or a test, which has no GPUs."""
+"""Each notebook, with changes that a reader would make, or that a test needs without GPUs."""
 
 
 def merging(m: str) -> str:
@@ -68,7 +68,7 @@ LESSONS: dict[str, list[tuple[dict[str, str], str]]] = {
         ({_ZEROS: dividing("ranks")}, "Correct"),
     ],
 }
-"""Answers to the exercise of each lesson as changes of its cell, and the beginning of what its check says of them."""
+"""Answers to the exercise of each lesson as changes of its cell, and the beginning of the message of its check."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -85,7 +85,7 @@ def code_of(notebook: Mapping[str, Any]) -> Iterator[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """The project's files in a folder of their own, without what git leaves out."""
+    """The project's files in a folder of their own, without files that git ignores."""
     left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "data", "wandb", "*.egg-info")
     return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=left_out))
 

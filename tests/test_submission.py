@@ -1,4 +1,4 @@
-"""What `test_and_make_submission.sh` writes is what is tracked, and works where it is unzipped."""
+"""`test_and_make_submission.sh` packs the tracked files, and the archive works where it is unzipped."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What templates may call, boxes in place of rows, and whole write-ups of several folders of rows."""
+"""The functions of templates, boxes in place of rows, and whole write-ups of several folders of rows."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""The contract of strategies: which modules and settings are refused, what ranks share, and what remains afterwards."""
+"""The contract of strategies: refused modules and settings, values that ranks share, and state that remains afterwards."""
 
 import contextlib
 import copy

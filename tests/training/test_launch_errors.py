@@ -1,4 +1,4 @@
-"""The launcher by itself: its refusals, the signals that it gets, and the error it makes of what ranks report."""
+"""The launcher by itself: its refusals, the signals that it gets, and the error it makes of the ranks' reports."""
 
 import json
 import os
