@@ -39,7 +39,7 @@ def run_ranks(
     backend: str | None = None,
     timeout_s: float = 60,
 ) -> list[Any]:
-    """What `function(*args)` returns on each of world_size ranks of a process group, in their order.
+    """Run `function(*args)` on each of world_size ranks of a process group; return its results in their order.
 
     The function must be one of a module, and what it takes and returns is pickled (return plain values or CPU tensors).
     Fails the test with the traceback of the first rank that raises, and where a rank dies or the time is over.

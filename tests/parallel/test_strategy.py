@@ -1,4 +1,4 @@
-"""The contract of strategies: refused modules and settings, values that ranks share, and state that remains afterwards."""
+"""The contract of strategies: refusals, values that ranks share, and state that remains afterwards."""
 
 import contextlib
 import copy
