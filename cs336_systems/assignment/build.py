@@ -176,9 +176,15 @@ def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -
         return lambda row: compiled(**row)
 
     def table(rows: Sequence[Fields], columns: Mapping[str, str], left: int = 1) -> str:
-        """A line for each row. columns: header -> expression over the row's fields; "-" where a row lacks a field."""
+        """A line for each row. columns: header -> expression over the row's fields; "-" where a row lacks a field.
+
+        The first such cell of a run that failed says how it ended.
+        """
         cells = {header: evaluate(expression) for header, expression in columns.items()}
         lines = [[_cell(text, row) for text in cells.values()] for row in rows]
+        for row, line in zip(rows, lines, strict=True):
+            for at in [i for i, cell in enumerate(line) if cell == OUTCOMES.get(row["status"])][1:]:
+                line[at] = "-"
         return markdown_table([*cells], lines, left=left)
 
     def grid(rows: Sequence[Fields], down: str, across: str, value: str, corner: str = "") -> str:

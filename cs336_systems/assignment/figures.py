@@ -219,8 +219,8 @@ def three_digits(value: float) -> str:
 
 
 def ms(value: float) -> str:
-    """Milliseconds in the unit that reads best: "120 us", "17.9 ms", "5.00 s"."""
-    scale, unit = (1e-3, "s") if value >= 1000 else (1, "ms") if value >= 0.1 else (1e3, "us")
+    """Milliseconds in the unit that reads best: "12.0 µs", "17.9 ms", "5.00 s"."""
+    scale, unit = (1e-3, "s") if value >= 1000 else (1, "ms") if value >= 0.1 else (1e3, "µs")
     return f"{three_digits(value * scale)} {unit}"
 
 
@@ -250,18 +250,22 @@ def span(values: Iterable[float], form: Callable[[float], str] = number) -> str:
     return form(low) if form(low) == form(high) else f"{form(low)} to {form(high)}"
 
 
-def faster(ours: float, theirs: float) -> str:
-    """Two times compared: "1.5x faster", "1.2x slower", or "as fast" within one percent."""
+def faster(ours: float, theirs: float, other: str = "") -> str:
+    """Two times compared: "1.50x faster", "1.20x slower", or "as fast" within one percent.
+
+    other: the name of theirs, which makes it "1.50x faster than OTHER" or "as fast as OTHER".
+    """
     if abs(ours / theirs - 1) < 0.01:
-        return "as fast"
-    return f"{theirs / ours:.2f}x faster" if ours < theirs else f"{ours / theirs:.2f}x slower"
+        return f"as fast as {other}" if other else "as fast"
+    found = f"{theirs / ours:.2f}x faster" if ours < theirs else f"{ours / theirs:.2f}x slower"
+    return f"{found} than {other}" if other else found
 
 
-def compared(ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
+def compared(ours: Mapping[str, float], theirs: Mapping[str, float], other: str = "") -> str:
     """Two timings compared by their medians, as in `faster`, with a note if their 20th to 80th percentiles overlap."""
-    found = faster(ours["p50"], theirs["p50"])
+    found = faster(ours["p50"], theirs["p50"], other)
     overlap = ours["p20"] <= theirs["p80"] and theirs["p20"] <= ours["p80"]
-    return f"{found} (within the spread of the steps)" if overlap and found != "as fast" else found
+    return f"{found} (within the spread of the steps)" if overlap and not found.startswith("as fast") else found
 
 
 def mean_std(times: Mapping[str, float]) -> str:
@@ -275,7 +279,9 @@ def share_of_mean(times: Mapping[str, float]) -> float:
     return times["std"] / times["mean"]
 
 
-FORMATS = {each.__name__: each for each in (number, ms, gib, mib, percent, times, span, mean_std, share_of_mean)}
+FORMATS = {
+    each.__name__: each for each in (number, three_digits, ms, gib, mib, percent, times, span, mean_std, share_of_mean)
+}
 
 
 def plan(command: str, **options: Any) -> list[Section]:

@@ -24,18 +24,19 @@ def html_page(title: str, byline: str, text: str, tables: list[tuple[str, str]],
     )  # fmt: skip
 
 
-def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str]]]:
-    """The HTML of Markdown, and the level and name of each heading."""
+def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str, str]]]:
+    """The HTML of Markdown, and each heading's level, name, and name with places where a line may break."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
-    contents, figures, captions = [], 0, 0
+    contents: list[tuple[str, str, str]] = []
+    figures = captions = 0
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             name = tokens[i + 1].content
             token.attrSet("id", name)  # which is escaped as it is rendered
-            contents.append((token.tag, html.escape(name)))
+            contents.append((token.tag, html.escape(name), html.escape(name).replace("_", "_<wbr>")))
         for child in token.children or ():
             if child.type == "image":
                 figures += 1

@@ -53,7 +53,7 @@ class Pictures:
         by: str = "", xlabel: str = "", ylabel: str = "", log: str = "",
     ) -> str:  # fmt: skip
         """A line for each value of the field `by`."""
-        figure, axes = _figure(3.0)
+        figure, axes = _figure(2.6)
         lines: dict[str, list[tuple[Any, Any]]] = {}
         for row in rows:
             lines.setdefault(str(row[by]) if by else "", []).append((x(row), y(row)))
@@ -96,13 +96,14 @@ class Pictures:
 
     @_styled
     def shares(self, problem: str, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
-        """A bar for each span of a kernel profile, divided by class of kernel."""
+        """A bar for each span of a kernel profile, divided by class of kernel; without the classes of no span."""
+        kinds = [kind for kind in CLASS_COLORS if any(span["share"].get(kind) for _, span in spans)]
         figure, axes = _figure(0.9 + 0.32 * len(spans))
         for place, (_, span) in enumerate(spans):
             left = 0.0
-            for kind, color in CLASS_COLORS.items():
+            for kind in kinds:
                 share = 100 * span["share"].get(kind, 0)
-                axes.barh(place, share, 0.7, left=left, color=color, label=kind if not place else None)
+                axes.barh(place, share, 0.7, left=left, color=CLASS_COLORS[kind], label=kind if not place else None)
                 left += share
         axes.set_yticks(range(len(spans)), [name for name, _ in spans])
         axes.invert_yaxis()

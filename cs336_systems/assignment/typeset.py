@@ -48,6 +48,8 @@ def _typst(node: "SyntaxTreeNode") -> str:
         case "table":
             after = node.next_sibling
             return _table(node, _caption(after) if after else "")
+        case "paragraph" if node.previous_sibling and node.previous_sibling.type == "heading":
+            return f"#question[{''.join(map(_typst, node.children))}]\n\n"
         case "paragraph" if _caption(node) and node.previous_sibling and node.previous_sibling.type == "table":
             return ""  # set with its table
     inner = "".join(map(_typst, node.children))

@@ -182,8 +182,9 @@ def test_a_claim_that_does_not_hold_names_problem_claim_and_figures(tmp_path: Pa
 @pytest.mark.parametrize(
     "form, value, text",
     [
+        (f.three_digits, 25, "25.0"), (f.three_digits, 0.5, "0.500"),
         (f.number, 0.01234, "0.0123"), (f.number, 17.94, "17.9"), (f.number, 999.4, "999"), (f.number, 1264.4, "1,264"),
-        (f.ms, 0.0123, "12.3 us"), (f.ms, 17.94, "17.9 ms"), (f.ms, 5351, "5.35 s"),
+        (f.ms, 0.0123, "12.3 µs"), (f.ms, 17.94, "17.9 ms"), (f.ms, 5351, "5.35 s"),
         (f.gib, 3 * 2**29, "1.50 GiB"), (f.mib, 5 * 2**20, "5.00 MiB"),
         (f.percent, 0.4567, "46%"), (f.percent, 0.0123, "1.2%"), (f.percent, 1, "100%"),
         (f.times, 1.849, "1.8x"), (f.times, 12.34, "12.3x"),
@@ -207,6 +208,7 @@ def test_a_span_uses_the_format_that_is_given() -> None:
 )
 def test_two_times_are_compared_either_way(ours: float, theirs: float, text: str) -> None:
     assert f.faster(ours, theirs) == text
+    assert f.faster(ours, theirs, "DDP") == f"{text} {'as' if text == 'as fast' else 'than'} DDP"
 
 
 def test_a_difference_within_the_spread_is_said_to_be_so() -> None:
@@ -214,6 +216,7 @@ def test_a_difference_within_the_spread_is_said_to_be_so() -> None:
     assert f.compared(dict(p20=5, p50=8, p80=9.5), theirs) == "1.25x faster (within the spread of the steps)"
     assert f.compared(dict(p20=10.5, p50=12, p80=13), theirs) == "1.20x slower (within the spread of the steps)"
     assert f.compared(dict(p20=5, p50=8, p80=8.5), theirs) == "1.25x faster"
+    assert f.compared(dict(p20=5, p50=8, p80=9.5), theirs, "DDP").endswith("than DDP (within the spread of the steps)")
     assert f.compared(theirs, theirs) == "as fast"
 
 
