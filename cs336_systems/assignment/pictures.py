@@ -177,7 +177,8 @@ class Pictures:
                     end - start < 0.1 * timeline["ms"][-1]
                 )  # the name of a short phase ends where the phase ends
                 at, side = (end, "right") if is_narrow else ((start + end) / 2, "center")
-                axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8)
+                axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8,
+                          bbox=dict(fc="white", ec="none", pad=0.5))  # fmt: skip
             axes.set_title(title, loc="left", fontsize=9)
             axes.set_ylabel("in use (GiB)")
         axes.set_xlabel("time on the host (ms)")

@@ -139,7 +139,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
         self.folded += tag == "table" and "details" in self.open
-        if tag not in ("meta", "img", "br", "hr", "link", "input"):
+        if tag not in ("meta", "img", "br", "wbr", "hr", "link", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
