@@ -160,7 +160,7 @@ class Pictures:
         """Memory in use over a step, by category: a panel for each row of a memory profile, below its title."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.6, 0.7 + 1.9 * len(panels)), layout="constrained")
+        figure = Figure(figsize=(6.6, 0.7 + 1.7 * len(panels)), layout="constrained")
         drawn: dict[str, Any] = {}
         for axes, (title, row) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
             timeline, bottom = row["timeline"], [0.0] * len(row["timeline"]["ms"])

@@ -48,8 +48,6 @@ def _typst(node: "SyntaxTreeNode") -> str:
         case "table":
             after = node.next_sibling
             return _table(node, _caption(after) if after else "")
-        case "paragraph" if node.previous_sibling and node.previous_sibling.type == "heading":
-            return f"#question[{''.join(map(_typst, node.children))}]\n\n"
         case "paragraph" if _caption(node) and node.previous_sibling and node.previous_sibling.type == "table":
             return ""  # set with its table
     inner = "".join(map(_typst, node.children))
@@ -62,11 +60,17 @@ def _typst(node: "SyntaxTreeNode") -> str:
             return f"#{_CALLS[node.type]}[{inner}];"
         case "blockquote":
             return f"#note[{inner}]\n\n"
+        case "paragraph" if _is_question(node) or _plain(node).endswith(":"):
+            return f"#kept[{inner}]\n\n"
         case "paragraph" | "bullet_list":
             return f"{inner}\n\n"
         case "inline":
             return inner
     raise ValueError(f"the Markdown of the write-up has a {node.type}, which cannot be typeset")
+
+
+def _is_question(node: "SyntaxTreeNode") -> bool:
+    return node.previous_sibling is not None and node.previous_sibling.type == "heading"
 
 
 def _caption(node: "SyntaxTreeNode") -> str:
