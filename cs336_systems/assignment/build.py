@@ -140,8 +140,12 @@ def build(
 
     problems: a folder whose templates replace ours. card: as in `Figures`. links_from: the folder from which links to
     row files start (default: out). say: is told each problem's name before it is filled.
-    Raises ValueError naming the template for a mistake in it.
+    Raises ValueError naming the template for a mistake in it, or `problems` if no file there is named as a template.
     """
+    if problems and not any((problems / template.name).is_file() for template in TEMPLATES.iterdir()):
+        raise ValueError(
+            f"problems is {str(problems)!r}: no file there is named as one of our templates; --eject makes them"
+        )
     figures, start = Figures(results, card), out if links_from is None else links_from
     env = environment(figures, Pictures(out), [*([problems] if problems else []), TEMPLATES])
     sections: dict[str, list[Answer]] = {}

@@ -19,7 +19,10 @@ def check_config(config: RunConfig, device: torch.device) -> None:
     config.check_world_size(comm.world_size())
     check_precision(device, config.train.precision)
     if config.train.cuda_graph and device.type != "cuda":
-        raise ValueError(f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}")
+        raise ValueError(
+            f"train.cuda_graph is true: it needs a CUDA device, and train.device is {device.type!r}; give "
+            "--train.cuda_graph false, or a configuration for a CPU"
+        )
     if shortage := memory_shortage(config, device):
         raise ValueError(shortage)
     strategy_of(config)

@@ -146,6 +146,13 @@ def test_the_write_up_has_the_readers_template_and_links_to_its_rows(
     assert (tmp_path / "out" / unquote(found[1])).resolve() == file
 
 
+def test_a_folder_without_a_template_of_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "misspelt.md").write_text("mine")
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ValueError, match=r"problems is '.*': no file there is named .*--eject"):
+            build.build(tmp_path, tmp_path / "out", folder)
+
+
 def test_each_problem_has_a_template_and_there_are_no_others() -> None:
     assert len(set(PROBLEMS)) == len(PROBLEMS)
     assert sorted(path.name for path in TEMPLATES.iterdir()) == sorted(f"{name}.md" for name in [*PROBLEMS, "summary"])
