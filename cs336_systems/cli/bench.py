@@ -32,6 +32,8 @@ def bench(arguments: Sequence[str]) -> int:
 
     if arguments and arguments[0] in CASES:
         return _run(get_case(arguments[0]), arguments[1:])
+    if named := [word for word in arguments if word in CASES]:
+        raise ValueError(f"case is {named[0]!r}: it must come before the options, as in cs336 bench {named[0]} --quick")
     table = "\n".join(
         f"\n{subject}:\n" + "\n".join(f"  {name:<22}  {about}" for name, (_, about) in group.items())
         for subject, group in GROUPS.items()

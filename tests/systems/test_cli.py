@@ -108,6 +108,10 @@ def test_a_mistyped_command_suggests_the_nearest(cs336: Run, words: list[str], w
     assert f"is {wrong!r}: did you mean {near}? it must be one of " in the_line(cs336(*words))
 
 
+def test_a_case_behind_its_options_is_told_to_come_first(cs336: Run) -> None:
+    assert the_line(cs336("bench", "--quick", "ddp")).startswith("case is 'ddp': it must come before the options")
+
+
 def test_an_unknown_command_lists_all(cs336: Run) -> None:
     assert the_line(cs336("xyzzy")) == f"the word after cs336 is 'xyzzy': it must be one of {', '.join(COMMANDS)}"
 
