@@ -122,7 +122,9 @@ def out(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow if form == "speedrun of a pass" else ()) for form in FORMS]
+)
 def test_a_notebook_runs_to_its_end_and_writes_only_where_it_is_told(form: str, clone: Path, out: Path) -> None:
     before = files_of(clone)
     name, changes = FORMS[form]
