@@ -3,7 +3,7 @@
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from jinja2.ext import Extension
 from ..bench.row import Row
 from ..machine.files import write_whole
 from ..machine.hardware import gpu_name
+from ..report.fields import faster
 from ..report.markdown import markdown_table
 from ..report.selection import OUTCOMES, machine
 from ..report.views import rows_table
-from .figures import FORMATS, ClaimError, Fields, Figures, NoRows, Source, beside, compared, faster, plan, working
+from .figures import FORMATS, ClaimError, Fields, Figures, NoRows, Source, beside, compared, plan, working
 from .pictures import Pictures
 
 TITLE = "CS336 Assignment 2: systems"
@@ -140,27 +141,31 @@ def build(
 
     problems: a folder whose templates replace ours. card: as in `Figures`. links_from: the folder from which links to
     row files start (default: out). say: is told each problem's name before it is filled.
-    Raises ValueError naming the template for a mistake in it, or `problems` if no file there is named as a template.
+    Raises ValueError naming the template for a mistake in it, `problems` if no file there is named as a template, or
+    `card` if it has no rows.
     """
     if problems and not any((problems / template.name).is_file() for template in TEMPLATES.iterdir()):
         raise ValueError(
             f"problems is {str(problems)!r}: no file there is named as one of our templates; --eject makes them"
         )
     figures, start = Figures(results, card), out if links_from is None else links_from
+    if card is not None and card not in figures.machines:
+        raise ValueError(f"card is {card!r}: it must be one of {', '.join(figures.machines)}, or left out")
     env = environment(figures, Pictures(out), [*([problems] if problems else []), TEMPLATES])
     sections: dict[str, list[Answer]] = {}
-    used: dict[int, Source] = {}
     for section, names in SECTIONS.items():
         for name in names:
             say(name)
             figures.begin(name)
-            text = fill(env, name)
-            sources = [*{id(source): source for source in figures.used}.values()]
-            used |= {id(source): source for source in sources}
+            text, sources = fill(env, name), _unique(figures.used)
             sections.setdefault(section, []).append(Answer(name, text + _measured_by(sources, start), sources))
+    used = _unique(source for answers in sections.values() for answer in answers for source in answer.sources)
     figures.begin("summary")
-    summary = fill(env, "summary")
-    return WriteUp(summary, sections, _appendix([*used.values()], start), env.missing, figures.contradictions)
+    return WriteUp(fill(env, "summary"), sections, _appendix(used, start), env.missing, figures.contradictions)
+
+
+def _unique(sources: Iterable[Source]) -> list[Source]:
+    return [*{id(source): source for source in sources}.values()]
 
 
 def environment(figures: Figures, pictures: Pictures, folders: Sequence[Path]) -> Environment:
@@ -249,8 +254,6 @@ def fill(env: Environment, name: str) -> str:
         return env.get_template(f"{name}.md").render().strip()
     except NoRows as missing:
         return _box(env, missing)
-    except ClaimError:
-        raise
     except (ArithmeticError, LookupError, TypeError, ValueError, jinja2.TemplateError) as error:
         lines = traceback.extract_tb(error.__traceback__)
         places = [(line.filename, line.lineno) for line in lines if line.filename.endswith(f"{name}.md")]

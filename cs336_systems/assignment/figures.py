@@ -8,13 +8,16 @@ fields of the row that comes back:
 """
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.case import option_words
 from ..bench.row import Row, read_rows
 from ..planner.working import Section
+from ..report.fields import faster
 from ..report.markdown import markdown_table, plain
 from ..report.memory_parts import predicted_today
 from ..report.selection import machine
@@ -57,8 +60,8 @@ class Source:
 class Figures:
     """The rows below a folder, of one card where that has them and of any other machine where it has not.
 
-    card: the name of a GPU, or "CPU" (default: the GPU with the most rows). Raises ValueError if results is no folder
-    or has a file that cannot be read as rows.
+    card: a machine as rows name it (default: the GPU with the most rows). Raises ValueError if results is no folder or
+    has a file that cannot be read as rows.
     """
 
     def __init__(self, results: Path, card: str | None = None) -> None:
@@ -69,7 +72,10 @@ class Figures:
         # Folders inside a folder hold earlier measurements, so a deeper file of the same day counts as older.
         sources.sort(key=lambda source: (source.row.env.get("date", ""), -len(source.path.parts)))
         self.sources = sources
-        self.card = card or _most_common(machine(source.row) for source in sources)
+        self.machines = Counter(machine(source.row) for source in sources)
+        """Number of rows of each machine."""
+        most = max(self.machines, key=lambda name: (not name.startswith("CPU"), self.machines[name]), default="CPU")
+        self.card = card or most
         self.used: list[Source] = []
         """Rows that queries returned since `begin`."""
         self.problem = ""
@@ -155,13 +161,6 @@ class Figures:
         return machine(source.row) == self.card
 
 
-def _most_common(names: Iterable[str]) -> str:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return max(counts, key=lambda name: (not name.startswith("CPU"), counts[name]), default="CPU")
-
-
 def _shown(source: Source) -> Fields:
     """The fields of a row and the path of its file, with the predictions of today's planner."""
     rows = predicted_today([source.row]) if source.row.case in _MEMORY else [source.row]
@@ -186,14 +185,8 @@ def _place(row: Row, where: Mapping[str, Any]) -> list[int]:
 def _command(case: str, where: Mapping[str, Any]) -> str:
     """The command that measures a setting."""
     words = ["cs336", *(case.split("-") if case in _PROFILES else ("bench", case))]
-    for name, value in where.items():
-        if name not in ("status", "machine"):
-            words += [f"--{name}", *(_word(each) for each in (value if isinstance(value, list) else [value]))]
-    return shlex.join(words)
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    fields = {name: value for name, value in where.items() if name not in ("status", "machine")}
+    return shlex.join([*words, *option_words(fields)])
 
 
 def beside(rows: Iterable[Fields], by: str, keys: Sequence[str]) -> list[Fields]:
@@ -248,17 +241,6 @@ def span(values: Iterable[float], form: Callable[[float], str] = number) -> str:
     """The least and the largest of some values: "1.8 to 2.1"."""
     low, high = min(shown := list(values)), max(shown)
     return form(low) if form(low) == form(high) else f"{form(low)} to {form(high)}"
-
-
-def faster(ours: float, theirs: float, other: str = "") -> str:
-    """Two times compared: "1.50x faster", "1.20x slower", or "as fast" within one percent.
-
-    other: the name of theirs, which makes it "1.50x faster than OTHER" or "as fast as OTHER".
-    """
-    if abs(ours / theirs - 1) < 0.01:
-        return f"as fast as {other}" if other else "as fast"
-    found = f"{theirs / ours:.2f}x faster" if ours < theirs else f"{ours / theirs:.2f}x slower"
-    return f"{found} than {other}" if other else found
 
 
 def compared(ours: Mapping[str, float], theirs: Mapping[str, float], other: str = "") -> str:

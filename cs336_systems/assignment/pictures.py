@@ -9,7 +9,8 @@ from ..bench.instruments.trace import merge
 from ..bench.profiling.timeline_plot import COLORS as MEMORY_COLORS
 from ..report.kernel_profiles import CLASS_COLORS
 from ..report.plots import KERNEL_COLORS
-from ..report.step_streams import read_streams
+from ..report.step_streams import COLORS as STREAM_COLORS
+from ..report.step_streams import read_streams, streams_file
 
 FOLDER = "pictures"
 _COLORS = ("#1f4ea8", "#d62728", "#2ca02c", "#ff9f1c", "#9467bd", "#17a6c4", "#8c564b", "#6b6b6b")
@@ -87,57 +88,44 @@ class Pictures:
         for place, row in enumerate(rows):
             bar = axes.barh(place, value(row), 0.7, color=KERNEL_COLORS.get(str(name(row)), _COLORS[0]))
             axes.bar_label(bar, [format(value(row), form)], padding=4)
-        axes.set_yticks(range(len(rows)), [str(name(row)) for row in rows])
-        axes.invert_yaxis()
         axes.margins(x=0.12)  # room for the numbers
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(xlabel)
+        _name_lines(axes, range(len(rows)), [str(name(row)) for row in rows], xlabel)
         return self._save(problem, figure, caption)
 
     @_styled
     def shares(self, problem: str, spans: Sequence[tuple[str, dict[str, Any]]], caption: str) -> str:
-        """A bar for each span of a kernel profile, divided by class of kernel; without the classes of no span."""
-        kinds = [kind for kind in CLASS_COLORS if any(span["share"].get(kind) for _, span in spans)]
-        figure, axes = _figure(0.9 + 0.32 * len(spans))
-        for place, (_, span) in enumerate(spans):
-            left = 0.0
-            for kind in kinds:
-                share = 100 * span["share"].get(kind, 0)
-                axes.barh(place, share, 0.7, left=left, color=CLASS_COLORS[kind], label=kind if not place else None)
-                left += share
-        axes.set_yticks(range(len(spans)), [name for name, _ in spans])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlim(0, 100)
-        axes.set_xlabel("share of kernel time (%)")
-        figure.legend(loc="outside lower center", ncols=5)
-        return self._save(problem, figure, caption)
+        """A bar for each span of a kernel profile, divided by class of kernel."""
+        bars = [(name, {kind: span["share"].get(kind, 0) for kind in CLASS_COLORS}) for name, span in spans]
+        return self.stacks(problem, bars, caption, "share of kernel time (%)", 0.01, CLASS_COLORS)
 
     @_styled
     def stacks(
         self, problem: str, bars: Sequence[tuple[str, Mapping[str, float]]], caption: str,
-        xlabel: str = "", scale: float = 1,
+        xlabel: str = "", scale: float = 1, colors: Mapping[str, str] = {},
     ) -> str:  # fmt: skip
-        """A horizontal bar for each name, divided into its parts; values are divided by `scale`."""
+        """A horizontal bar for each name, divided into its parts; values are divided by `scale`.
+
+        Parts that are 0 in all bars are left out.
+        """
         figure, axes = _figure(0.9 + 0.32 * len(bars))
         left = [0.0] * len(bars)
-        parts = [*dict.fromkeys(part for _, values in bars for part, value in values.items() if value > 0)]
+        names = dict.fromkeys(part for _, values in bars for part in values)
+        parts = [part for part in names if any(values.get(part, 0) > 0 for _, values in bars)]
         for i, part in enumerate(parts):
             widths = [max(0.0, values.get(part, 0)) / scale for _, values in bars]
-            axes.barh(range(len(bars)), widths, 0.7, left=left, color=_COLORS[i % len(_COLORS)],
-                      label=part.replace("_", " "))  # fmt: skip
+            color = colors.get(part, _COLORS[i % len(_COLORS)])
+            axes.barh(range(len(bars)), widths, 0.7, left=left, color=color, label=part.replace("_", " "))
             left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.set_yticks(range(len(bars)), [name for name, _ in bars])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(xlabel)
+        axes.set_xlim(0, max(left))
+        _name_lines(axes, range(len(bars)), [name for name, _ in bars], xlabel)
         figure.legend(loc="outside lower center", ncols=5)
         return self._save(problem, figure, caption)
 
     @_styled
     def streams(self, problem: str, rows: Sequence[dict[str, Any]], caption: str) -> str:
         """The compute and communication of each row's profiled step on one time axis; "" if no file has them."""
-        found = [(row["variant"], file) for row in rows if (file := _streams_file(row)) is not None]
+        folders = [(row, row["path"].parent) for row in rows]
+        found = [(row["variant"], file) for row, folder in folders if (file := streams_file(row, folder)) is not None]
         if not found:
             return ""
         figure, axes = _figure(0.7 + 0.62 * len(found))
@@ -146,13 +134,11 @@ class Pictures:
             for i, (kind, intervals) in enumerate(read_streams(file).items()):
                 # Kernels a few microseconds apart are drawn as one.
                 spans = [(a, b - a) for a, b in merge(intervals, gap=0.02)]
-                axes.broken_barh(spans, (2.5 * place + i - 0.4, 0.8), color=_COLORS[i], linewidth=0)
+                axes.broken_barh(spans, (2.5 * place + i - 0.4, 0.8), color=STREAM_COLORS[kind], linewidth=0)
                 ticks.append((2.5 * place + i, f"{variant}: {kind}"))
-        axes.set_yticks(*zip(*ticks, strict=True))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("ms from the first kernel of the step")
         axes.set_xlim(left=0)
+        places, names = zip(*ticks, strict=True)
+        _name_lines(axes, places, names, "ms from the first kernel of the step")
         return self._save(problem, figure, caption)
 
     @_styled
@@ -173,9 +159,7 @@ class Pictures:
             axes.set_xlim(timeline["ms"][0], timeline["ms"][-1])
             for name, (start, end) in timeline["phases"].items():
                 axes.axvline(start, color="black", lw=0.8, ls="--")
-                is_narrow = (
-                    end - start < 0.1 * timeline["ms"][-1]
-                )  # the name of a short phase ends where the phase ends
+                is_narrow = end - start < 0.1 * timeline["ms"][-1]  # its name ends where the phase ends
                 at, side = (end, "right") if is_narrow else ((start + end) / 2, "center")
                 axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8,
                           bbox=dict(fc="white", ec="none", pad=0.5))  # fmt: skip
@@ -193,11 +177,12 @@ class Pictures:
         return f"![{caption}]({name})"
 
 
-def _streams_file(row: dict[str, Any]) -> Path | None:
-    """The file of intervals of a row's profiled step: below the folder of the rows, or where it was written."""
-    written = Path(row["streams"])
-    files = (row["path"].parent / written.parent.name / written.name, written)
-    return next((file for file in files if file.is_file()), None)
+def _name_lines(axes: Any, places: Sequence[float], names: Sequence[str], xlabel: str) -> None:
+    """Name the bars of a picture, the first on top."""
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(xlabel)
 
 
 def _figure(height: float) -> tuple[Any, Any]:

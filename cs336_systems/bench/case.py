@@ -183,6 +183,15 @@ def is_of_fewer_rounds(row: Row, config: Any) -> bool:
     return 0 < rounds_of(row, config) < getattr(config, "rounds", 1)
 
 
+def option_words(fields: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that set these fields. A list is several values."""
+    words = []
+    for name, value in fields.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]
+    return words
+
+
 def row_config(config: Any) -> dict[str, Any]:
     """The fields of a configuration as in a row read from JSON: a dict, with lists for tuples."""
     fields = config if isinstance(config, Mapping) else dataclasses.asdict(config)

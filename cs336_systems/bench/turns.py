@@ -1,5 +1,6 @@
 """Times training steps of several strategies on all ranks, in rounds, so that a changing host affects all of them."""
 
+import abc
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from .instruments.timing import wait_for
 from .outcome import free_memory
 
 
-class StepBench:
+class StepBench(abc.ABC):
     """A configuration, a frozen dataclass, whose training steps are timed; it redeclares the fields that it varies."""
 
     warmup: int
@@ -41,9 +42,9 @@ class StepBench:
         """Whether each process trains without communication."""
         return False
 
+    @abc.abstractmethod
     def run_config(self) -> RunConfig:
         """The run whose steps are measured. Raises ValueError for an impossible one."""
-        raise NotImplementedError
 
 
 Config = TypeVar("Config", bound=StepBench)

@@ -142,8 +142,10 @@ def _writeup(options: Any, out: Path) -> str:
         with TemporaryDirectory(prefix="cs336-") as folder:
             return made(Path(folder)).missing
 
-    written, failed = writeup(), []
-    if options.measure:  # measuring takes hours, so try first whether the report can be written
+    failed: list[str] = []
+    # Measuring takes hours, so first try whether the write-up can be made, if there is a folder of rows.
+    written = writeup() if results.is_dir() or not options.measure else []
+    if options.measure:
         failed = measure_missing(results, missing)
         written = writeup()
     return "\n".join(map(str, [*written, *(f"not measured, see above: {each}" for each in failed)]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..bench.row import Row, read_rows
 from .attention_tables import PEERS
-from .fields import naming_the_files
+from .fields import faster, naming_the_files
 from .markdown import markdown_table
 from .pictures import save_picture
 from .plots import figure_of, put_title
@@ -125,8 +125,8 @@ def comparisons(files: Sequence[Path]) -> list[Comparison]:
                     for ours, theirs, role in pairs:
                         if ours in times and theirs in times:
                             here, there, on = times[ours], times[theirs], machine(run[0])
-                            faster = f"{there / here:.2f}x faster" if here <= there else f"{here / there:.2f}x slower"
-                            found[on, work, ours, role] = Comparison(on, work, ours, here, role, theirs, there, faster)
+                            verdict = faster(here, there)
+                            found[on, work, ours, role] = Comparison(on, work, ours, here, role, theirs, there, verdict)
     if not found:
         raise ValueError(
             f"paths is {[str(path) for path in files]}: there must be rows of one run and of {_PRECISION} with a peer "

@@ -3,9 +3,11 @@
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ..bench.case import option_words
 from ..bench.cases.overlap_trace import DEFAULTS
 from ..bench.instruments.streams import Streams, totals
 from ..bench.instruments.trace import merge
@@ -78,11 +80,11 @@ def write_page(paths: Sequence[Path], out: Path, note: str) -> None:
     write_whole(out, fill_page("streams.html", ("streams.js",), title, note, data))
 
 
-def streams_file(row: Row, folder: Path) -> Path | None:
+def streams_file(metrics: Mapping[str, Any], folder: Path) -> Path | None:
     """The file of intervals of a row's step, where it was written or else below the folder of the rows."""
-    if not row.metrics.get("streams"):
+    if not metrics.get("streams"):
         return None
-    written = Path(row.metrics["streams"])
+    written = Path(metrics["streams"])
     for file in (written, folder / written.parent.name / written.name):
         if file.is_file():
             return file
@@ -92,7 +94,7 @@ def streams_file(row: Row, folder: Path) -> Path | None:
 
 def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the picture and the page of the rows' steps into a folder. Steps whose file is gone are left out."""
-    found = {file: row for row in rows if (file := streams_file(row, folder)) is not None}
+    found = {file: row for row in rows if (file := streams_file(row.metrics, folder)) is not None}
     if not found:
         return []
     files = [folder / "overlap-trace.png", folder / "overlap-trace.html"]
@@ -103,11 +105,9 @@ def draw_streams(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def nsys_command(row: Row) -> str:
     """The shell command that records the same step with Nsight Systems."""
-    options = []
-    for name in ("variant", "devices", "size", "context_length", "batch_size", "precision", "compile", "warmup"):
-        value = row.config[name]
-        if name == "variant" or value != DEFAULTS[name]:
-            options += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    names = ("variant", "devices", "size", "context_length", "batch_size", "precision", "compile", "warmup")
+    fields = {name: row.config[name] for name in names}
+    options = option_words({n: value for n, value in fields.items() if n == "variant" or value != DEFAULTS[n]})
     stem = Path(row.config["traces"]).with_name(f"nsys-{Path(row.metrics.get('streams') or 'step').stem}")
     command = ["cs336", "bench", "overlap-trace", "--profiler", "nsys", *options, "--out", str(stem.parent / "nsys")]
     return shlex.join([*record_command(stem), *command])

@@ -104,11 +104,11 @@ def test_a_missing_trace_is_left_out(tmp_path: Path) -> None:
 def test_a_trace_is_found_where_it_was_written_and_beside_the_rows(tmp_path: Path) -> None:
     row = Row(case="overlap-trace", variant="v", config={}, metrics={"streams": str(tmp_path / "a/step.json")}, env={})
     beside, written = tmp_path / "rows/a/step.json", tmp_path / "a/step.json"
-    assert streams_file(row, tmp_path / "rows") is None
+    assert streams_file(row.metrics, tmp_path / "rows") is None
     for file in (beside, written):
         file.parent.mkdir(parents=True)
         file.touch()
-        assert streams_file(row, tmp_path / "rows") == file
+        assert streams_file(row.metrics, tmp_path / "rows") == file
 
 
 @pytest.mark.multigpu
