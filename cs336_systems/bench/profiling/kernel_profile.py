@@ -14,7 +14,7 @@ from ...machine.hardware import check_precision, select_device
 from ...planner.accounting import attention_product_flops, softmax_flops
 from ..case import Case, swept
 from ..instruments.timing import Stopwatch, wait_for
-from ..instruments.trace import named_range, read_trace
+from ..instruments.trace import Profiler, named_range, read_trace
 from ..outcome import each
 from ..workload import PHASES, Workbench, Workload
 from .annotated_attention import SCORES, SOFTMAX, VALUES, annotate_attention
@@ -130,7 +130,7 @@ def _record(bench: Workbench, steps: int, trace: Path) -> float:
     # In its first step the profiler sets itself up; that step is not recorded.
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     times = []
-    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+    with Profiler(activities=activities, schedule=schedule) as profiler:
         for _ in range(steps + 1):
             watch = Stopwatch(bench.device)
             bench.step()
