@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from ..machine.hardware import environment
 logger = logging.getLogger(__name__)
 _BEGIN = b'{"case"'
 _STATUSES = ("ok", "oom", "error")
+_WITH_UNIT = re.compile(r"_(ms|s|bytes|tflops)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +118,8 @@ def _is_cut(line: bytes) -> bool:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a JSON Lines file. An incomplete last row is left out with a warning.
 
-    Raises ValueError naming file and line for any other line that is not a row, and for a metric that is not finite in
-    a row of status ok.
+    Raises ValueError naming file and line for any other line that is not a row, for a metric whose name has a unit and
+    that is not a number, and for one that is not finite in a row of status ok.
     """
     if not path.exists():
         raise FileNotFoundError(f"row file {path} does not exist")
@@ -149,18 +151,34 @@ def _row(loaded: Any) -> Row:
     row = Row(**loaded)
     if row.status not in _STATUSES:
         raise ValueError(f"status is {row.status!r}: it must be one of {', '.join(_STATUSES)}")
+    if complaint := mistyped(row.metrics):
+        raise ValueError(complaint)
     if row.status == "ok" and (complaint := not_finite(row.metrics)):  # a failed row may have failed for that
         raise ValueError(complaint)
     return row
 
 
+def mistyped(metrics: dict[str, Any]) -> str | None:
+    """A complaint about the first metric with a unit in its name that is, or holds, something else than numbers."""
+    for top, value in metrics.items():
+        for name, leaf in _leaves(f"metrics.{top}", value) if _WITH_UNIT.search(top) else ():
+            if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int | float)):
+                return f"{name} is {leaf!r}: it must be a number"
+    return None
+
+
 def not_finite(metrics: dict[str, Any]) -> str | None:
     """A complaint about the first metric that is infinite or NaN; None if all are finite."""
-    left: list[tuple[str, Any]] = [("metrics", metrics)]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"{name} is {value!r}: it must be a finite number"
-        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        left += reversed([(f"{name}.{key}", part) for key, part in inside])
+    for name, leaf in _leaves("metrics", metrics):
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            return f"{name} is {leaf!r}: it must be a finite number"
     return None
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values inside of objects and lists, with their dotted names."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if inside is None:
+        yield name, value
+    for key, part in inside or ():
+        yield from _leaves(f"{name}.{key}", part)

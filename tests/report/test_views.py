@@ -196,7 +196,10 @@ def test_every_plot_uses_fields_of_its_view() -> None:
 DAMAGED = {
     "has no step": (dict(case="ddp", config=ROWS[0].config | {"devices": 2, "precision": "bf16"}), "step_ms"),
     "has no shape": (dict(case="kernels", config={}), "shape"),
-    "has text for a number": (dict(case="model", config={}, metrics={"step_ms": {"p50": "fast"}}), "fast|format"),
+    "has text for a number": (
+        dict(case="model", config={}, metrics={"step_ms": {"p50": 1}, "mfu": "fast"}),
+        "fast|format",
+    ),
     "has a number for a table": (dict(case="attention", config={"compile": False}, metrics={"forward_ms": 3}), "p50"),
 }
 
