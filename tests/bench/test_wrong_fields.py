@@ -64,7 +64,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("lm-matrix", FLASHDDP | dict(val_path="x.npy"), "given where train_path is"),
     ("lm-matrix", FLASHDDP | dict(val_path="y.npy", train_path="x.npy"), "a token file"),
 ]
-ACCEPTED += [(name, {key: others[key] for key in others.keys() - {field}} | {field: value}, "")
+ACCEPTED += [(name, {key: other for key, other in others.items() if key != field} | {field: value}, "")
              for name, (others, fields) in WRONG.items() for field, values in fields.items()
              for value in values]  # fmt: skip
 
