@@ -1,7 +1,7 @@
 """The write-up as one HTML file: contents beside the text, tables that sort, light and dark, nothing to load."""
 
-import base64
 import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,14 @@ def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str, str]]]
             if child.type == "image":
                 figures += 1
                 child.content = f"Figure {figures}. {child.content}"
-                child.attrSet("src", _embedded(folder / str(child.attrs["src"])))
+                child.attrSet("src", str(folder / str(child.attrs["src"])))
         if token.type == "inline" and token.content.startswith(": ") and tokens[i - 2].type == "table_close":
             captions += 1
             tokens[i - 1].attrSet("class", "caption")
             first: Any = (token.children or [])[0]
             first.content = f"Table {captions}. {first.content[2:]}"
     parser.renderer.rules["image"] = _picture  # type: ignore[attr-defined]
-    parser.renderer.rules["table_open"] = lambda *_: '<div class="wide" tabindex="0"><table>'  # type: ignore[attr-defined]
+    parser.renderer.rules["table_open"] = lambda *_: '<div class="wide"><table>'  # type: ignore[attr-defined]
     parser.renderer.rules["table_close"] = lambda *_: "</table></div>"  # type: ignore[attr-defined]
     return parser.renderer.render(tokens, parser.options, {}), contents
 
@@ -56,8 +56,13 @@ def _rendered(text: str, folder: Path) -> tuple[str, list[tuple[str, str, str]]]
 def _picture(tokens: Any, index: int, *_: Any) -> str:
     token = tokens[index]
     caption = html.escape(token.content)
-    return f'<img src="{token.attrs["src"]}" alt="{caption}"><span class="caption">{caption}</span>'
+    drawing = _drawing(Path(token.attrs["src"]))
+    return f'<svg role="img" aria-label="{caption}"{drawing}<span class="caption">{caption}</span>'
 
 
-def _embedded(path: Path) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
+def _drawing(path: Path) -> str:
+    """An SVG from its attributes on, as a part of the page: its ids are its own, black and white those of the page."""
+    text = path.read_text("utf-8").partition("<svg")[2]
+    text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.S)
+    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{path.stem}-", text)
+    return text.replace("#000000", "currentColor").replace("#ffffff", "none")

@@ -1,18 +1,26 @@
-"""The pictures of the write-up, as SVG: the same type, colours and sizes in all of them."""
+"""The pictures of the write-up, as SVG: the same type, colours and sizes in all of them.
+
+A mark whose id begins with `TOLD` gets the rest of it as its title, which a browser shows under the pointer.
+"""
 
 import functools
+import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..bench.instruments.trace import merge
 from ..bench.profiling.timeline_plot import COLORS as MEMORY_COLORS
+from ..machine.files import write_whole
 from ..report.kernel_profiles import CLASS_COLORS
 from ..report.plots import KERNEL_COLORS
 from ..report.step_streams import COLORS as STREAM_COLORS
 from ..report.step_streams import read_streams, streams_file
+from .figures import number
 
 FOLDER = "pictures"
+TOLD = "title: "
 _COLORS = ("#1f4ea8", "#d62728", "#2ca02c", "#ff9f1c", "#9467bd", "#17a6c4", "#8c564b", "#6b6b6b")
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -62,6 +70,9 @@ class Pictures:
             color = KERNEL_COLORS.get(name, _COLORS[i % len(_COLORS)])
             xs, ys = zip(*sorted(points), strict=True)
             axes.plot(xs, ys, marker="o", ms=4, lw=1.5, color=color, label=name)
+            for at, value in points:  # an unseen mark around each point, large enough to hit
+                told = _told(name, (xlabel, f"{at:,}"), (ylabel, number(value)))
+                axes.plot(at, value, "o", ms=8, mew=0, color=color, alpha=0, gid=told)
         if "x" in log:
             ticks = sorted({point[0] for points in lines.values() for point in points})
             axes.set_xscale("log", base=2)
@@ -87,6 +98,7 @@ class Pictures:
         figure, axes = _figure(0.7 + 0.27 * len(rows))
         for place, row in enumerate(rows):
             bar = axes.barh(place, value(row), 0.7, color=KERNEL_COLORS.get(str(name(row)), _COLORS[0]))
+            bar[0].set_gid(_told(name(row), (xlabel, format(value(row), form))))
             axes.bar_label(bar, [format(value(row), form)], padding=4)
         axes.margins(x=0.12)  # room for the numbers
         _name_lines(axes, range(len(rows)), [str(name(row)) for row in rows], xlabel)
@@ -114,7 +126,9 @@ class Pictures:
         for i, part in enumerate(parts):
             widths = [max(0.0, values.get(part, 0)) / scale for _, values in bars]
             color = colors.get(part, _COLORS[i % len(_COLORS)])
-            axes.barh(range(len(bars)), widths, 0.7, left=left, color=color, label=part.replace("_", " "))
+            drawn = axes.barh(range(len(bars)), widths, 0.7, left=left, color=color, label=part.replace("_", " "))
+            for bar, (name, _), width in zip(drawn, bars, widths, strict=True):
+                bar.set_gid(_told(name, drawn.get_label(), (xlabel, number(width))))
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_xlim(0, max(left))
         _name_lines(axes, range(len(bars)), [name for name, _ in bars], xlabel)
@@ -134,7 +148,8 @@ class Pictures:
             for i, (kind, intervals) in enumerate(read_streams(file).items()):
                 # Kernels a few microseconds apart are drawn as one.
                 spans = [(a, b - a) for a, b in merge(intervals, gap=0.02)]
-                axes.broken_barh(spans, (2.5 * place + i - 0.4, 0.8), color=STREAM_COLORS[kind], linewidth=0)
+                drawn = axes.broken_barh(spans, (2.5 * place + i - 0.4, 0.8), color=STREAM_COLORS[kind], linewidth=0)
+                drawn.set_gid(_told(variant, (kind, f"{number(sum(span for _, span in spans))} ms in all")))
                 ticks.append((2.5 * place + i, f"{variant}: {kind}"))
         axes.set_xlim(left=0)
         places, names = zip(*ticks, strict=True)
@@ -154,15 +169,15 @@ class Pictures:
                 top = [low + size / 2**30 for low, size in zip(bottom, in_use, strict=True)]
                 color = MEMORY_COLORS[name]
                 drawn[name] = axes.fill_between(timeline["ms"], bottom, top, step="post", color=color, linewidth=0)
+                drawn[name].set_gid(_told(title, name, ("at most", f"{number(max(in_use) / 2**30)} GiB")))
                 bottom = top
             axes.set_ylim(0, 1.15 * max(bottom))
             axes.set_xlim(timeline["ms"][0], timeline["ms"][-1])
             for name, (start, end) in timeline["phases"].items():
-                axes.axvline(start, color="black", lw=0.8, ls="--")
+                axes.axvline(start, ymax=0.87, color="black", lw=0.8, ls="--")  # the names stand above the lines
                 is_narrow = end - start < 0.1 * timeline["ms"][-1]  # its name ends where the phase ends
                 at, side = (end, "right") if is_narrow else ((start + end) / 2, "center")
-                axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8,
-                          bbox=dict(fc="white", ec="none", pad=0.5))  # fmt: skip
+                axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), ha=side, va="top", fontsize=8)
             axes.set_title(title, loc="left", fontsize=9)
             axes.set_ylabel("in use (GiB)")
         axes.set_xlabel("time on the host (ms)")
@@ -172,9 +187,16 @@ class Pictures:
     def _save(self, problem: str, figure: Any, caption: str) -> str:
         self.count[problem] = self.count.get(problem, 0) + 1
         name = f"{FOLDER}/{problem}-{self.count[problem]}.svg"
-        (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
-        figure.savefig(self.out / name, metadata={"Date": None})
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        text = re.sub(f'<g id="{TOLD}(.*?)">', r"<g><title>\1</title>", file.getvalue())
+        write_whole(self.out / name, text)
         return f"![{caption}]({name})"
+
+
+def _told(*parts: Any) -> str:
+    """The id of a mark that tells its parts: a name, or the name of an axis with a value."""
+    return TOLD + "; ".join(": ".join(part) if isinstance(part, tuple) else str(part) for part in parts if part)
 
 
 def _name_lines(axes: Any, places: Sequence[float], names: Sequence[str], xlabel: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from cs336_systems.assignment import build, typeset
 from cs336_systems.assignment.build import HTML, MARKDOWN, PDF, SECTIONS, WriteUp
 from cs336_systems.assignment.html import html_page
+from cs336_systems.assignment.pictures import Pictures
 from cs336_systems.assignment.typeset import NO_TYPST, to_typst, write_pdf
 
 from .conftest import BYLINE, Made
@@ -32,7 +34,12 @@ Text with `#c["d"]`, $x$, **bold**, @label and <tag>.
 
 ![A picture of <b>](picture.svg)
 """
-SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
+SVG = """<?xml version="1.0"?>
+<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="9" height="9">
+<metadata><title>lost</title></metadata><style>*{fill: red}</style>
+<clipPath id="a"><rect id="r" width="9" height="9" style="fill: #ffffff; stroke: #000000"/></clipPath>
+<g clip-path="url(#a)"><use xlink:href="#r"/></g></svg>
+"""
 
 
 @pytest.fixture
@@ -152,21 +159,52 @@ class Page(HTMLParser):
 def test_the_page_of_the_committed_rows_is_whole(made: Made) -> None:
     text = (made.folder / HTML).read_text()
     page = Page(text)
-    pictures = page.values("src")
+    pictures = [attrs for tag, attrs in page.found if tag == "svg"]
     assert len(pictures) == made.document.body().count("](pictures/") >= 6
-    assert all(each.startswith("data:image/svg+xml;base64,") for each in pictures)
-    assert not [tag for tag, _ in page.found if tag in ("link", "iframe", "object", "embed")]
-    assert not re.search(r"@import|url\(|https?://", re.sub(r"<main>.*</main>", "", text, flags=re.S))
+    assert all(str(each["aria-label"]).startswith("Figure ") for each in pictures)
+    assert text.count("<g><title>") > 100
+    ids = page.values("id")
+    assert len(set(ids)) == len(ids)
+    assert {each[1:] for each in page.values("xlink:href")} <= {*ids}
+    assert not [tag for tag, _ in page.found if tag in ("link", "img", "iframe", "object", "embed")]
+    assert not re.search(r"@import|url\(|https?://", re.sub(r"<main .*</main>", "", text, flags=re.S))
     headings = page.values("id", "h2", "h3")
     assert [*headings] == [*(name for section, names in SECTIONS.items() for name in (section, *names)), "rows"]
-    assert [link for link in page.values("href", "a") if link.startswith("#")] == [f"#{name}" for name in headings]
+    links = [link for link in page.values("href", "a") if link.startswith("#")]
+    assert links == ["#text", *(f"#{name}" for name in headings)]
     assert page.folded >= len(made.document.appendix)
-    assert [tag for tag, _ in page.found].count("details") == len(made.document.appendix) > 20
+    assert [tag for tag, _ in page.found].count("details") == 1 + len(made.document.appendix) > 20
+
+
+def test_a_picture_of_the_page_has_ids_of_its_own_and_the_colours_of_the_page(folder: Path) -> None:
+    (folder / "other.svg").write_text(SVG)
+    text = html_page("T", "", "![one](picture.svg)\n\n![two](other.svg)\n", [], folder)
+    page = Page(text)
+    assert page.values("id", "rect", "clippath") == ["picture-a", "picture-r", "other-a", "other-r"]
+    assert page.values("xlink:href") == ["#picture-r", "#other-r"]
+    assert page.values("clip-path") == ["url(#picture-a)", "url(#other-a)"]
+    assert page.values("style") == ["fill: none; stroke: currentColor"] * 2
+    assert "lost" not in text
+    assert "fill: red" not in text
+
+
+def test_marks_tell_their_series_and_values_in_the_words_of_the_axes(tmp_path: Path) -> None:
+    rows = [{"kind": "a & b", "n": 4096, "ms": 1.2345}, {"kind": "c", "n": 8192, "ms": 2000}]
+    pictures = Pictures(tmp_path)
+    pictures.lines("p", rows, itemgetter("n"), itemgetter("ms"), "", by="kind", xlabel="tokens", ylabel="ms")
+    pictures.bars("p", rows[:1], itemgetter("kind"), itemgetter("ms"), "", xlabel="ms")
+    pictures.stacks("p", [("whole", {"one_part": 3 * 2**30})], "", "GiB", 2**30)
+    told = [re.findall(r"<g><title>(.*?)</title>", file.read_text()) for file in sorted(tmp_path.rglob("*.svg"))]
+    assert told == [
+        ["a &amp; b; tokens: 4,096; ms: 1.23", "c; tokens: 8,192; ms: 2,000"],
+        ["a &amp; b; ms: 1.23"],
+        ["whole; one part; GiB: 3"],
+    ]
 
 
 def test_contents_link_to_headings_with_special_characters(folder: Path) -> None:
     page = Page(html_page("T", "", '## R&D "a" <b>\n\ntext\n', [], folder))
-    assert page.values("href") == ["#" + page.values("id", "h2")[0]] == ['#R&D "a" <b>']
+    assert page.values("href")[1:] == ["#" + page.values("id", "h2")[0]] == ['#R&D "a" <b>']
 
 
 def test_text_on_the_page_is_no_markup(folder: Path) -> None:

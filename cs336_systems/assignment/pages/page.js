@@ -30,7 +30,13 @@ for (const table of document.querySelectorAll("table")) {
   });
 }
 
-// The contents column marks the problem that is being read.
+// The contents stand open beside the text where there is room, and are folded above it where there is none.
+const wide = matchMedia("(min-width: 72rem)");
+const fold = () => { document.querySelector("nav details").open = wide.matches; };
+wide.addEventListener("change", fold);
+fold();
+
+// The contents mark the problem that is being read.
 const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
 const seen = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
