@@ -41,25 +41,27 @@ def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
         )
 
 
-def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[str]:
+def read_utf8(
+    path: str | os.PathLike[str], start: int = 0, end: int | None = None, name: str = "text file"
+) -> Iterator[str]:
     """Yield the text of bytes start to end of a file (end None: to its end), in pieces of about a megabyte.
 
-    Raises FileNotFoundError or ValueError naming the path if it is missing, not a regular file, not readable, empty, or
-    not UTF-8 (with the offset of the first invalid byte).
+    Raises FileNotFoundError or ValueError with name and path if it is missing, not a regular file, not readable, empty,
+    or not UTF-8 (with the offset of the first invalid byte).
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"text file {path} does not exist")
+        raise FileNotFoundError(f"{name} {path} does not exist")
     if not path.is_file():
-        raise ValueError(f"text file {path} is not a regular file")
+        raise ValueError(f"{name} {path} is not a regular file")
     size = path.stat().st_size
     if size == 0:
-        raise ValueError(f"text file {path} is empty")
+        raise ValueError(f"{name} {path} is empty")
     end = size if end is None else min(end, size)
     try:
         file = path.open("rb")
     except PermissionError as error:
-        raise ValueError(f"text file {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
     decoder = codecs.getincrementaldecoder("utf-8")()
     with file:
         file.seek(start)
@@ -69,14 +71,14 @@ def read_utf8(path: str | os.PathLike[str], start: int = 0, end: int | None = No
             try:
                 block = file.read(min(_READ_BYTES, end - position))
             except OSError as error:  # name this file here, because the caller would name the file that it writes
-                raise ValueError(f"text file {path} cannot be read: {error.strerror}") from error
+                raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
             if not block:
-                raise ValueError(f"text file {path} became shorter while it was read")
+                raise ValueError(f"{name} {path} became shorter while it was read")
             try:
                 text = decoder.decode(block, final=position + len(block) == end)
             except UnicodeDecodeError as error:
                 offset = position - pending + error.start
-                raise ValueError(f"text file {path} must be UTF-8 text: {error.reason} at byte {offset}") from error
+                raise ValueError(f"{name} {path} must be UTF-8 text: {error.reason} at byte {offset}") from error
             position += len(block)
             if text:
                 yield text

@@ -2,12 +2,20 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from .checks import check_types, require_at_least, require_field
 
 _FILES = {"tokenizer": "tokenizer.json", "train_tokens": "train.npy", "valid_tokens": "valid.npy"}
 _TEXTS_AND_TOKENS = ("train_text", "valid_text", "train_tokens", "valid_tokens")
+
+
+def _default_folder(source: str, train_text: str | None) -> str:
+    """data/SOURCE, and for the user's text data/text/NAME after its path, because each text has files of its own."""
+    text = Path(str(train_text or ""))
+    names = (name for name in (*text.parts[:-1], text.stem) if name not in ("", "/", ".."))
+    return "/".join(("data", str(source), *names))
 
 
 def _default_paths(folder: str, train_tokens: str | None) -> dict[str, str]:
@@ -26,7 +34,8 @@ def without_default_paths(data: dict[str, Any]) -> dict[str, Any]:
     source, folder = data.get("source"), data.get("data_dir")
     if source is None or folder is None:
         return data
-    defaults = {"data_dir": f"data/{source}", **_default_paths(folder, data.get("train_tokens"))}
+    defaults = _default_paths(folder, data.get("train_tokens"))
+    defaults["data_dir"] = _default_folder(source, data.get("train_text"))
     return {name: value for name, value in data.items() if name not in defaults or value != defaults[name]}
 
 
@@ -37,7 +46,7 @@ class DataConfig:
     source: Literal["random", "stories", "text", "tinystories"] = "stories"
     """stories (generated), tinystories (downloaded), text (your own) or random."""
     data_dir: str | None = None
-    """Folder for text, tokenizer and token files (default: data/SOURCE)."""
+    """Folder for text, tokenizer and token files (default: data/SOURCE, for your own text data/text/NAME)."""
     train_text: str | None = None
     """Text file to train on, for source text. Not needed if you provide both token files."""
     valid_text: str | None = None
@@ -71,7 +80,7 @@ class DataConfig:
         require_at_least(self, "data", 2, "random_tokens")
         require_at_least(self, "data", 1 << 16, "tokenizer_sample_bytes")  # one piece of text, see sample_evenly
         require_at_least(self, "data", 0, "seed")
-        folder = self.data_dir or f"data/{self.source}"
+        folder = self.data_dir or _default_folder(self.source, self.train_text)
         object.__setattr__(self, "data_dir", folder)
         for name, path in _default_paths(folder, self.train_tokens).items():
             if getattr(self, name) is None:

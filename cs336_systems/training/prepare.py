@@ -158,7 +158,7 @@ def _train_tokenizer(config: RunConfig, text: TextSpan) -> None:
 
 
 def _encode(tokenizer: Tokenizer, tokenizer_path: Path, text: TextSpan, path: Path) -> None:
-    tokens = tokenizer.encode_stream(text.blocks(), f"text file {text.path}")
+    tokens = tokenizer.encode_stream(text.blocks(), f"{text.name} {text.path}")
     made_with = dict(tokenizer_sha256=tokenizer.sha256, source=str(text.path))
     info = write_tokens(path, tokens, tokenizer.vocab_size, **made_with)
     bytes_per_token = text.size / max(info.count, 1)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,20 @@ _LINE_END = re.compile(rb"\n")
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Bytes `start` to `end` of a text file (None: to its end), with the hash of the whole file."""
+    """Bytes `start` to `end` of a text file (None: to its end), with the hash of the whole file.
+
+    name: what messages call the file, such as the field that names it.
+    """
 
     path: Path
     sha256: str
     start: int = 0
     end: int | None = None
+    name: str = "text file"
 
     def blocks(self) -> Iterator[str]:
         """The text, in pieces of about a megabyte."""
-        return read_utf8(self.path, self.start, self.end)
+        return read_utf8(self.path, self.start, self.end, self.name)
 
     @property
     def size(self) -> int:
@@ -74,20 +78,20 @@ def find_texts(config: RunConfig) -> tuple[TextSpan, TextSpan]:
         run_stage(data, "text", text_path, inputs, write_stories)
     else:
         text_path = Path(str(data.train_text))
-    whole = _whole_text(text_path)
+    whole = _whole_text(text_path, "data.train_text" if data.source == "text" else "text file")
     if data.valid_text is not None:
-        return whole, _whole_text(Path(data.valid_text))
+        return whole, _whole_text(Path(data.valid_text), "data.valid_text")
     cut = find_split(text_path, data.valid_fraction)
-    return TextSpan(text_path, whole.sha256, 0, cut), TextSpan(text_path, whole.sha256, cut)
+    return replace(whole, end=cut), replace(whole, start=cut)
 
 
-def _whole_text(path: Path) -> TextSpan:
-    first = next(read_utf8(path))  # raises at once if the file is missing, empty or not UTF-8
+def _whole_text(path: Path, name: str) -> TextSpan:
+    first = next(read_utf8(path, name=name))  # raises at once if the file is missing, empty or not UTF-8
     beginning = first[:1024]
     if beginning.count("\0") > len(beginning) // 4:  # UTF-16 has one beside every ASCII character
         offset = len(beginning[: beginning.index("\0")].encode())
-        raise ValueError(f"text file {path} must be UTF-8 text: NUL bytes, from byte {offset} on, look like UTF-16")
-    return TextSpan(path, sha256_of_file(path))
+        raise ValueError(f"{name} {path} must be UTF-8 text: NUL bytes, from byte {offset} on, look like UTF-16")
+    return TextSpan(path, sha256_of_file(path), name=name)
 
 
 def find_split(path: Path, valid_fraction: float) -> int:

@@ -56,27 +56,27 @@ GOOD_TEXT = "".join(stories(0, 10_000)).encode()
 
 
 WRONG_TEXTS: dict[str, tuple[bytes | None, list[str], str]] = {
-    "missing": (None, [], "input.txt does not exist"),
-    "missing for validation": (GOOD_TEXT, ["--data.valid_text=valid.txt"], "valid.txt does not exist"),
-    "a folder": (GOOD_TEXT, ["--data.valid_text=."], ". is not a regular file"),
-    "empty": (b"", [], "input.txt is empty"),
-    "0xff": (GOOD_TEXT[:5000] + b"\xff" + GOOD_TEXT[5000:], [], "input.txt must be UTF-8 text: .* at byte 5000"),
-    "utf-16": (GOOD_TEXT.decode().encode("utf-16"), [], "input.txt must be UTF-8 text: .*"),
+    "missing": (None, [], "data.train_text input.txt does not exist"),
+    "missing for validation": (GOOD_TEXT, ["--data.valid_text=valid.txt"], "data.valid_text valid.txt does not exist"),
+    "a folder": (GOOD_TEXT, ["--data.valid_text=."], "data.valid_text . is not a regular file"),
+    "empty": (b"", [], "data.train_text input.txt is empty"),
+    "0xff": (GOOD_TEXT[:5000] + b"\xff" + GOOD_TEXT[5000:], [], ".*input.txt must be UTF-8 text: .* at byte 5000"),
+    "utf-16": (GOOD_TEXT.decode().encode("utf-16"), [], "data.train_text input.txt must be UTF-8 text: .*"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_TEXTS)
 def test_a_text_that_cannot_be_used_is_named(train_text: Callable[..., str], wrong: str) -> None:
     content, more, message = WRONG_TEXTS[wrong]
-    assert re.fullmatch(f"text file {message}", train_text(content, *more))
+    assert re.fullmatch(message, train_text(content, *more))
 
 
 @pytest.mark.parametrize(
     "text, valid_text, field",
     [
-        (b"once upon a time, twice upon a dime", None, "data.train_tokens data/text/train.npy"),
-        ("日本語".encode(), None, "data.train_tokens data/text/train.npy"),
-        (b"one two three " * 30, "Once.", "data.valid_tokens data/text/valid.npy"),
+        (b"once upon a time, twice upon a dime", None, "data.train_tokens data/text/input/train.npy"),
+        ("日本語".encode(), None, "data.train_tokens data/text/input/train.npy"),
+        (b"one two three " * 30, "Once.", "data.valid_tokens data/text/input/valid.npy"),
     ],
 )
 def test_text_shorter_than_a_context_says_how_much_is_needed(
@@ -92,7 +92,7 @@ def test_text_shorter_than_a_context_says_how_much_is_needed(
 def test_a_vocabulary_without_room_for_every_byte_is_refused(train_text: Callable[..., str]) -> None:
     message = train_text(GOOD_TEXT, "--model.vocab_size=256")
     assert message.startswith("model.vocab_size is 256: it must be at least 257 to train a tokenizer")
-    assert not Path("data/text/tokenizer.json.stamp.json").exists()
+    assert not Path("data/text/input/tokenizer.json.stamp.json").exists()
     assert "at least 257 to train a tokenizer" in train_text(GOOD_TEXT, "--model.vocab_size=0")
 
 

@@ -191,6 +191,20 @@ def test_files_lie_in_the_data_dir_unless_given() -> None:
     assert DataConfig(source="random").data_dir == "data/random"
 
 
+@pytest.mark.parametrize(
+    "text, folder",
+    [
+        (None, "data/text"),
+        ("input.txt", "data/text/input"),
+        ("a/input.txt", "data/text/a/input"),
+        ("../b/input.tar.txt", "data/text/b/input.tar"),
+        ("/c/input", "data/text/c/input"),
+    ],
+)
+def test_each_text_has_a_data_dir_of_its_own(text: str | None, folder: str) -> None:
+    assert DataConfig(source="text", train_text=text).data_dir == folder
+
+
 def test_training_tokens_elsewhere_have_no_default_tokenizer() -> None:
     elsewhere = DataConfig(data_dir="d", train_tokens="mine.npy")
     assert (elsewhere.tokenizer, elsewhere.tokenizer_path) == (None, "d/tokenizer.json")
@@ -312,7 +326,7 @@ def test_the_resolved_form_is_plain_json() -> None:
     config = RunConfig(**RUNS["everything else"])  # type: ignore[arg-type]
     written = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert written["model"] == {**TINY, "size": None, "rope_theta": 5e5, "attention": "naive"}
-    assert written["data"]["tokenizer"] == "data/text/tokenizer.json"
+    assert written["data"]["tokenizer"] == "data/text/a b/tokenizer.json"
 
 
 def _data_of(data: dict[str, Any], file: Any, *arguments: str) -> DataConfig:
@@ -331,6 +345,8 @@ def test_default_paths_in_a_file_follow_the_command_line(tmp_path: Any) -> None:
         )
     assert _data_of(dataclasses.asdict(DataConfig()), file, "--data.source=random") == DataConfig(source="random")
     # A folder in the file stays if only the source changes.
+    text = dataclasses.asdict(DataConfig(source="text", train_text="a.txt"))
+    assert _data_of(text, file, "--data.train_text=b.txt") == DataConfig(source="text", train_text="b.txt")
     found = _data_of(dataclasses.asdict(DataConfig(data_dir="d")), file, "--data.source=random")
     assert found == DataConfig(source="random", data_dir="d")
 

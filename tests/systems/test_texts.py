@@ -254,7 +254,7 @@ def test_nul_characters_are_text_wherever_they_are(two_texts: Path, place: int, 
 )
 def test_a_text_in_utf_16_is_refused_with_the_place(two_texts: Path, encoding: str, place: int) -> None:
     Path("input.txt").write_bytes(TEXT.encode(encoding))
-    with pytest.raises(ValueError, match=rf"^text file input\.txt must be UTF-8 text: .* byte {place}\b"):
+    with pytest.raises(ValueError, match=rf"^data\.train_text input\.txt must be UTF-8 text: .* byte {place}\b"):
         prepare_data(text_config())
 
 
