@@ -112,7 +112,7 @@ class Speedrun:
         self.out = Path("runs")
         if out is not None:
             self.out = folder_to_write(out)
-            self.fields["data.data_dir"] = f"{out}/data/{source}"
+            self.fields["data.data_dir"] = f"{out}/{first.data.data_dir}"  # one for each text, as without out
         self.started = 0.0
         self.not_planned = ""  # why the planner cannot predict the memory of a trial
 
