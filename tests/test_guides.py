@@ -2,7 +2,7 @@
 
 A comment before a block says how it is tested:
 
-    <!-- needs a GPU -->, <!-- takes minutes -->    its commands are only parsed
+    <!-- needs a GPU -->, <!-- takes minutes -->    its commands are only parsed, bench and train with their options
     <!-- quick: OPTIONS -->                         its commands get these options too, which make them tiny
     <!-- FILE.py -->                                the block becomes this file, which later blocks use
 
@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from cs336_systems.bench.cases import NAMES
+from cs336_systems.cli.train import parse_run_config
+from tests.assignment.test_build import GPUS, configurations_of
 from tests.distributed import forkserver
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +143,19 @@ def test_every_block_of_a_guide_is_run_or_says_why_not(guide: str) -> None:
         if block.kind == "bash":
             subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
     assert len(re.findall(r"^<!-- (.*) -->$", text, re.M)) == sum(bool(b.note) for b in blocks)
+
+
+@each_guide
+def test_commands_for_a_gpu_have_valid_options(guide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, value in GPUS.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    blocks = [block for block in blocks_of(text_of(guide)) if block.note == "needs a GPU"]
+    for _, words in (command for block in blocks for command in commands_of(block)):
+        if words[:2] == ["cs336", "bench"]:
+            assert configurations_of(shlex.join(words))[1]
+        elif "train" in words:
+            parse_run_config(words[words.index("train") + 1 :])
 
 
 @pytest.mark.parametrize(
