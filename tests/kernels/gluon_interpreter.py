@@ -2,9 +2,11 @@
 
 It checks the results, and whether the barriers prevent reads of data that has not arrived and writes over data still in
 use: shared memory is NaN until it is filled, and again from the start of a copy into it; copies take a random time; a
-product reads its operands when a warp waits for it, not when it starts. It ignores layouts.
+product reads its operands when a warp waits for it, not when it starts; TMA reads what it stores or adds when a warp
+waits for that. Neither may read what a warp has written before a fence. It ignores layouts.
 """
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -22,8 +24,24 @@ import torch
 from torch import Tensor
 
 _PACKAGE = "triton.experimental.gluon"
+PATIENCE = 20.0
+"""Seconds that a warp waits for a barrier."""
+LAG = 0.0
+"""Seconds by which one of two groups, in turn, is late at each wait for a product."""
 _changed = threading.Condition()
-_warps = threading.local()  # .products: the products that this thread has started
+
+
+class _Warps(threading.local):
+    """What the warps of this thread have started and not waited for, and written and not fenced."""
+
+    def __init__(self) -> None:
+        self.products: list[_Product] = []
+        self.stores: list[Callable[[], None]] = []
+        self.unfenced: list[Tensor] = []
+        self.lag = 0.0
+
+
+_warps = _Warps()
 _program = [0, 0]  # the number of the running program, and the number of programs
 
 
@@ -53,20 +71,30 @@ class Pointer:
 
 
 class _Shared:
-    """A piece of shared memory."""
+    """A piece of shared memory. `unfenced` has ones where a warp wrote and no fence came yet."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.dtype, self.shape = x, x.dtype, tuple(x.shape)
+    def __init__(self, x: Tensor, unfenced: Tensor) -> None:
+        self.x, self.unfenced, self.dtype, self.shape = x, unfenced, x.dtype, tuple(x.shape)
+
+    def of(self, view: Callable[[Tensor], Tensor]) -> "_Shared":
+        return _Shared(view(self.x), view(self.unfenced))
 
     def index(self, i: Any) -> "_Shared":
         assert 0 <= int(i) < len(self.x)
-        return _Shared(self.x[int(i)])
+        return self.of(lambda x: x[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "_Shared":
+        return self.of(lambda x: x.narrow(dim, start, length))
 
     def reshape(self, shape: Sequence[int]) -> "_Shared":
-        return _Shared(self.x.view(*shape))
+        return self.of(lambda x: x.view(*shape))
 
     def permute(self, order: Sequence[int]) -> "_Shared":
-        return _Shared(self.x.permute(*order))
+        return self.of(lambda x: x.permute(*order))
+
+    def viewed_as(self, dtype: torch.dtype, shape: Sequence[int]) -> "_Shared":
+        found = self.x.view(-1).view(dtype)[: math.prod(shape)].view(*shape)
+        return _Shared(found, torch.zeros(shape, dtype=torch.bool))
 
     def load(self, layout: Any) -> Tensor:
         return self.x.clone()
@@ -74,6 +102,18 @@ class _Shared:
     def store(self, value: Tensor) -> None:
         assert (value.dtype, value.shape) == (self.dtype, self.x.shape)
         self.x.copy_(value)
+        self.unfenced.fill_(True)
+        _warps.unfenced.append(self.unfenced)
+
+    def read(self) -> Tensor:
+        """The numbers, read by TMA or for a product."""
+        assert not self.unfenced.any(), "read before a fence"
+        return self.x
+
+
+def _fence() -> None:
+    while _warps.unfenced:
+        _warps.unfenced.pop().fill_(False)
 
 
 class _Barrier:
@@ -93,7 +133,7 @@ class _Barrier:
 
     def wait(self, phase: Any) -> None:
         with _changed:
-            assert _changed.wait_for(lambda: self.phase != int(phase), timeout=20), "nobody arrives any more"
+            assert _changed.wait_for(lambda: self.phase != int(phase), timeout=PATIENCE), "nobody arrives any more"
 
 
 class _Barriers(list[_Barrier]):
@@ -108,9 +148,9 @@ class _Product:
         self.result: Tensor | None = None
 
     def compute(self) -> None:
-        a = self.a.x if isinstance(self.a, _Shared) else self.a
+        a = self.a.read() if isinstance(self.a, _Shared) else self.a
         assert a.dtype == self.b.dtype
-        self.result = self.accumulator + a.float() @ self.b.x.float()
+        self.result = self.accumulator + a.float() @ self.b.read().float()
 
 
 def _start(a: Any, b: _Shared, accumulator: Tensor, use_acc: bool = True, is_async: bool = False) -> _Product:
@@ -121,6 +161,7 @@ def _start(a: Any, b: _Shared, accumulator: Tensor, use_acc: bool = True, is_asy
 
 
 def _wait(outstanding: int, values: list[Any]) -> Any:
+    time.sleep(_warps.lag)
     while len(_warps.products) > outstanding:
         _warps.products.pop(0).compute()
     found = [x.result if isinstance(x, _Product) else x for x in values]
@@ -147,24 +188,35 @@ class _CopyEngine:
             buffer.x[here] = descriptor.x[there]
             barrier.change(0, -descriptor.block_type.nbytes)
 
-    @staticmethod
-    def store(descriptor: Descriptor, start: Sequence[Any], buffer: _Shared) -> None:
+
+def _start_store(descriptor: Descriptor, start: Sequence[Any], buffer: _Shared, add: bool = False) -> None:
+    def store() -> None:
         there, here = descriptor.inside(start)
-        descriptor.x[there] = buffer.x[here]
+        descriptor.x[there] = buffer.read()[here] + (descriptor.x[there] if add else 0)
+
+    _warps.stores.append(store)
+
+
+def _wait_for_stores(left: int) -> None:
+    while len(_warps.stores) > left:
+        _warps.stores.pop(0)()
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
     errors: list[BaseException] = []
 
-    def run(function: Callable[..., None], arguments: Any) -> None:
-        _warps.products = []
+    def run(function: Callable[..., None], arguments: Any, is_late: bool) -> None:
+        _warps.lag = LAG if is_late else 0
         try:
             function(*arguments)
             assert not _warps.products, "products were not waited for"
+            assert not _warps.stores, "stores were not waited for"
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    threads = [
+        threading.Thread(target=run, args=(*partition, i == _program[0] % 2)) for i, partition in enumerate(partitions)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -187,7 +239,7 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         return _Barriers(_Barrier() for _ in range(shape[0]))
-    return _Shared(torch.full(shape, math.nan, dtype=dtype))
+    return _Shared(torch.full(shape, math.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
 
 def _jit(function: Any = None, **_: Any) -> Any:
@@ -238,7 +290,7 @@ def _language() -> types.ModuleType:
 def _hopper() -> types.ModuleType:
     hopper, engine = types.ModuleType(f"{_PACKAGE}.language.nvidia.hopper"), _CopyEngine()
     hopper.__dict__.update(
-        fence_async_shared=lambda: None,
+        fence_async_shared=_fence,
         mbarrier=types.SimpleNamespace(
             MBarrierLayout=_Layout,
             init=_Barrier.set,
@@ -246,30 +298,51 @@ def _hopper() -> types.ModuleType:
             expect=lambda barrier, size: barrier.change(1, size),
             arrive=lambda barrier: barrier.change(1, 0),
         ),
-        tma=types.SimpleNamespace(async_load=engine.load, async_store=engine.store, store_wait=lambda left: None),
+        tma=types.SimpleNamespace(
+            async_load=engine.load,
+            async_store=_start_store,
+            async_atomic_add=functools.partial(_start_store, add=True),
+            store_wait=_wait_for_stores,
+        ),
         warpgroup_mma=_start,
         warpgroup_mma_wait=_wait,
     )
     return hopper
 
 
-def interpreted(*kernels: types.ModuleType) -> list[types.ModuleType]:
-    """The modules, executed again for this interpreter; each may import from the modules before it."""
+def _core() -> types.ModuleType:
+    """What Triton's own built-in functions are made with."""
+    core = types.ModuleType(f"{_PACKAGE}.language._core")
+    semantic = types.SimpleNamespace(
+        memdesc_reinterpret=lambda buffer, dtype, shape, layout: buffer.viewed_as(dtype, shape)
+    )
+    core.__dict__.update(
+        builtin=lambda function: functools.partial(function, _semantic=semantic),
+        _unwrap_if_constexpr=lambda value: value,
+    )
+    return core
+
+
+def interpreted(*kernels: types.ModuleType, fault: tuple[str, str] = ("", "")) -> list[types.ModuleType]:
+    """The modules, executed again for this interpreter; each may import from the modules before it.
+
+    fault: a piece of their source, and what to put in its place.
+    """
     gl, gluon = _language(), types.ModuleType(_PACKAGE)
     gluon.__dict__.update(jit=_jit, language=gl)
     experimental = types.ModuleType("triton.experimental")
     experimental.__dict__.update(gluon=gluon)
     again = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (experimental, gluon, gl, types.ModuleType(f"{_PACKAGE}.language.nvidia"), _hopper()):
+        for module in (experimental, gluon, gl, _core(), types.ModuleType(f"{_PACKAGE}.language.nvidia"), _hopper()):
             patch.setitem(sys.modules, module.__name__, module)
         for module in kernels:
             spec = module.__spec__
             assert spec is not None
-            assert spec.loader is not None
             again.append(importlib.util.module_from_spec(spec))
             patch.setitem(sys.modules, module.__name__, again[-1])
-            spec.loader.exec_module(again[-1])
+            source = inspect.getsource(module).replace(*fault)
+            exec(compile(source, str(module.__file__), "exec"), again[-1].__dict__)
     return again
 
 

@@ -137,11 +137,14 @@ def test_elements_of_a_tile_may_be_further_apart_than_32_bit_offsets(axis: int, 
 @pytest.mark.parametrize("d", [64, 128])
 def test_gives_the_same_bits_twice_at_the_sizes_of_training(d: int) -> None:
     q, k, v, dO = Case(4096, 4096, d, leading=(2, 8), is_causal=True).inputs(torch.bfloat16, "cuda")
-    first, *others = (gradients(flash_triton.flash_triton(q, k, v, True), [q, k, v], dO) for _ in range(4))
+    outputs = (flash_triton.flash_triton(q, k, v, True, deterministic=True) for _ in range(4))
+    first, *others = (gradients(o, [q, k, v], dO) for o in outputs)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+IN_GLUON = ["forward", "prepare", "gradients", "finish"]
+ALL_IN_GLUON = ", ".join(f"gluon {phase}" for phase in IN_GLUON)
 
 
 def name_of(kernel: Any) -> str:
@@ -153,7 +156,7 @@ def name_of(kernel: Any) -> str:
     return next(
         f"{language} {phase}"
         for language, places in modules.items()
-        for phase in ("forward", "dq", "dkv", "backward")
+        for phase in (*IN_GLUON, "dq", "dkv", "backward")
         for module in places
         if getattr(module, f"{phase}_kernel", None) is kernel
     )
@@ -181,16 +184,17 @@ def test_the_sizes_of_training_equal_the_truth(d: int, made: list[str]) -> None:
     case = Case(4096, 4096, d, leading=(2, 8), is_causal=True, layout="heads_inside")
     assert flash_triton.TMA_FROM_SCORES <= 16 * 4096 * 4096
     check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
-    language = "gluon" if d == 128 and torch.cuda.get_device_capability() == HOPPER else "triton"
-    assert made == [f"{language} {phase}" for phase in ("forward", "dq", "dkv")]
+    in_gluon = [f"gluon {phase}" for phase in IN_GLUON]
+    on_hopper = torch.cuda.get_device_capability() == HOPPER
+    assert made == (in_gluon if on_hopper else ["triton forward", "triton dq", "triton dkv"])
 
 
-# The Gluon kernels serve head sizes that are padded to 128. They get all cases that descriptors can move.
+# The Gluon kernels serve head sizes that are padded to 64 or 128. They get all cases that descriptors can move.
 MOVABLE = ("contiguous", "heads_inside", "leading_swapped", "rows_apart")
 GLUON_CASES = [
-    case if 64 < case.d <= 128 else dataclasses.replace(case, d=128)
+    case if 32 < case.d <= 128 else dataclasses.replace(case, d=64)
     for case in (*CASES, *LARGE_CASES)
-    if case.layout in MOVABLE and case.n_q * case.n_k * math.prod(case.leading) and case.d in (32, 80, 96, 128)
+    if case.layout in MOVABLE and case.n_q * case.n_k * math.prod(case.leading) and case.d in (32, 64, 80, 96, 128)
 ]
 on_hopper_only = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER, reason="it is written for Hopper"
@@ -206,36 +210,26 @@ class TestInGluon:
     @pytest.mark.parametrize("case", GLUON_CASES, ids=str)
     def test_equals_the_truth(self, case: Case, dtype: torch.dtype, made: list[str]) -> None:
         check_case(flash_triton.flash_triton, case, dtype, "cuda")
-        dq = "gluon dq" if "q" in case.needs else "triton dq"  # dkv needs its vectors
-        dkv = ["gluon dkv"] if case.needs != "q" else []
-        assert made == ["gluon forward", dq, *dkv]
+        if case.needs not in ("q", "k", "v", "kv"):
+            assert made == [f"gluon {phase}" for phase in IN_GLUON]
+        else:
+            assert made == ["gluon forward", "triton dq", "triton dkv"][: 2 if case.needs == "q" else 3]
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize("d", [72, 88, 104, 120])
+    @pytest.mark.parametrize("d", [40, 48, 72, 88, 104, 120])
     def test_other_head_sizes_equal_the_truth(self, d: int, is_causal: bool, made: list[str]) -> None:
         case = Case(300, 200, d, leading=(2, 3), is_causal=is_causal, layout="heads_inside")
         check_case(flash_triton.flash_triton, case, torch.bfloat16, "cuda")
-        assert made == ["gluon forward", "gluon dq", "gluon dkv"]
+        assert made == [f"gluon {phase}" for phase in IN_GLUON]
 
-    def test_one_gradient_alone_equals_it_beside_the_others(self) -> None:
-        q, k, v, do = (x.detach() for x in Case(300, 333, 128, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
+    @pytest.mark.parametrize("d", [64, 128])
+    def test_one_gradient_alone_equals_it_beside_the_others(self, d: int) -> None:
+        q, k, v, do = (x.detach() for x in Case(300, 333, d, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
         saved = Saved(q, k, v, *flash_triton.flash_forward(q, k, v, True), True)
-        dq, dk, dv = flash_triton.flash_backward(do, saved, True, True)
-        assert torch.equal(flash_triton.flash_backward(do, saved, True, False)[0], dq)
-        _, *alone = flash_triton.flash_backward(do, saved, False, True)  # with the vectors of Triton's kernel
-        torch.testing.assert_close(alone, [dk, dv], rtol=1e-2, atol=1e-3)
-
-    def test_the_vectors_equal_tritons(self) -> None:
-        """dkv reads them from either kernel, including the part beyond the queries."""
-        q, k, v, do = (x.detach() for x in Case(200, 333, 128, leading=(2, 3)).inputs(torch.bfloat16, "cuda"))
-        o, logsumexp = flash_triton.flash_forward(q, k, v, True)
-        found, expected = (flash_triton.new_vectors(q).fill_(math.nan) for _ in range(2))
-        x = dict(q_=q, k_=k, v_=v, o_=o, do_=do, dq_=torch.empty_like(q))
-        flash_triton.gluon_launch("dq", x, True)(x | dict(L=logsumexp, VECTORS=found))
-        launch = flash_triton.triton_launch("dq", x, True, tiles.choose_tile("dq", q, True, False), True, need_dq=False)
-        launch(x | dict(L=logsumexp, VECTORS=expected))
-        torch.testing.assert_close(found, expected)
-        assert torch.equal(found[:6, 200:], torch.full_like(found[:6, 200:], math.inf))
+        together = flash_triton.flash_backward(do, saved, True, True)
+        dq, _, _ = flash_triton.flash_backward(do, saved, True, False)
+        _, dk, dv = flash_triton.flash_backward(do, saved, False, True)
+        torch.testing.assert_close((dq, dk, dv), together, rtol=1e-2, atol=1e-3)
 
     def test_scores_of_minus_infinity_weigh_nothing(self) -> None:
         """Even if the last tile, which comes first, has no other keys."""
@@ -246,12 +240,16 @@ class TestInGluon:
         torch.testing.assert_close(flash_triton.flash_triton(q, k, v), expected, rtol=2e-2, atol=2e-2)
 
     @pytest.mark.parametrize("is_causal", [False, True])
-    def test_gives_the_same_bits_every_time(self, is_causal: bool) -> None:
-        q, k, v, do = (torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    @pytest.mark.parametrize("d", [64, 128])
+    def test_gives_the_same_bits_every_time(self, d: int, is_causal: bool, made: list[str]) -> None:
+        q, k, v, do = (torch.randn(1, 16, 4096, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         first, *others = (flash_triton.flash_forward(q, k, v, is_causal) for _ in range(4))
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
         saved = Saved(q, k, v, *first, is_causal)
         gradients, *others = (flash_triton.flash_backward(do, saved, True, True) for _ in range(4))
+        assert made == [f"gluon {phase}" for phase in IN_GLUON]
+        assert all(torch.equal(a, b) for other in others for a, b in zip(gradients[1:], other[1:], strict=True))
+        gradients, *others = (flash_triton.deterministic_backward(do, saved, True, True) for _ in range(4))
         assert all(torch.equal(a, b) for other in others for a, b in zip(gradients, other, strict=True))
 
 
@@ -276,10 +274,11 @@ def chosen_on(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "capability, case, dtype, expected",
     [
-        (HOPPER, Case(d=128), torch.bfloat16, "gluon forward, gluon dq, gluon dkv"),
-        (HOPPER, Case(d=80, layout="heads_inside"), torch.float16, "gluon forward, gluon dq, gluon dkv"),
-        (HOPPER, Case(d=128, needs="kv"), torch.bfloat16, "gluon forward, triton dq, gluon dkv"),
-        (HOPPER, Case(d=64), torch.bfloat16, "triton forward, triton dq, triton dkv"),
+        (HOPPER, Case(d=128), torch.bfloat16, ALL_IN_GLUON),
+        (HOPPER, Case(d=80, layout="heads_inside"), torch.float16, ALL_IN_GLUON),
+        (HOPPER, Case(d=128, needs="kv"), torch.bfloat16, "gluon forward, triton dq, triton dkv"),
+        (HOPPER, Case(d=64), torch.bfloat16, ALL_IN_GLUON),
+        (HOPPER, Case(d=32), torch.bfloat16, "triton forward, triton dq, triton dkv"),
         (HOPPER, Case(d=256), torch.bfloat16, "triton forward, triton dq, triton dkv"),
         # rows of 200 bytes, which TMA cannot move
         (HOPPER, Case(d=100), torch.bfloat16, "triton forward, triton backward"),
@@ -308,7 +307,7 @@ def test_the_choice_of_kernels(
     forward = flash_triton._forward_launch(x, True)
     dq, dk, dv = new_gradients(q, k, v, True, True)
     x |= dict(do_=do, dq_=dq, dk_=dk, dv_=dv)
-    backward = flash_triton._backward_launches(x, True, need_dq="q" in case.needs, need_dkv=True)
+    backward = flash_triton._backward_launches(x, True, need_dq="q" in case.needs, need_dkv=True, deterministic=False)
     assert ", ".join((forward, *backward)) == expected
 
 
@@ -337,7 +336,7 @@ def test_descriptors_are_for_gradients_that_tma_can_move(chosen_on: Any) -> None
     x = dict(q_=q, k_=k, v_=k, o_=q)
     assert flash_triton._forward_launch(x, False) == "gluon forward"
     x |= dict(do_=q, dq_=dq, dk_=dk, dv_=dv)
-    assert flash_triton._backward_launches(x, False, True, True) == ("triton backward",)
+    assert flash_triton._backward_launches(x, False, True, True, False) == ("triton backward",)
 
 
 HASHES = """

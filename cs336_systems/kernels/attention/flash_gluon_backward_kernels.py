@@ -1,16 +1,28 @@
-"""The backward pass of `flash_triton` for Hopper in Gluon: a loop over keys for dQ, one over queries for dK and dV.
+"""The backward pass of `flash_triton` for Hopper in Gluon: one loop over the queries gives all three gradients.
 
-The two inner loops are the same as in `flash_triton_kernels.py`. The work is divided as in `flash_gluon_kernels.py`:
-one warp loads, and each of two warpgroups has 64 rows of its own, queries in `dq_kernel` and keys in `dkv_kernel`. A
-warpgroup starts a tile's scores and then its dP, and computes the exponentials while the second product runs.
+A program has 128 keys, and each of its two warpgroups 64 of them: it computes their part of the scores and of dP,
+transposed, and adds to their dK and dV in registers. dQ needs the dS of all keys. The warpgroups exchange their dS in
+shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32. The
+order of these additions differs from run to run, and so do the last bits of dQ.
 
-In `dq_kernel` the product that gives dQ is delayed: it starts after the next tile's scores and dP, and overlaps with
-that tile's exponentials. `dkv_kernel` keeps two sums and has no registers left for that: each tile ends with a wait for
-its products.
+Three kernels run one after the other: `prepare_kernel` fills STARTS and clears DQ, `gradients_kernel` is the loop, and
+`finish_kernel` scales and rounds DQ.
 
-The legend of the names is in `flash_gluon_common.py`.
+Two things hide the waits. The product that gives dQ is one tile late: when it starts, the dS of the other warpgroup
+came long ago. And the sums of scores and dP start from STARTS instead of zero, so that no instruction subtracts the
+logsumexp and delta afterwards, when shared memory is busy with products.
+
+Legend, in addition to the legend of `flash_gluon_common.py`
+    QUERIES        queries of a tile: 128 where D_PAD is 64, and 64 where it is 128
+    STARTS         (2 * B * H, N_PAD): -L / scale for all heads, then -delta = -rowsum(do * o) for all heads. Beyond
+                   N_q L is infinite, so the probability is 0
+    DQ             (B * H * N_PAD * D_PAD / 32, 32): dq / scale in float32, in blocks of 64 queries and 64 columns, each
+                   in the order of `_fragments`. Where D_PAD is 128 a block of columns 64 to 127 follows each block of
+                   columns 0 to 63
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,310 +35,336 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .flash_gluon_common import (
     BLOCK,
-    D_PAD,
     GROUPS,
-    LEFT,
     LENGTHS,
     LOG2_E,
-    OUTPUT,
+    REGISTERS,
     ROWS,
+    STAGES,
+    add_out,
     barriers,
     copy_in,
-    load_next,
     load_tile,
     place,
-    place_of_queries,
     store_tile,
-    visible,
+    viewed_as,
+    wait_empty,
+    wait_ready,
 )
 
-TILE = 64
-"""Rows of a tile of the inner loop: keys in `dq_kernel`, queries in `dkv_kernel`."""
-_DQ_STAGES, _DKV_STAGES = gl.constexpr(4), gl.constexpr(2)
-_D_PAD, _ROWS, _GROUPS, _TILE = gl.constexpr(D_PAD), gl.constexpr(ROWS), gl.constexpr(GROUPS), gl.constexpr(TILE)
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
-_ROW, _COLUMN = (
-    gl.constexpr(gl.SliceLayout(1, _SCORES.value)),
-    gl.constexpr(gl.SliceLayout(0, _SCORES.value)),
-)
+_ROWS, _GROUPS = gl.constexpr(ROWS), gl.constexpr(GROUPS)
+_TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+"""How the threads of a warpgroup divide 64 x 64 numbers."""
+_KEY, _QUERY = gl.constexpr(gl.SliceLayout(1, _TILE.value)), gl.constexpr(gl.SliceLayout(0, _TILE.value))
+DQ_BLOCK = [128, 32]
+"""A block of DQ, 64 x 64 numbers, has this shape."""
 
 
-@gluon.jit
-def _start_products(a, c, x_buffers, y_buffers, x_ready, y_ready, step):
-    """Start a x^T, then c y^T, for the x and y of a step, when they have come."""
-    STAGES: gl.constexpr = x_buffers.shape[0]
-    stage = step % STAGES
-    phase = step // STAGES & 1
-    zeros = gl.zeros([_ROWS, _TILE], gl.float32, _SCORES)
-    mbarrier.wait(x_ready.index(stage), phase)
-    first = warpgroup_mma(a, x_buffers.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(y_ready.index(stage), phase)
-    second = warpgroup_mma(c, y_buffers.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    return first, second
+def queries_of_a_tile(d_pad: int) -> int:
+    """QUERIES, as many as there is shared memory for."""
+    return 8192 // d_pad
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# dQ
+# Before and after the loop
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _dq_producer(work, CAUSAL: gl.constexpr):
-    """Load the tiles in the order in which the warpgroups read them."""
-    descs, buffers, bars, _, _, _, H, N_q, N_k, GROUP = work
-    q_, k_, v_, o_, do_, _ = descs
-    q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty = bars
-    b, h, _bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _TILE, CAUSAL)
-    for group in gl.static_range(_GROUPS):
-        bar = q_ready.index(group)
-        row = m0 + group * _ROWS
-        mbarrier.expect(bar, 3 * q_.block_type.nbytes)
-        load_tile(do_, b, h, row, do_buffers, group, bar)
-        load_tile(o_, b, h, row, o_buffers, group, bar)
-        load_tile(q_, b, h, row, q_buffers, group, bar)
-    for step in range(count):
-        load_next(k_, b, h, step * _TILE, k_buffers, k_ready, k_empty, step)
-        load_next(v_, b, h, step * _TILE, v_buffers, v_ready, v_empty, step)
+@triton.jit
+def _offsets(strides, b, h, rows, columns):
+    start = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return start + rows.to(tl.int64)[:, None] * strides[2] + columns[None, :] * strides[3]
 
 
-@gluon.jit
-def _dq_probabilities(s, lse2, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    p = gl.exp2(s * sc - lse2[:, None])
-    if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
-        p = gl.where(visible(p, first_row, n0, N_k, CAUSAL, _SCORES), p, 0.0)
-    return p
-
-
-@gluon.jit
-def _dq_loop(
-    q, do, ds, dq, lse2, delta, buffers, bars, group, lo, hi, first_row, sc, N_k,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+@triton.jit(do_not_specialize=LENGTHS)
+def prepare_kernel(
+    o_, do_, L, STARTS, DQ, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
 ):  # fmt: skip
-    """The tiles of keys from lo to hi. ds belongs to the tile before, and is not yet multiplied with its keys."""
-    _, k_buffers, v_buffers, _, _ = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty = bars
-    for j in range(lo, hi):
-        s, dp = _start_products(q, do, k_buffers, v_buffers, k_ready, v_ready, j)
-        product = warpgroup_mma(ds, k_buffers.index((j - 1) % _DQ_STAGES), dq, is_async=True)
-        s = warpgroup_mma_wait(2, [s])
-        p = _dq_probabilities(s, lse2, first_row, j * _TILE, sc, N_k, CAUSAL, MASKED)
-        # q arrived long ago, so these two waits return at once. But the assembler moves nothing across a wait for a
-        # barrier. Without them it would wait for a product and only then compute the numbers that overlap with it.
-        mbarrier.wait(q_ready.index(group), 0)
-        dp, p = warpgroup_mma_wait(1, [dp, p])
-        ds_next = gl.convert_layout((p * (dp - delta[:, None])).to(ds.dtype), LEFT)
-        mbarrier.wait(q_ready.index(group), 0)
-        dq, ds = warpgroup_mma_wait(0, [product, ds_next])
-        mbarrier.arrive(k_empty.index((j - 1) % _DQ_STAGES))
-        mbarrier.arrive(v_empty.index(j % _DQ_STAGES))
-    return ds, dq
+    """STARTS and zeros in DQ, for 64 queries."""
+    tiles = tl.cdiv(N_q, 128) * 2
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    rows, columns = tile * 64 + tl.arange(0, 64), tl.arange(0, D_PAD)
+    ok = (rows < N_q)[:, None] & (columns < D)[None, :]
+    o = tl.load(o_ + _offsets(o_strides, bh // H, bh % H, rows, columns), mask=ok, other=0.0).to(tl.float32)
+    do = tl.load(do_ + _offsets(do_strides, bh // H, bh % H, rows, columns), mask=ok, other=0.0).to(tl.float32)
+    logsumexp = tl.load(L + bh.to(tl.int64) * N_q + rows, mask=rows < N_q, other=float("inf"))
+    starts = STARTS + bh.to(tl.int64) * tiles * 64 + rows
+    tl.store(starts, -logsumexp / scale)
+    tl.store(starts + (tl.num_programs(0) // tiles).to(tl.int64) * tiles * 64, -tl.sum(o * do, 1))
+    zeros = tl.zeros([64 * D_PAD], tl.float32)
+    tl.store(DQ + tl.program_id(0).to(tl.int64) * 64 * D_PAD + tl.arange(0, 64 * D_PAD), zeros)
 
 
-@gluon.jit
-def _dq_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warpgroup: the VECTORS and dq of its queries."""
-    descs, buffers, bars, L, VECTORS, scale, H, N_q, N_k, GROUP = work
-    dq_ = descs[5]
-    q_buffers, k_buffers, v_buffers, o_buffers, do_buffers = buffers
-    q_ready, k_ready, _, v_ready, v_empty = bars
-    sc = scale * LOG2_E
-    b, h, bh, m0, count = place_of_queries(H, N_q, N_k, GROUP, _TILE, CAUSAL)
-    first_row = m0 + group * _ROWS
-    full = N_k // _TILE  # tiles of keys that need no mask; the first one is always masked
-    if CAUSAL:
-        full = gl.minimum(first_row // _TILE, full)
-    rows = first_row + gl.arange(0, _ROWS, _ROW)
-    lse2 = gl.load(L + bh.to(gl.int64) * N_q + rows, mask=rows < N_q, other=float("inf")) * LOG2_E
-    q, do = q_buffers.index(group), do_buffers.index(group)
-    mbarrier.wait(q_ready.index(group), 0)
-    products = do.load(OUTPUT).to(gl.float32) * o_buffers.index(group).load(OUTPUT).to(gl.float32)
-    delta = gl.convert_layout(gl.sum(products, 1), _ROW)
-    num_blocks = gl.cdiv(N_q, BLOCK)
-    N_PAD = num_blocks * BLOCK
-    num_heads = gl.num_programs(0) // num_blocks
-    vectors = VECTORS + bh.to(gl.int64) * N_PAD + rows
-    gl.store(vectors, lse2)
-    gl.store(vectors + num_heads.to(gl.int64) * N_PAD, delta)
-    dq = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
-    # With q in registers a product reads a third less from shared memory, which is as busy as the matrix units.
-    q_held = q.load(gl.DotOperandLayout(0, _SCORES, 2))
-    s, dp = _start_products(q_held, do, k_buffers, v_buffers, k_ready, v_ready, 0)
-    s, dp = warpgroup_mma_wait(0, [s, dp])
-    mbarrier.arrive(v_empty.index(0))
-    p = _dq_probabilities(s, lse2, first_row, 0, sc, N_k, CAUSAL, True)
-    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dq_.dtype), LEFT)
-    ds, dq = _dq_loop(q_held, do, ds, dq, lse2, delta, buffers, bars, group, 1, full, first_row, sc, N_k, CAUSAL, False)
-    ds, dq = _dq_loop(
-        q_held, do, ds, dq, lse2, delta, buffers, bars, group, gl.maximum(full, 1), count, first_row, sc, N_k,
-        CAUSAL, True,
-    )  # fmt: skip
-    dq = warpgroup_mma(ds, k_buffers.index((count - 1) % _DQ_STAGES), dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
-    store_tile(dq_, b, h, first_row, dq * scale, q)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=LENGTHS)
-def dq_kernel(q_, k_, v_, o_, do_, dq_, L, VECTORS, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """One tile of queries: VECTORS for `dkv_kernel`, and dq."""
-    dtype: gl.constexpr = q_.dtype
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
-    o_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
-    do_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
-    k_buffers = gl.allocate_shared_memory(dtype, [_DQ_STAGES, _TILE, _D_PAD], shared)
-    v_buffers = gl.allocate_shared_memory(dtype, [_DQ_STAGES, _TILE, _D_PAD], shared)
-    q_ready = barriers(_GROUPS, 1)
-    k_ready, k_empty = barriers(_DQ_STAGES, 1), barriers(_DQ_STAGES, _GROUPS)
-    v_ready, v_empty = barriers(_DQ_STAGES, 1), barriers(_DQ_STAGES, _GROUPS)
-    fence_async_shared()
-    descs = (q_, k_, v_, o_, do_, dq_)
-    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, do_buffers)
-    bars = (q_ready, k_ready, k_empty, v_ready, v_empty)
-    work = (descs, buffers, bars, L, VECTORS, scale, H, N_q, N_k, GROUP)
-    gl.warp_specialize(
-        [(_dq_consumer, (work, 0, CAUSAL)), (_dq_consumer, (work, 1, CAUSAL)), (_dq_producer, (work, CAUSAL))],
-        [4, 1],
-        [240, 24],
-    )
+@triton.jit(do_not_specialize=LENGTHS)
+def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr):
+    """dq of 64 queries."""
+    tiles = tl.cdiv(N_q, 128) * 2
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    rows = tile * 64 + tl.arange(0, 64)
+    for start in tl.static_range(0, D_PAD, 64):
+        block = DQ + (tl.program_id(0).to(tl.int64) * D_PAD + start) * 64
+        x = tl.load(block + tl.arange(0, 4096)).reshape([8, 4, 8, 4, 2, 2])
+        dq = x.permute([1, 4, 2, 0, 3, 5]).reshape([64, 64]) * scale  # the inverse of `_fragments`
+        columns = start + tl.arange(0, 64)
+        ok = (rows < N_q)[:, None] & (columns < D)[None, :]
+        tl.store(
+            dq_ + _offsets(dq_strides, bh // H, bh % H, rows, columns), dq.to(dq_.dtype.element_ty), mask=ok
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# dK and dV
+# The loop
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _dkv_place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
+def _place(H, N_q, N_k, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     """b, h, bh, the first key, the first tile of queries that sees it, and the number of all tiles of queries."""
     block, b, h, bh = place(gl.cdiv(N_k, BLOCK), H, GROUP)
     n0 = block * BLOCK
-    count = gl.cdiv(N_q, _TILE)
+    count = gl.cdiv(N_q, QUERIES)
     first = 0
     if CAUSAL:
-        first = gl.minimum(n0 // _TILE, count)
+        first = gl.minimum(n0 // QUERIES, count)
     return b, h, bh, n0, first, count
 
 
 @gluon.jit
-def _load_next_with_vector(desc, VECTORS, b, h, row, vector_start, buffers, vectors, ready, empty, step):
-    """`load_next` with a piece of VECTORS, for the same barrier."""
-    stage = step % _DKV_STAGES
-    bar = ready.index(stage)
-    mbarrier.wait(empty.index(stage), (step // _DKV_STAGES & 1) ^ 1)
-    mbarrier.expect(bar, desc.block_type.nbytes + VECTORS.block_type.nbytes)
-    load_tile(desc, b, h, row, buffers, stage, bar)
-    copy_in(VECTORS, [vector_start], bar, vectors.index(stage))
-
-
-@gluon.jit
-def _dkv_producer(work, CAUSAL: gl.constexpr):
-    """Load the tiles in the order in which the warpgroups read them."""
+def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
+    """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
     descs, buffers, bars, _, H, N_q, N_k, GROUP = work
-    q_, k_, v_, do_, _, _, VECTORS = descs
-    q_buffers, k_buffers, v_buffers, do_buffers, lse2_buffers, delta_buffers = buffers
-    k_ready, q_ready, q_empty, do_ready, do_empty = bars
-    b, h, bh, n0, first, count = _dkv_place(H, N_q, N_k, GROUP, CAUSAL)
-    for group in gl.static_range(_GROUPS):
-        bar = k_ready.index(group)
-        mbarrier.expect(bar, 2 * k_.block_type.nbytes)
-        load_tile(k_, b, h, n0 + group * _ROWS, k_buffers, group, bar)
-        load_tile(v_, b, h, n0 + group * _ROWS, v_buffers, group, bar)
-    num_heads = gl.num_programs(0) // gl.cdiv(N_k, BLOCK)
+    q_, k_, v_, do_, _, _, STARTS, _ = descs
+    k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _ = buffers
+    kv_ready, ready, empty, _ = bars
+    QUERIES: gl.constexpr = q_buffers.shape[1]
+    b, h, bh, n0, first, count = _place(H, N_q, N_k, GROUP, QUERIES, CAUSAL)
+    mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
+    load_tile(k_, b, h, n0, k, kv_ready.index(0))
+    load_tile(v_, b, h, n0, v, kv_ready.index(0))
     N_PAD = gl.cdiv(N_q, BLOCK) * BLOCK
+    num_heads = gl.num_programs(0) // gl.cdiv(N_k, BLOCK)
     for t in range(first, count):
-        row = t * _TILE
-        _load_next_with_vector(
-            q_, VECTORS, b, h, row, bh * N_PAD + row, q_buffers, lse2_buffers, q_ready, q_empty, t - first
-        )
-        _load_next_with_vector(
-            do_, VECTORS, b, h, row, (num_heads + bh) * N_PAD + row, do_buffers, delta_buffers,
-            do_ready, do_empty, t - first,
-        )  # fmt: skip
+        step = t - first
+        stage, row = step % STAGES, t * QUERIES
+        wait_empty(empty, step)
+        bar = ready.index(stage)
+        mbarrier.expect(bar, 2 * (q_.block_type.nbytes + STARTS.block_type.nbytes))
+        load_tile(q_, b, h, row, q_buffers.index(stage), bar)
+        copy_in(STARTS, [bh * N_PAD + row], bar, s_starts.index(stage))
+        load_tile(do_, b, h, row, do_buffers.index(stage), bar)
+        copy_in(STARTS, [(num_heads + bh) * N_PAD + row], bar, dp_starts.index(stage))
 
 
 @gluon.jit
-def _dkv_probabilities(st, lse2, first_key, m0, sc, MASKED: gl.constexpr):
-    pt = gl.exp2(st * sc - lse2[None, :])
-    if MASKED:
-        rows = m0 + gl.arange(0, _TILE, _COLUMN)
-        keys = first_key + gl.arange(0, _ROWS, _ROW)
-        pt = gl.where(rows[None, :] >= keys[:, None], pt, 0.0)
-    return pt
+def _start_tile(a, b, starts):
+    """Start a b^T, for the keys of a warpgroup and 64 queries, added to the queries' STARTS."""
+    sums = gl.zeros([_ROWS, 64], gl.float32, _TILE) + starts.load(_QUERY)[None, :]
+    return warpgroup_mma(a, b.permute([1, 0]), sums, is_async=True)
 
 
 @gluon.jit
-def _dkv_loop(k, v, dk, dv, buffers, bars, first, lo, hi, first_key, sc, MASKED: gl.constexpr):
-    """The tiles of queries from lo to hi. All scores are transposed.
+def _probabilities(s, first_key, m0, sc, N_k, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+    p = gl.exp2(s * sc)
+    if MASKED:  # after exp2, which may be infinite where a masked score is above the logsumexp
+        keys = first_key + gl.arange(0, _ROWS, _KEY)
+        seen = (keys < N_k)[:, None]
+        if CAUSAL:
+            rows = m0 + gl.arange(0, 64, _QUERY)
+            seen = seen & (rows[None, :] >= keys[:, None])
+        p = gl.where(seen, p, 0.0)
+    return p
 
-    No wait has to be held back here: each comes after the start of a product with the numbers computed before.
+
+@gluon.jit
+def _start_dq(k, ds_buffers, ds_ready, step, group: gl.constexpr):
+    """Start a warpgroup's block of dq of the tile before: 64 of 128 queries, or 64 of 128 columns."""
+    ds = ds_buffers.index(step % STAGES)
+    if ds.shape[1] == 128:
+        ds = ds.slice(group * 64, 64, 1)
+    else:
+        k = k.slice(group * 64, 64, 1)
+    wait_ready(ds_ready, step)
+    zeros = gl.zeros([64, 64], gl.float32, _TILE)
+    return warpgroup_mma(ds.permute([1, 0]), k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _fragments(x):
+    """64 x 64 numbers in the order in which the threads hold them: each writes four at a time, without conflicts."""
+    return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([128, 32])
+
+
+@gluon.jit
+def _add_to_dq(DQ, block, dq, buffer):
+    """Have TMA add a warpgroup's dq to a block of DQ."""
+    tma.store_wait(0)  # the buffer has been read
+    buffer.store(_fragments(dq))
+    fence_async_shared()
+    add_out(DQ, [block * 128, 0], buffer)
+
+
+@gluon.jit
+def _loop_in_halves(
+    k, v, dk, dv, work, group: gl.constexpr, first, lo, hi, first_key, dq_block,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The tiles of 128 queries from lo to hi, where D_PAD is 64: the first 64 queries, then the others.
+
+    Halves need half of the registers for scores and dP. The products of one half run beside the exponentials of the
+    other.
     """
-    q_buffers, _, _, do_buffers, lse2_buffers, delta_buffers = buffers
-    _, q_ready, q_empty, do_ready, do_empty = bars
+    descs, buffers, bars, scale, _, _, N_k, _ = work
+    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers = buffers
+    _, ready, empty, ds_ready = bars
+    sc = scale * LOG2_E
     for t in range(lo, hi):
         step = t - first
-        stage = step % _DKV_STAGES
-        st, dpt = _start_products(k, v, q_buffers, do_buffers, q_ready, do_ready, step)
-        lse2 = lse2_buffers.index(stage).load(_COLUMN)
-        st = warpgroup_mma_wait(1, [st])
-        pt = _dkv_probabilities(st, lse2, first_key, t * _TILE, sc, MASKED)
-        p = gl.convert_layout(pt.to(k.dtype), LEFT)
-        dv = warpgroup_mma(p, do_buffers.index(stage), dv, is_async=True)
-        delta = delta_buffers.index(stage).load(_COLUMN)
-        dpt = warpgroup_mma_wait(1, [dpt])
-        dst = gl.convert_layout((pt * (dpt - delta[None, :])).to(k.dtype), LEFT)
-        dk = warpgroup_mma(dst, q_buffers.index(stage), dk, is_async=True)
+        stage = step % STAGES
+        q, do = q_buffers.index(stage), do_buffers.index(stage)
+        s_start, dp_start = s_starts.index(stage), dp_starts.index(stage)
+        q1, q2, do1, do2 = q.slice(0, 64), q.slice(64, 64), do.slice(0, 64), do.slice(64, 64)
+        wait_ready(ready, step)
+        s = _start_tile(k, q1, s_start.slice(0, 64))
+        dp = _start_tile(v, do1, dp_start.slice(0, 64))
+        s = warpgroup_mma_wait(1, [s])
+        p = _probabilities(s, first_key, t * 128, sc, N_k, CAUSAL, MASKED)
+        dp = warpgroup_mma_wait(0, [dp])
+        ds = (p * dp).to(q.dtype)
+        wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
+        ds_buffer = ds_buffers.index((step + 1) % STAGES).slice(group * _ROWS, _ROWS)
+        ds_buffer.slice(0, 64, 1).store(ds)
+        dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do1, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q1, dk, is_async=True)
+        s = _start_tile(k, q2, s_start.slice(64, 64))
+        dp = _start_tile(v, do2, dp_start.slice(64, 64))
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step, group)
+        s, dv, dk = warpgroup_mma_wait(2, [s, dv, dk])
+        p = _probabilities(s, first_key, t * 128 + 64, sc, N_k, CAUSAL, MASKED)
+        dp = warpgroup_mma_wait(1, [dp])
+        ds = (p * dp).to(q.dtype)
+        ds_buffer.slice(64, 64, 1).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_ready.index((step + 1) % STAGES))
+        dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do2, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q2, dk, is_async=True)
+        dq = warpgroup_mma_wait(2, [dq])
+        if step > 0:
+            _add_to_dq(descs[7], dq_block + (t - 1) * _GROUPS, dq, dq_buffers.index(group))
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
-        mbarrier.arrive(q_empty.index(stage))
-        mbarrier.arrive(do_empty.index(stage))
+        mbarrier.arrive(empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
-def _dkv_consumer(work, group: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warpgroup: dk and dv of its keys. Keys beyond N_k give rows that are not stored."""
-    descs, buffers, bars, scale, H, N_q, N_k, GROUP = work
-    _, _, _, _, dk_, dv_, _ = descs
-    k, v = buffers[1].index(group), buffers[2].index(group)
-    b, h, _bh, n0, first, count = _dkv_place(H, N_q, N_k, GROUP, CAUSAL)
-    first_key = n0 + group * _ROWS
+def _loop(
+    k, v, dk, dv, work, group: gl.constexpr, first, lo, hi, first_key, dq_block,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
+    descs, buffers, bars, scale, _, _, N_k, _ = work
+    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers = buffers
+    _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
-    mbarrier.wait(bars[0].index(group), 0)
-    dv = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
-    dk = gl.zeros([_ROWS, _D_PAD], gl.float32, OUTPUT)
-    lo = first
-    if CAUSAL:  # queries from the group's last key on see all of its keys
-        lo = gl.minimum(gl.cdiv(first_key + _ROWS - 1, _TILE), count)
-        dk, dv = _dkv_loop(k, v, dk, dv, buffers, bars, first, first, lo, first_key, sc, True)
-    dk, dv = _dkv_loop(k, v, dk, dv, buffers, bars, first, lo, count, first_key, sc, False)
-    store_tile(dk_, b, h, first_key, dk * scale, k)
-    store_tile(dv_, b, h, first_key, dv, v)
+    for t in range(lo, hi):
+        step = t - first
+        stage = step % STAGES
+        q, do = q_buffers.index(stage), do_buffers.index(stage)
+        wait_ready(ready, step)
+        s = _start_tile(k, q, s_starts.index(stage))
+        dp = _start_tile(v, do, dp_starts.index(stage))
+        s = warpgroup_mma_wait(1, [s])
+        p = _probabilities(s, first_key, t * 64, sc, N_k, CAUSAL, MASKED)
+        dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, [dp])
+        ds = (p * dp).to(q.dtype)
+        wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
+        ds_buffers.index((step + 1) % STAGES).slice(group * _ROWS, _ROWS).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_ready.index((step + 1) % STAGES))
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step, group)
+        dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, [dq, dv])
+        if step > 0:
+            _add_to_dq(descs[7], dq_block + (t - 1) * _GROUPS, dq, dq_buffers.index(group))
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        mbarrier.arrive(empty.index(stage))
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
+    """One warpgroup: dk and dv of its keys, and its blocks of DQ. Keys beyond N_k give rows that are not stored."""
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    LOOP: gl.constexpr = _loop_in_halves if D_PAD == 64 else _loop
+    descs, buffers, bars, scale, H, N_q, N_k, GROUP = work
+    dk_, dv_, DQ = descs[4], descs[5], descs[7]
+    all_k, all_v, ds_buffers, dq_buffers = buffers[0], buffers[1], buffers[6], buffers[7]
+    kv_ready, _, _, ds_ready = bars
+    QUERIES: gl.constexpr = buffers[2].shape[1]
+    b, h, bh, n0, first, count = _place(H, N_q, N_k, GROUP, QUERIES, CAUSAL)
+    first_key = n0 + group * _ROWS
+    dq_block = bh * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
+    # The first tile has no tile before it: the loop multiplies these zeros instead.
+    zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
+    ds_buffers.index(0).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
+    fence_async_shared()
+    mbarrier.arrive(ds_ready.index(0))
+    k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
+    mbarrier.wait(kv_ready.index(0), 0)
+    if D_PAD == 64:  # with k in registers a product reads a third less from shared memory; 128 columns do not fit
+        k = k.load(LEFT)
+    dk = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
+    dv = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
+    masked = first  # the first tile of queries that needs no mask
+    if CAUSAL:
+        masked = gl.minimum(first + BLOCK // QUERIES, count)
+    if n0 + BLOCK > N_k:
+        masked = count
+    dk, dv = LOOP(k, v, dk, dv, work, group, first, first, masked, first_key, dq_block, LEFT, CAUSAL, True)
+    dk, dv = LOOP(k, v, dk, dv, work, group, first, masked, count, first_key, dq_block, LEFT, CAUSAL, False)
+    if count > first:
+        dq = _start_dq(all_k, ds_buffers, ds_ready, count - first, group)
+        dq = warpgroup_mma_wait(0, [dq])
+        _add_to_dq(DQ, dq_block + (count - 1) * _GROUPS, dq, dq_buffers.index(group))
+    tma.store_wait(0)
+    buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
+    store_tile(dk_, b, h, first_key, dk * scale, buffer)
+    tma.store_wait(0)
+    store_tile(dv_, b, h, first_key, dv, buffer)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def dkv_kernel(q_, k_, v_, do_, dk_, dv_, VECTORS, scale, H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """One tile of keys: dk and dv, with the VECTORS that `dq_kernel` has left."""
+def gradients_kernel(
+    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, scale, H, N_q, N_k, GROUP, D_PAD: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """One tile of keys: dk and dv, and its part of DQ."""
     dtype: gl.constexpr = q_.dtype
+    QUERIES: gl.constexpr = q_.block_type.shape[2]
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     plain: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    k_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
-    v_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, _D_PAD], shared)
-    q_buffers = gl.allocate_shared_memory(dtype, [_DKV_STAGES, _TILE, _D_PAD], shared)
-    do_buffers = gl.allocate_shared_memory(dtype, [_DKV_STAGES, _TILE, _D_PAD], shared)
-    lse2_buffers = gl.allocate_shared_memory(gl.float32, [_DKV_STAGES, _TILE], plain)
-    delta_buffers = gl.allocate_shared_memory(gl.float32, [_DKV_STAGES, _TILE], plain)
-    k_ready = barriers(_GROUPS, 1)
-    q_ready, q_empty = barriers(_DKV_STAGES, 1), barriers(_DKV_STAGES, _GROUPS)
-    do_ready, do_empty = barriers(_DKV_STAGES, 1), barriers(_DKV_STAGES, _GROUPS)
+    k = gl.allocate_shared_memory(dtype, [BLOCK, D_PAD], shared)
+    v = gl.allocate_shared_memory(dtype, [BLOCK, D_PAD], shared)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D_PAD], shared)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, D_PAD], shared)
+    s_starts = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    dp_starts = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    ds_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, QUERIES], shared)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [_GROUPS, 128, 32], gl.NVMMASharedLayout(128, 32, 2))
+    kv_ready, ready, empty = barriers(1, 1), barriers(STAGES, 1), barriers(STAGES, _GROUPS)
+    ds_ready = barriers(STAGES, _GROUPS)
     fence_async_shared()
-    descs = (q_, k_, v_, do_, dk_, dv_, VECTORS)
-    buffers = (q_buffers, k_buffers, v_buffers, do_buffers, lse2_buffers, delta_buffers)
-    bars = (k_ready, q_ready, q_empty, do_ready, do_empty)
+    descs = (q_, k_, v_, do_, dk_, dv_, STARTS, DQ)
+    buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers)
+    bars = (kv_ready, ready, empty, ds_ready)
     work = (descs, buffers, bars, scale, H, N_q, N_k, GROUP)
     gl.warp_specialize(
-        [(_dkv_consumer, (work, 0, CAUSAL)), (_dkv_consumer, (work, 1, CAUSAL)), (_dkv_producer, (work, CAUSAL))],
+        [
+            (_consumer, (work, 0, D_PAD, CAUSAL)),
+            (_consumer, (work, 1, D_PAD, CAUSAL)),
+            (_producer, (work, D_PAD, CAUSAL)),
+        ],
         [4, 1],
-        [240, 24],
+        REGISTERS,
     )

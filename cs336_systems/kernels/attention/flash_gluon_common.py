@@ -17,35 +17,54 @@ Legend, in addition to the legend of `flash_triton_kernels.py`
 
 import math
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Triton 3.6 has the second name of each, 3.9 the first.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+if hasattr(tma, "async_atomic_add"):
+    add_out = tma.async_atomic_add
+else:  # Triton 3.6 can, but has no name for it
 
-D_PAD = 128
-"""The padded head size of these kernels."""
+    @builtin
+    def add_out(desc, coord, src, _semantic=None):
+        """Have TMA add a tile in shared memory to the tensor."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@builtin
+def viewed_as(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory with another dtype, shape and layout. The method is private in 3.6, public in 3.9."""
+    shape = [_unwrap_if_constexpr(size) for size in shape]
+    return _semantic.memdesc_reinterpret(buffer, _unwrap_if_constexpr(dtype), shape, _unwrap_if_constexpr(layout))
+
+
+HEAD_SIZES = (64, 128)
+"""The padded head sizes of these kernels."""
 ROWS = 64
 GROUPS = 2
 BLOCK = gl.constexpr(ROWS * GROUPS)
-"""Rows of a program. VECTORS is padded to a multiple of this."""
+"""Rows of a program."""
 LAYOUTS = {
     4: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4),
+    2: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
     1: gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1),
 }
-"""How TMA lays out a tile (4 axes) and a piece of VECTORS (1 axis) in shared memory."""
+"""How TMA lays out a tile (4 axes), a block of DQ (2 axes) and a piece of STARTS (1 axis) in shared memory."""
 NUM_WARPS = 4
 """Warps of the first warpgroup; a kernel adds a second warpgroup and the warp that loads."""
 MAX_REGISTERS = 168
 """Per thread: 65,536 over 12 warps. The kernels redistribute them."""
+REGISTERS = gl.constexpr([240, 24])
+"""Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
 LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 LOG2_E = gl.constexpr(math.log2(math.e))
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
-"""How the threads of a warpgroup divide the ROWS x D_PAD sums that it keeps in registers."""
-LEFT = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
-"""The same for the left operand of the products that are added to them."""
+STAGES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -60,29 +79,6 @@ def place(num_blocks, H, GROUP):
 
 
 @gluon.jit
-def place_of_queries(H, N_q, N_k, GROUP, TILE: gl.constexpr, CAUSAL: gl.constexpr):
-    """This program's b, h, bh and first query, and the number of tiles of TILE keys that it sees."""
-    num_blocks = gl.cdiv(N_q, BLOCK)
-    block, b, h, bh = place(num_blocks, H, GROUP)
-    m0 = (num_blocks - 1 - block) * BLOCK
-    end = N_k
-    if CAUSAL:
-        end = gl.minimum(m0 + BLOCK, N_k)
-    return b, h, bh, m0, gl.cdiv(end, TILE)
-
-
-@gluon.jit
-def visible(x, first_row, n0, N_k, CAUSAL: gl.constexpr, S: gl.constexpr):
-    """The mask of x, a tile of scores laid out as S: whether the queries from first_row see the keys from n0."""
-    rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, S))
-    columns = n0 + gl.arange(0, x.shape[1], gl.SliceLayout(0, S))
-    seen = (columns < N_k)[None, :]
-    if CAUSAL:
-        seen = seen & (rows[:, None] >= columns[None, :])
-    return seen
-
-
-@gluon.jit
 def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     """COUNT barriers. Each completes after so many arrivals, when all bytes that it expects have come."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -92,20 +88,21 @@ def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, b, h, row, buffers, stage, bar):
-    """Have TMA fill a stage with the rows from `row`, zeros beyond the tensor. The barrier expects them."""
-    copy_in(desc, [b, h, row, 0], bar, buffers.index(stage).reshape(desc.block_type.shape))
+def wait_ready(ready, step):
+    """Wait until TMA has filled the stage of a step."""
+    mbarrier.wait(ready.index(step % STAGES), step // STAGES & 1)
 
 
 @gluon.jit
-def load_next(desc, b, h, row, buffers, ready, empty, step):
-    """Have TMA fill the stage of a step, as soon as the stage has been read."""
-    STAGES: gl.constexpr = buffers.shape[0]
-    stage = step % STAGES
-    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-    bar = ready.index(stage)
-    mbarrier.expect(bar, desc.block_type.nbytes)
-    load_tile(desc, b, h, row, buffers, stage, bar)
+def wait_empty(empty, step):
+    """Wait until the stage of a step has been read, in its round before."""
+    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+
+
+@gluon.jit
+def load_tile(desc, b, h, row, buffer, bar):
+    """Have TMA fill a buffer with the rows from `row`, zeros beyond the tensor. The barrier expects them."""
+    copy_in(desc, [b, h, row, 0], bar, buffer.reshape(desc.block_type.shape))
 
 
 @gluon.jit

@@ -3,12 +3,12 @@
 `flash_triton_simple.py` is the version to read first. The forward pass loops over the keys for one tile of queries and
 keeps a running maximum and sum (online softmax). The backward pass recomputes the probabilities from the logsumexp
 twice: a loop over the keys gives dQ, a loop over the queries gives dK and dV. That costs two more matrix products than
-a single loop that adds to dQ with atomics, but gives the same bits every time.
+a single loop that adds to dQ in memory, but gives the same bits every time.
 
 The kernels and the legend of their names are in `flash_triton_kernels.py`. This module chooses the kernels, with the
-tiles of `flash_triton_tiles.py`, and launches them. On Hopper, long sequences of 16-bit numbers with head sizes from 65
-to 128 go to the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`, which compute the same but
-overlap the exponentials with the matrix products.
+tiles of `flash_triton_tiles.py`, and launches them. On Hopper, long sequences of 16-bit numbers with head sizes from 33
+to 128 go to the kernels of `flash_gluon_kernels.py` and `flash_gluon_backward_kernels.py`. These overlap the
+exponentials with the matrix products, and their backward pass is the single loop.
 
 Not supported: dropout, masks other than causal, fewer key heads than query heads. Infinite keys give NaN gradients
 where the length is not a multiple of a tile.
@@ -60,6 +60,8 @@ def flash_triton(
     k: Float[Tensor, "... N_k D"],
     v: Float[Tensor, "... N_k D"],
     is_causal: bool = False,
+    *,
+    deterministic: bool = False,
 ) -> Float[Tensor, "... N_q D"]:
     """FlashAttention-2 in Triton: softmax(q k^T / sqrt(D)) v without the N_q x N_k scores in memory.
 
@@ -68,10 +70,16 @@ def flash_triton(
     which copies where strides do not allow a view). float32 products follow `torch.get_float32_matmul_precision()`: at
     "highest" each product has 24 bits of precision, as a sum of bfloat16 products. Beyond its outputs it needs two
     float32 numbers per query and head in the backward pass. A dO that is expanded or whose columns are not adjacent is
-    copied. The same inputs give the same bits.
+    copied.
+
+    deterministic: the same inputs give the same bits of dQ every time; so does PyTorch's
+    `torch.use_deterministic_algorithms(True)`. It matters for long sequences on Hopper, where the usual backward pass
+    is faster, adds to dQ in any order, and needs a float32 copy of dQ. All else is always deterministic.
 
     Raises ValueError naming the argument that it does not accept.
     """
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        return FlashAttentionTritonDeterministic.call(q, k, v, is_causal)
     return FlashAttentionTriton.call(q, k, v, is_causal)
 
 
@@ -117,11 +125,13 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     return o, logsumexp
 
 
-def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(
+    do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool, deterministic: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; those that are not needed have no elements."""
     q, k, v, o, logsumexp, is_causal = saved
     dq, dk, dv = new_gradients(q, k, v, need_dq, need_dkv)
-    key = (need_dq, need_dkv, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
+    key = (need_dq, need_dkv, deterministic, logsumexp.data_ptr() % 16, *_key(is_causal, do, q, k, v, o))
     launches = _LAUNCHES.get(key)
     tensors = {"q_": as_4d(q), "k_": as_4d(k), "v_": as_4d(v), "o_": as_4d(o), "do_": as_4d(do)}
     tensors["dq_"] = as_4d(dq) if need_dq else tensors["q_"]  # a placeholder, which the kernel does not write to
@@ -129,10 +139,13 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
     with _device_guard(q):
         is_new = launches is None
         if launches is None:  # planned from the 4-D tensors alone
-            launches = _cache_launches(key, *_backward_launches(tensors, is_causal, need_dq, need_dkv))
+            planned = _backward_launches(tensors, is_causal, need_dq, need_dkv, deterministic)
+            launches = _cache_launches(key, *planned)
         tensors["L"] = logsumexp
         if "VECTORS" in launches[0].tensors:
             tensors["VECTORS"] = new_vectors(tensors["q_"])
+        if "STARTS" in launches[0].tensors:
+            tensors["STARTS"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
         with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
         for launch in launches[1:]:
@@ -140,9 +153,20 @@ def flash_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> t
     return dq, dk, dv
 
 
+def deterministic_backward(do: Tensor, saved: Saved, need_dq: bool, need_dkv: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward` that gives the same bits every time."""
+    return flash_backward(do, saved, need_dq, need_dkv, deterministic=True)
+
+
 def new_vectors(q: Tensor) -> Tensor:
-    """An uninitialised buffer for the VECTORS that dq's kernel leaves to the other, for q (B, H, N_q, D)."""
+    """An uninitialised buffer for VECTORS or STARTS, two numbers for each row of q (B, H, N_q, D)."""
     return torch.empty((2 * q.shape[0] * q.shape[1], _padded_length(q)), dtype=torch.float32, device=q.device)
+
+
+def new_sums(q: Tensor) -> Tensor:
+    """An uninitialised buffer for DQ, the float32 sums of `gradients_kernel`, for q (B, H, N_q, D)."""
+    numbers = q.shape[0] * q.shape[1] * _padded_length(q) * padded_head_size(q.shape[3])
+    return torch.empty((numbers // 32, 32), dtype=torch.float32, device=q.device)
 
 
 def _padded_length(q: Tensor) -> int:
@@ -186,7 +210,9 @@ def _forward_launch(tensors: Tensors, is_causal: bool) -> Launch:
     return triton_launch("forward", tensors, is_causal, choose_tile("forward", q, tma, needs_small_tiles(q, k, v)), tma)
 
 
-def _backward_launches(tensors: Tensors, is_causal: bool, need_dq: bool, need_dkv: bool) -> tuple[Launch, ...]:
+def _backward_launches(
+    tensors: Tensors, is_causal: bool, need_dq: bool, need_dkv: bool, deterministic: bool
+) -> tuple[Launch, ...]:
     q, k, v = tensors["q_"], tensors["k_"], tensors["v_"]
     tma, small = _use_tma(tensors), needs_small_tiles(q, k, v)
     if need_dq and need_dkv and not tma and _num_scores(q, k) < ONE_LAUNCH_BELOW_SCORES:
@@ -194,15 +220,15 @@ def _backward_launches(tensors: Tensors, is_causal: bool, need_dq: bool, need_dk
         if tile_key("backward", q.shape[-1], q.dtype, tma, one_launch_small) in tile_table():
             tile = choose_tile("backward", q, tma, one_launch_small)
             return (triton_launch("backward", tensors, is_causal, tile, tma),)
-    in_gluon = _use_gluon(q, tma)
-    if in_gluon and need_dq:
-        first = gluon_launch("dq", tensors, is_causal)
-    else:  # without dq the kernel only fills VECTORS, and Triton's gives the same ones as Gluon's
-        first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq)
+    if need_dq and need_dkv and not deterministic and _use_gluon(q, tma):
+        return (
+            gluon_launch("prepare", tensors, is_causal),
+            gluon_launch("gradients", tensors, is_causal),
+            gluon_launch("finish", tensors, is_causal),
+        )
+    first = triton_launch("dq", tensors, is_causal, choose_tile("dq", q, tma, small), tma, need_dq)
     if not need_dkv:
         return (first,)
-    if in_gluon:
-        return first, gluon_launch("dkv", tensors, is_causal)
     return first, triton_launch("dkv", tensors, is_causal, choose_tile("dkv", q, tma, small), tma)
 
 
@@ -217,7 +243,7 @@ def _use_tma(tensors: Tensors) -> bool:
 
 def _use_gluon(q: Tensor, tma: bool) -> bool:
     """Whether to use the Gluon kernels: they need Hopper's matrix instructions, which no later card has."""
-    if INTERPRET or not tma or padded_head_size(q.shape[-1]) != gluon.D_PAD:
+    if INTERPRET or not tma or padded_head_size(q.shape[-1]) not in gluon.HEAD_SIZES:
         return False
     return torch.cuda.get_device_capability(q.device) == (9, 0)
 
@@ -263,18 +289,34 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
 
 
 def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
-    """`triton_launch` with a Gluon kernel, for "forward", "dq" and "dkv" where `_use_gluon` says so."""
+    """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
+
+    phase is "forward" (fills o_ and L), "prepare" (fills STARTS and DQ), "gradients" (reads STARTS, fills dk_ and dv_,
+    adds to DQ) or "finish" (reads DQ, fills dq_).
+    """
     q, k = tensors["q_"], tensors["k_"]
-    rows, tile = gluon.ROWS, gluon_backward.TILE
-    kernel, tiled, looped_over, blocks = {  # each program has a tile of rows of `tiled`
-        "forward": (gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)),
-        "dq": (gluon_backward.dq_kernel, q, k, _blocks(q, rows, tile)),
-        "dkv": (gluon_backward.dkv_kernel, k, q, _blocks(q, tile, rows, [tile])),
-    }[phase]
+    d_pad = padded_head_size(q.shape[3])
+    if phase in ("prepare", "finish"):
+        constants = dict(
+            {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
+            **_scalars(q, k, k),
+            D=q.shape[3],
+            D_PAD=d_pad,
+        )
+        kernel = gluon_backward.prepare_kernel if phase == "prepare" else gluon_backward.finish_kernel
+        return Launch(kernel, _padded_length(q) // 64 * q.shape[0] * q.shape[1], constants, {}, 4, num_stages=1)
+    rows, program = gluon.ROWS, gluon.GROUPS * gluon.ROWS
+    if phase == "forward":
+        kernel, tiled, looped_over, blocks = gluon_forward.forward_kernel, q, k, _blocks(q, rows, gluon_forward.BN)
+    else:
+        kernel, tiled, looped_over = gluon_backward.gradients_kernel, k, q
+        queries = gluon_backward.queries_of_a_tile(d_pad)
+        blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
+        blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
     return Launch(
         kernel,
-        triton.cdiv(tiled.shape[2], gluon.GROUPS * rows) * q.shape[0] * q.shape[1],
-        dict(_scalars(q, k, looped_over), CAUSAL=is_causal),
+        triton.cdiv(tiled.shape[2], program) * q.shape[0] * q.shape[1],
+        dict(D_PAD=d_pad, CAUSAL=is_causal, **_scalars(q, k, looped_over)),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
@@ -324,6 +366,9 @@ def _precision(q: Tensor) -> str:
 
 
 FlashAttentionTriton = flash_function("flash_triton", flash_forward, flash_backward, _check_supported)
+FlashAttentionTritonDeterministic = flash_function(
+    "flash_triton_deterministic", flash_forward, deterministic_backward, _check_supported
+)
 FlashAttentionTritonCompiled = flash_function(
     "flash_triton_compiled", flash_forward, compiled_backward, _check_supported
 )
