@@ -236,10 +236,18 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     pointer.x.view(-1)[pointer.offset[inside]] = value[inside]
 
 
+def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor) -> Tensor:
+    before = torch.full(mask.shape, -1, dtype=pointer.x.dtype)  # where there is a mask, the number is undefined
+    for i in mask.nonzero().flatten():
+        before[i] = pointer.x[pointer.offset[i]]
+        pointer.x[pointer.offset[i]] += value[i]
+    return before
+
+
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         return _Barriers(_Barrier() for _ in range(shape[0]))
-    return _Shared(torch.full(shape, math.nan, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+    return _Shared(torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
 
 
 def _jit(function: Any = None, **_: Any) -> Any:
@@ -252,17 +260,19 @@ class _Layout:
 
 
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
-    return torch.where(condition, torch.as_tensor(a, dtype=torch.float32), torch.as_tensor(b, dtype=torch.float32))
+    dtype = a.dtype if isinstance(a, Tensor) else b.dtype
+    return torch.where(condition, torch.as_tensor(a, dtype=dtype), torch.as_tensor(b, dtype=dtype))
 
 
 def _language() -> types.ModuleType:
     gl = types.ModuleType(f"{_PACKAGE}.language")
-    layouts = ("NVMMASharedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
+    layouts = ("BlockedLayout", "NVMMASharedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout")
     scalars = torch.as_tensor
     gl.__dict__.update(
         dict.fromkeys(layouts, _Layout),
         constexpr=lambda value: value,
         float32=torch.float32,
+        int32=torch.int32,
         int64=torch.int64,
         cdiv=lambda a, b: (scalars(a) + b - 1) // b,
         minimum=lambda a, b: torch.minimum(scalars(a), scalars(b)),
@@ -274,13 +284,14 @@ def _language() -> types.ModuleType:
         max=lambda x, axis: x.amax(axis),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-        arange=lambda start, end, layout: torch.arange(start, end),
+        arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
         convert_layout=lambda x, layout: x,
         static_range=range,
         program_id=lambda axis: scalars(_program[0]),
         num_programs=lambda axis: scalars(_program[1]),
         load=_load,
         store=_store,
+        atomic_add=_atomic_add,
         allocate_shared_memory=_allocate,
         warp_specialize=_specialize,
     )

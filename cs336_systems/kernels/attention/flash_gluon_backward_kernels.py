@@ -120,7 +120,7 @@ def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl
 @gluon.jit
 def _place(H, N_q, N_k, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
     """b, h, bh, the first key, the first tile of queries that sees it, and the number of all tiles of queries."""
-    block, b, h, bh = place(gl.cdiv(N_k, BLOCK), H, GROUP)
+    block, b, h, bh = place(gl.program_id(0), gl.num_programs(0), gl.cdiv(N_k, BLOCK), H, GROUP)
     n0 = block * BLOCK
     count = gl.cdiv(N_q, QUERIES)
     first = 0

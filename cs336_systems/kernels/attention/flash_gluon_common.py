@@ -62,18 +62,17 @@ MAX_REGISTERS = 168
 """Per thread: 65,536 over 12 warps. The kernels redistribute them."""
 REGISTERS = gl.constexpr([240, 24])
 """Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
-LENGTHS = ["H", "N_q", "N_k", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
+LENGTHS = ["H", "N_q", "N_k", "TILES", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
 LOG2_E = gl.constexpr(math.log2(math.e))
 STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def place(num_blocks, H, GROUP):
-    """This program's block, b, h and bh: `_program` of the Triton kernels."""
-    program = gl.program_id(0)
-    first = program // (num_blocks * GROUP) * GROUP
-    size = gl.minimum(GROUP, gl.num_programs(0) // num_blocks - first)
-    within = program - first * num_blocks
+def place(tile, tiles, num_blocks, H, GROUP):
+    """The block, b, h and bh of a tile, as `_program` of the Triton kernels."""
+    first = tile // (num_blocks * GROUP) * GROUP
+    size = gl.minimum(GROUP, tiles // num_blocks - first)
+    within = tile - first * num_blocks
     bh = first + within % size
     return within // size, bh // H, bh % H, bh
 

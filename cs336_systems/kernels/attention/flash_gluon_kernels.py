@@ -8,7 +8,15 @@ computes the exponentials of the next scores while the second product runs.
 The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
 other computes its exponentials.
 
-The legend of the names is in `flash_gluon_common.py`.
+There are as many programs as the GPU has multiprocessors. Each one computes one tile of queries after the other. Its
+loading warp takes the next tile from a counter in memory and loads it while the warpgroups finish the one before.
+
+Legend, in addition to the legend of `flash_gluon_common.py`
+    COUNTER        how many tiles of queries programs have taken, not counting the first one of each
+    TILES          the number of all tiles of queries, long ones first
+    i              the number of this program's tiles so far
+    step           the number of tiles of keys so far, over all of this program's tiles of queries
+
 """
 
 import math
@@ -45,18 +53,42 @@ _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
 """How the threads of a warpgroup divide a tile of scores."""
 _ROW, _COLUMN = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
 _LN_2 = gl.constexpr(math.log(2))
+_ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _place(H, N_q, N_k, GROUP, CAUSAL: gl.constexpr):
-    """This program's b, h, bh and first query, and the number of tiles of keys that it sees."""
+def _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL: gl.constexpr):
+    """b, h, bh and the first query of a tile, and the number of tiles of keys that it sees."""
     num_blocks = gl.cdiv(N_q, BLOCK)
-    block, b, h, bh = place(num_blocks, H, GROUP)
+    block, b, h, bh = place(tile, TILES, num_blocks, H, GROUP)
     m0 = (num_blocks - 1 - block) * BLOCK
     end = N_k
     if CAUSAL:
         end = gl.minimum(m0 + BLOCK, N_k)
     return b, h, bh, m0, gl.cdiv(end, _BN)
+
+
+@gluon.jit
+def _take_tile(COUNTER, tiles, tile_ready, tile_empty, i):
+    """Take the i-th tile from the counter and tell the warpgroups."""
+    lanes = gl.arange(0, 32, _ONE_WARP)
+    ones = gl.full([32], 1, gl.int32, _ONE_WARP)
+    taken = gl.atomic_add(COUNTER + lanes * 0, ones, mask=lanes == 0)
+    tile = gl.num_programs(0) + gl.max(gl.where(lanes == 0, taken, 0), 0)
+    wait_empty(tile_empty, i)
+    tiles.index(i % STAGES).store(tile * ones)
+    mbarrier.arrive(tile_ready.index(i % STAGES))
+    return tile
+
+
+@gluon.jit
+def _next_tile(tiles, tile_ready, tile_empty, i):
+    """The i-th tile, which the loading warp has taken."""
+    wait_ready(tile_ready, i)
+    tile = gl.max(tiles.index(i % STAGES).load(_FOUR_WARPS), 0)
+    mbarrier.arrive(tile_empty.index(i % STAGES))
+    return tile
 
 
 @gluon.jit
@@ -71,21 +103,27 @@ def _load_next(desc, b, h, row, buffers, ready, empty, step):
 @gluon.jit
 def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
     """Load the tiles in the order in which the warpgroups read them: the last keys come first."""
-    descs, buffers, bars, _, _, H, N_q, N_k, GROUP = work
+    descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
     q_, k_, v_, _ = descs
-    q_buffers, k_buffers, v_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty, _ = bars
-    b, h, _bh, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
-    for group in gl.static_range(_GROUPS):
-        bar = q_ready.index(group)
-        mbarrier.expect(bar, q_.block_type.nbytes)
-        load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
-    _load_next(k_, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, 0)
-    for step in range(count - 1):
-        j = count - 2 - step
-        _load_next(k_, b, h, j * _BN, k_buffers, k_ready, k_empty, step + 1)
-        _load_next(v_, b, h, (j + 1) * _BN, v_buffers, v_ready, v_empty, step)
-    _load_next(v_, b, h, 0, v_buffers, v_ready, v_empty, count - 1)
+    q_buffers, k_buffers, v_buffers, _, tiles = buffers
+    tile_ready, tile_empty, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
+    tile, i, start = gl.program_id(0), 0, 0
+    while tile < TILES:
+        b, h, _bh, m0, count = _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL)
+        for group in gl.static_range(_GROUPS):
+            mbarrier.wait(q_empty.index(group), i & 1 ^ 1)
+            bar = q_ready.index(group)
+            mbarrier.expect(bar, q_.block_type.nbytes)
+            load_tile(q_, b, h, m0 + group * _ROWS, q_buffers.index(group), bar)
+        _load_next(k_, b, h, (count - 1) * _BN, k_buffers, k_ready, k_empty, start)
+        for j in range(count - 1, 0, -1):
+            step = start + count - 1 - j
+            _load_next(k_, b, h, (j - 1) * _BN, k_buffers, k_ready, k_empty, step + 1)
+            _load_next(v_, b, h, j * _BN, v_buffers, v_ready, v_empty, step)
+        start += count
+        _load_next(v_, b, h, 0, v_buffers, v_ready, v_empty, start - 1)
+        tile = _take_tile(COUNTER, tiles, tile_ready, tile_empty, i)
+        i += 1
 
 
 @gluon.jit
@@ -123,27 +161,28 @@ def _softmax(s, total, m, first_row, n0, sc, N_k, CAUSAL: gl.constexpr, MASKED: 
 
 @gluon.jit
 def _loop(
-    q, p, acc, total, m, buffers, bars, group: gl.constexpr, lo, hi, count, first_row, sc, N_k,
-    OUTPUT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    q, p, acc, total, m, buffers, bars, group: gl.constexpr, i, end, count, first_row, sc, N_k,
+    OUTPUT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys below hi, down to lo, of `count` in all.
+    """All tiles of keys but the last, which was first. Their steps end before `end`.
 
     p has the probabilities of the tile before, not yet multiplied with v.
     """
-    _, k_buffers, v_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, v_empty, turns = bars
-    for j in range(hi - 1, lo - 1, -1):
-        step = count - 2 - j
-        mbarrier.wait(turns.index(group), step & 1 ^ 1 ^ group)  # the first turn is the first group's
+    _, k_buffers, v_buffers, _, _ = buffers
+    _, _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
+    for j in range(count - 2, -1, -1):
+        step = end - 2 - j
+        # The first turn is the first group's. A tile has one turn less than steps.
+        mbarrier.wait(turns.index(group), (step - i) & 1 ^ 1 ^ group)
         scores = _start_scores(q, k_buffers, k_ready, step + 1)
         output = _start_output(p, acc, v_buffers, v_ready, step)
         mbarrier.arrive(turns.index(1 - group))
         s = warpgroup_mma_wait(1, [scores])
-        p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, sc, N_k, CAUSAL, MASKED)
+        p_next, alpha, total, m = _softmax(s, total, m, first_row, j * _BN, sc, N_k, CAUSAL, False)
         p_next = gl.convert_layout(p_next.to(p.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         # q arrived long ago, so this wait returns at once. But the assembler moves nothing across a wait for a barrier,
         # and without it would wait for the product before it computes the exponentials.
-        mbarrier.wait(q_ready.index(group), 0)
+        mbarrier.wait(q_ready.index(group), i & 1)
         acc, p = warpgroup_mma_wait(0, [output, p_next])
         mbarrier.arrive(k_empty.index((step + 1) % STAGES))
         mbarrier.arrive(v_empty.index(step % STAGES))
@@ -153,60 +192,67 @@ def _loop(
 
 @gluon.jit
 def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
-    """One warpgroup: o and L of its queries."""
+    """One warpgroup: o and L of its queries. A tile has as many keys as queries: only the last one needs a mask."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
-    descs, buffers, bars, L, scale, H, N_q, N_k, GROUP = work
+    descs, buffers, bars, L, _, scale, H, N_q, N_k, TILES, GROUP = work
     o_ = descs[3]
-    q_buffers, k_buffers, v_buffers = buffers
-    q_ready, k_ready, k_empty, v_ready, _, _ = bars
+    q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
+    tile_ready, tile_empty, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     sc = scale * LOG2_E
-    b, h, bh, m0, count = _place(H, N_q, N_k, GROUP, CAUSAL)
-    first_row = m0 + group * _ROWS
-    full = count - 1  # tiles of keys that need no mask; the last one is always masked
-    if CAUSAL:
-        full = gl.minimum(first_row // _BN, full)
-    q = q_buffers.index(group)
-    mbarrier.wait(q_ready.index(group), 0)
-    scores = _start_scores(q, k_buffers, k_ready, 0)
-    s = warpgroup_mma_wait(0, [scores])
-    mbarrier.arrive(k_empty.index(0))
-    acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
-    total = gl.zeros([_ROWS], gl.float32, _ROW)
-    m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
-    p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, sc, N_k, CAUSAL, True)
-    p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-    p, acc, total, m = _loop(
-        q, p, acc, total, m, buffers, bars, group, full, count - 1, count, first_row, sc, N_k, OUTPUT, CAUSAL, True
-    )
-    p, acc, total, m = _loop(
-        q, p, acc, total, m, buffers, bars, group, 0, full, count, first_row, sc, N_k, OUTPUT, CAUSAL, False
-    )
-    output = _start_output(p, acc, v_buffers, v_ready, count - 1)
-    acc = warpgroup_mma_wait(0, [output])
-    rows = first_row + gl.arange(0, _ROWS, _ROW)
-    gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
-    o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
-    store_tile(o_, b, h, first_row, o, q)  # nothing reads q's buffer any more
+    q, o_buffer = q_buffers.index(group), o_buffers.index(group)
+    tile, i, start = gl.program_id(0), 0, 0
+    while tile < TILES:
+        b, h, bh, m0, count = _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL)
+        first_row = m0 + group * _ROWS
+        mbarrier.wait(q_ready.index(group), i & 1)
+        scores = _start_scores(q, k_buffers, k_ready, start)
+        s = warpgroup_mma_wait(0, [scores])
+        mbarrier.arrive(k_empty.index(start % STAGES))
+        acc = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
+        total = gl.zeros([_ROWS], gl.float32, _ROW)
+        m = gl.full([_ROWS], float("-inf"), gl.float32, _ROW)
+        p, _alpha, total, m = _softmax(s, total, m, first_row, (count - 1) * _BN, sc, N_k, CAUSAL, True)
+        p = gl.convert_layout(p.to(o_.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        start += count
+        p, acc, total, m = _loop(
+            q, p, acc, total, m, buffers, bars, group, i, start, count, first_row, sc, N_k, OUTPUT, CAUSAL
+        )
+        mbarrier.arrive(q_empty.index(group))
+        output = _start_output(p, acc, v_buffers, v_ready, start - 1)
+        acc = warpgroup_mma_wait(0, [output])
+        mbarrier.arrive(v_empty.index((start - 1) % STAGES))
+        rows = first_row + gl.arange(0, _ROWS, _ROW)
+        gl.store(L + bh.to(gl.int64) * N_q + rows, (m + gl.log2(total)) * _LN_2, mask=rows < N_q)
+        o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
+        tma.store_wait(0)  # the tile before has left the buffer
+        store_tile(o_, b, h, first_row, o, o_buffer)
+        tile = _next_tile(tiles, tile_ready, tile_empty, i)
+        i += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
-def forward_kernel(q_, k_, v_, o_, L, scale, H, N_q, N_k, GROUP, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
-    """One tile of queries: o and L."""
+def forward_kernel(
+    q_, k_, v_, o_, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP, D_PAD: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """o and L of this program's tiles of queries."""
     dtype: gl.constexpr = q_.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, D_PAD], shared)
     k_buffers = gl.allocate_shared_memory(dtype, [STAGES, _BN, D_PAD], shared)
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, _BN, D_PAD], shared)
-    q_ready = barriers(_GROUPS, 1)
+    o_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, D_PAD], shared)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.NVMMASharedLayout(0, 32, 1))
+    tile_ready, tile_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
+    q_ready, q_empty = barriers(_GROUPS, 1), barriers(_GROUPS, 1)
     k_ready, k_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
     v_ready, v_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
     turns = barriers(_GROUPS, 1)
     fence_async_shared()
     descs = (q_, k_, v_, o_)
-    buffers = (q_buffers, k_buffers, v_buffers)
-    bars = (q_ready, k_ready, k_empty, v_ready, v_empty, turns)
-    work = (descs, buffers, bars, L, scale, H, N_q, N_k, GROUP)
+    buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
+    bars = (tile_ready, tile_empty, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
+    work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP)
     gl.warp_specialize(
         [
             (_consumer, (work, 0, D_PAD, CAUSAL)),

@@ -121,6 +121,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         if launches is None:  # planned from the 4-D tensors alone
             launches = _cache_launches(key, _forward_launch(tensors, is_causal))
         tensors["L"] = logsumexp
+        if "COUNTER" in launches[0].tensors:
+            tensors["COUNTER"] = torch.zeros(1, dtype=torch.int32, device=q.device)
         launches[0](tensors)
     return o, logsumexp
 
@@ -313,10 +315,14 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
+    programs = tiles = triton.cdiv(tiled.shape[2], program) * q.shape[0] * q.shape[1]
+    constants = dict(D_PAD=d_pad, CAUSAL=is_causal, **_scalars(q, k, looped_over))
+    if phase == "forward":  # each of its programs takes many tiles
+        programs, constants["TILES"] = min(tiles, _num_multiprocessors(q)), tiles
     return Launch(
         kernel,
-        triton.cdiv(tiled.shape[2], program) * q.shape[0] * q.shape[1],
-        dict(D_PAD=d_pad, CAUSAL=is_causal, **_scalars(q, k, looped_over)),
+        programs,
+        constants,
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
@@ -340,11 +346,18 @@ def _scalars(q: Tensor, k: Tensor, looped_over: Tensor) -> dict[str, float]:
 
 
 def _heads_together(looped_over: Tensor) -> int:
-    """The number of heads whose two tensors of the inner loop fit in half of the L2 cache; at least one."""
+    """The number of heads whose two tensors of the inner loop fit in an eighth of the L2 cache; at least four.
+
+    Programs of one head run at about the same time, and read the same tiles. More heads than that were slower.
+    """
     if INTERPRET:
         return 2
     head_bytes = 2 * looped_over.shape[2] * looped_over.shape[3] * looped_over.element_size()
-    return max(1, torch.cuda.get_device_properties(looped_over.device).L2_cache_size // 2 // head_bytes)
+    return max(4, torch.cuda.get_device_properties(looped_over.device).L2_cache_size // 8 // head_bytes)
+
+
+def _num_multiprocessors(x: Tensor) -> int:
+    return 2 if INTERPRET else torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def _move(tensors: Tensors, tile: Tile, tma: bool) -> str:
