@@ -105,7 +105,8 @@ def compile_gluon() -> None:
     for d, dtype, is_causal in ((64, torch.bfloat16, True), (128, torch.bfloat16, True), (80, torch.float16, False)):
         q, k = torch.zeros(2, 3, 100, d, dtype=dtype), torch.zeros(2, 3, 333, d, dtype=dtype)
         x = dict(q_=q, k_=k, v_=k, o_=q, do_=q, dq_=q, dk_=k, dv_=k)
-        more = dict(L=torch.zeros(2, 3, 100), COUNTER=torch.zeros(1, dtype=torch.int32), STARTS=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
+        more = dict(L=torch.zeros(2, 3, 100), COUNTER=torch.zeros(1, dtype=torch.int32))
+        more |= dict(STARTS=flash_triton.new_vectors(q), DQ=flash_triton.new_sums(q))
         for phase in ("forward", "prepare", "gradients", "finish"):
             launch = flash_triton.gluon_launch(phase, x, is_causal)
             compiled = launch._kernel.warmup(*launch.arguments(x | more), grid=(6,), **launch.options)

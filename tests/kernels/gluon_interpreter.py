@@ -247,7 +247,10 @@ def _atomic_add(pointer: Pointer, value: Tensor, mask: Tensor) -> Tensor:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         return _Barriers(_Barrier() for _ in range(shape[0]))
-    return _Shared(torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype), torch.zeros(shape, dtype=torch.bool))
+    return _Shared(
+        torch.full(shape, math.nan if dtype.is_floating_point else -1, dtype=dtype),
+        torch.zeros(shape, dtype=torch.bool),
+    )
 
 
 def _jit(function: Any = None, **_: Any) -> Any:
@@ -285,6 +288,7 @@ def _language() -> types.ModuleType:
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+        broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         convert_layout=lambda x, layout: x,
         static_range=range,
         program_id=lambda axis: scalars(_program[0]),
@@ -343,6 +347,7 @@ def interpreted(*kernels: types.ModuleType, fault: tuple[str, str] = ("", "")) -
     gluon.__dict__.update(jit=_jit, language=gl)
     experimental = types.ModuleType("triton.experimental")
     experimental.__dict__.update(gluon=gluon)
+    assert any(fault[0] in inspect.getsource(module) for module in kernels), fault
     again = []
     with pytest.MonkeyPatch.context() as patch:
         for module in (experimental, gluon, gl, _core(), types.ModuleType(f"{_PACKAGE}.language.nvidia"), _hopper()):

@@ -107,13 +107,14 @@ def test_a_deterministic_backward_pass_has_two_loops(launched: list[str]) -> Non
 
 
 FAULTS = {
-    "no fence before the dS is read": (".store(ds)\n        fence_async_shared()\n", ".store(ds)\n"),
-    "no fence before TMA reads dQ": ("(_fragments(dq))\n    fence_async_shared()\n", "(_fragments(dq))\n"),
-    "dQ overwritten before TMA has read it": ("    tma.store_wait(0)  # the buffer has been read\n", ""),
+    "no fence before the dS is read": (" fence_async_shared()\n        mbarrier.arrive(ds", " mbarrier.arrive(ds"),
+    "no fence before TMA reads dQ": ("    fence_async_shared()\n    add_out", "    add_out"),
+    "dQ overwritten before TMA has read it": ("    tma.store_wait(0)\n    buffer.store(_", "    buffer.store(_"),
     "dS of the other group not waited for": ("    wait_ready(ds_ready, step)\n", ""),
     "dS overwritten before both groups have read it": ("        wait_empty(empty, step + 1)  #", "        #"),
+    "keys overwritten by the next tile's": ("        mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)\n", ""),
     "queries not waited for": ("        wait_ready(ready, step)\n", ""),
-    "queries overwritten too early": ("        wait_empty(empty, step)\n        bar", "        bar"),
+    "queries overwritten too early": ("            wait_empty(empty, step)\n            bar", "            bar"),
     "a stage never released": ("        mbarrier.arrive(empty.index(stage))\n", ""),
     "scores used before they are there": ("s = warpgroup_mma_wait(1, [s])", "s = warpgroup_mma_wait(2, [s])"),
 }

@@ -1,6 +1,6 @@
 """The backward pass of `flash_triton` for Hopper in Gluon: one loop over the queries gives all three gradients.
 
-A program has 128 keys, and each of its two warpgroups 64 of them: it computes their part of the scores and of dP,
+A tile has 128 keys, and each of the two warpgroups 64 of them: it computes their part of the scores and of dP,
 transposed, and adds to their dK and dV in registers. dQ needs the dS of all keys. The warpgroups exchange their dS in
 shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32. The
 order of these additions differs from run to run, and so do the last bits of dQ.
@@ -45,8 +45,10 @@ from .flash_gluon_common import (
     barriers,
     copy_in,
     load_tile,
+    next_tile,
     place,
     store_tile,
+    take_tile,
     viewed_as,
     wait_empty,
     wait_ready,
@@ -78,9 +80,9 @@ def _offsets(strides, b, h, rows, columns):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def prepare_kernel(
-    o_, do_, L, STARTS, DQ, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
+    o_, do_, L, STARTS, DQ, COUNTER, o_strides, do_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl.constexpr
 ):  # fmt: skip
-    """STARTS and zeros in DQ, for 64 queries."""
+    """STARTS and zeros in DQ, for 64 queries; zero in COUNTER."""
     tiles = tl.cdiv(N_q, 128) * 2
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     rows, columns = tile * 64 + tl.arange(0, 64), tl.arange(0, D_PAD)
@@ -91,6 +93,7 @@ def prepare_kernel(
     starts = STARTS + bh.to(tl.int64) * tiles * 64 + rows
     tl.store(starts, -logsumexp / scale)
     tl.store(starts + (tl.num_programs(0) // tiles).to(tl.int64) * tiles * 64, -tl.sum(o * do, 1))
+    tl.store(COUNTER, 0, mask=tl.program_id(0) == 0)
     zeros = tl.zeros([64 * D_PAD], tl.float32)
     tl.store(DQ + tl.program_id(0).to(tl.int64) * 64 * D_PAD + tl.arange(0, 64 * D_PAD), zeros)
 
@@ -118,9 +121,9 @@ def finish_kernel(dq_, DQ, dq_strides, scale, H, N_q, D: tl.constexpr, D_PAD: tl
 
 
 @gluon.jit
-def _place(H, N_q, N_k, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """b, h, bh, the first key, the first tile of queries that sees it, and the number of all tiles of queries."""
-    block, b, h, bh = place(gl.program_id(0), gl.num_programs(0), gl.cdiv(N_k, BLOCK), H, GROUP)
+def _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """b, h, bh and the first key of a tile, the first tile of queries that sees it, and the number of all of these."""
+    block, b, h, bh = place(tile, TILES, gl.cdiv(N_k, BLOCK), H, GROUP)
     n0 = block * BLOCK
     count = gl.cdiv(N_q, QUERIES)
     first = 0
@@ -132,33 +135,39 @@ def _place(H, N_q, N_k, GROUP, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
 @gluon.jit
 def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
     """Load the keys and values, then the tiles of queries in the order in which the warpgroups read them."""
-    descs, buffers, bars, _, H, N_q, N_k, GROUP = work
+    descs, buffers, bars, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
     q_, k_, v_, do_, _, _, STARTS, _ = descs
-    k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _ = buffers
-    kv_ready, ready, empty, _ = bars
+    k, v, q_buffers, do_buffers, s_starts, dp_starts, _, _, tiles = buffers
+    tile_ready, kv_ready, kv_empty, ready, empty, _ = bars
     QUERIES: gl.constexpr = q_buffers.shape[1]
-    b, h, bh, n0, first, count = _place(H, N_q, N_k, GROUP, QUERIES, CAUSAL)
-    mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
-    load_tile(k_, b, h, n0, k, kv_ready.index(0))
-    load_tile(v_, b, h, n0, v, kv_ready.index(0))
     N_PAD = gl.cdiv(N_q, BLOCK) * BLOCK
-    num_heads = gl.num_programs(0) // gl.cdiv(N_k, BLOCK)
-    for t in range(first, count):
-        step = t - first
-        stage, row = step % STAGES, t * QUERIES
-        wait_empty(empty, step)
-        bar = ready.index(stage)
-        mbarrier.expect(bar, 2 * (q_.block_type.nbytes + STARTS.block_type.nbytes))
-        load_tile(q_, b, h, row, q_buffers.index(stage), bar)
-        copy_in(STARTS, [bh * N_PAD + row], bar, s_starts.index(stage))
-        load_tile(do_, b, h, row, do_buffers.index(stage), bar)
-        copy_in(STARTS, [(num_heads + bh) * N_PAD + row], bar, dp_starts.index(stage))
+    num_heads = TILES // gl.cdiv(N_k, BLOCK)
+    tile, i, start = gl.program_id(0), 0, 0
+    while tile < TILES:
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, CAUSAL)
+        mbarrier.wait(kv_empty.index(0), i & 1 ^ 1)
+        mbarrier.expect(kv_ready.index(0), 2 * k_.block_type.nbytes)
+        load_tile(k_, b, h, n0, k, kv_ready.index(0))
+        load_tile(v_, b, h, n0, v, kv_ready.index(0))
+        for t in range(first, count):
+            step = start + t - first
+            stage, row = step % STAGES, t * QUERIES
+            wait_empty(empty, step)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, 2 * (q_.block_type.nbytes + STARTS.block_type.nbytes))
+            load_tile(q_, b, h, row, q_buffers.index(stage), bar)
+            copy_in(STARTS, [bh * N_PAD + row], bar, s_starts.index(stage))
+            load_tile(do_, b, h, row, do_buffers.index(stage), bar)
+            copy_in(STARTS, [(num_heads + bh) * N_PAD + row], bar, dp_starts.index(stage))
+        start += count - first
+        tile = take_tile(COUNTER, tiles, tile_ready, i)
+        i += 1
 
 
 @gluon.jit
 def _start_tile(a, b, starts):
     """Start a b^T, for the keys of a warpgroup and 64 queries, added to the queries' STARTS."""
-    sums = gl.zeros([_ROWS, 64], gl.float32, _TILE) + starts.load(_QUERY)[None, :]
+    sums, _ = gl.broadcast(starts.load(_QUERY)[None, :], gl.zeros([_ROWS, 64], gl.float32, _TILE))
     return warpgroup_mma(a, b.permute([1, 0]), sums, is_async=True)
 
 
@@ -195,30 +204,36 @@ def _fragments(x):
 
 
 @gluon.jit
-def _add_to_dq(DQ, block, dq, buffer):
-    """Have TMA add a warpgroup's dq to a block of DQ."""
-    tma.store_wait(0)  # the buffer has been read
+def _store_dq(dq, buffer):
+    """Store a warpgroup's dq in its buffer, once TMA has read the buffer."""
+    tma.store_wait(0)
     buffer.store(_fragments(dq))
+
+
+@gluon.jit
+def _add_to_dq(DQ, block, buffer):
+    """Have TMA add a buffer to a block of DQ."""
     fence_async_shared()
     add_out(DQ, [block * 128, 0], buffer)
 
 
 @gluon.jit
 def _loop_in_halves(
-    k, v, dk, dv, work, group: gl.constexpr, first, lo, hi, first_key, dq_block,
+    k, v, dk, dv, work, group: gl.constexpr, i, start, first, lo, hi, first_key, dq_block,
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 128 queries from lo to hi, where D_PAD is 64: the first 64 queries, then the others.
 
     Halves need half of the registers for scores and dP. The products of one half run beside the exponentials of the
-    other.
+    other. A fence waits until stores to shared memory are done, so each stands behind the start of more products: TMA
+    adds the dQ of a tile while the next tile but one runs.
     """
-    descs, buffers, bars, scale, _, _, N_k, _ = work
-    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers = buffers
-    _, ready, empty, ds_ready = bars
+    descs, buffers, bars, _, scale, _, _, N_k, _, _ = work
+    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
+    _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
     for t in range(lo, hi):
-        step = t - first
+        step = start + t - first
         stage = step % STAGES
         q, do = q_buffers.index(stage), do_buffers.index(stage)
         s_start, dp_start = s_starts.index(stage), dp_starts.index(stage)
@@ -226,30 +241,31 @@ def _loop_in_halves(
         wait_ready(ready, step)
         s = _start_tile(k, q1, s_start.slice(0, 64))
         dp = _start_tile(v, do1, dp_start.slice(0, 64))
+        if t > first + 1:
+            _add_to_dq(descs[7], dq_block + (t - 2) * _GROUPS, dq_buffers.index(group))
         s = warpgroup_mma_wait(1, [s])
         p = _probabilities(s, first_key, t * 128, sc, N_k, CAUSAL, MASKED)
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffer = ds_buffers.index((step + 1) % STAGES).slice(group * _ROWS, _ROWS)
+        ds_buffer = ds_buffers.index((step + i + 1) % STAGES).slice(group * _ROWS, _ROWS)
         ds_buffer.slice(0, 64, 1).store(ds)
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do1, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q1, dk, is_async=True)
         s = _start_tile(k, q2, s_start.slice(64, 64))
         dp = _start_tile(v, do2, dp_start.slice(64, 64))
-        dq = _start_dq(all_k, ds_buffers, ds_ready, step, group)
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step + i, group)
         s, dv, dk = warpgroup_mma_wait(2, [s, dv, dk])
         p = _probabilities(s, first_key, t * 128 + 64, sc, N_k, CAUSAL, MASKED)
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
         ds_buffer.slice(64, 64, 1).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_ready.index((step + 1) % STAGES))
         dv = warpgroup_mma(gl.convert_layout(p.to(q.dtype), LEFT), do2, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q2, dk, is_async=True)
+        fence_async_shared()
+        mbarrier.arrive(ds_ready.index((step + i + 1) % STAGES))
         dq = warpgroup_mma_wait(2, [dq])
-        if step > 0:
-            _add_to_dq(descs[7], dq_block + (t - 1) * _GROUPS, dq, dq_buffers.index(group))
+        _store_dq(dq, dq_buffers.index(group))
         dv, dk = warpgroup_mma_wait(0, [dv, dk])
         mbarrier.arrive(empty.index(stage))
     return dk, dv
@@ -257,16 +273,16 @@ def _loop_in_halves(
 
 @gluon.jit
 def _loop(
-    k, v, dk, dv, work, group: gl.constexpr, first, lo, hi, first_key, dq_block,
+    k, v, dk, dv, work, group: gl.constexpr, i, start, first, lo, hi, first_key, dq_block,
     LEFT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """The tiles of 64 queries from lo to hi, where D_PAD is 128."""
-    descs, buffers, bars, scale, _, _, N_k, _ = work
-    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers = buffers
-    _, ready, empty, ds_ready = bars
+    descs, buffers, bars, _, scale, _, _, N_k, _, _ = work
+    all_k, _, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, _ = buffers
+    _, _, _, ready, empty, ds_ready = bars
     sc = scale * LOG2_E
     for t in range(lo, hi):
-        step = t - first
+        step = start + t - first
         stage = step % STAGES
         q, do = q_buffers.index(stage), do_buffers.index(stage)
         wait_ready(ready, step)
@@ -278,14 +294,15 @@ def _loop(
         dp = warpgroup_mma_wait(1, [dp])
         ds = (p * dp).to(q.dtype)
         wait_empty(empty, step + 1)  # both groups have read the dS of two tiles ago, in the tile before
-        ds_buffers.index((step + 1) % STAGES).slice(group * _ROWS, _ROWS).store(ds)
+        ds_buffers.index((step + i + 1) % STAGES).slice(group * _ROWS, _ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_ready.index((step + 1) % STAGES))
-        dq = _start_dq(all_k, ds_buffers, ds_ready, step, group)
+        mbarrier.arrive(ds_ready.index((step + i + 1) % STAGES))
+        dq = _start_dq(all_k, ds_buffers, ds_ready, step + i, group)
         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, [dq, dv])
-        if step > 0:
-            _add_to_dq(descs[7], dq_block + (t - 1) * _GROUPS, dq, dq_buffers.index(group))
+        if t > first:
+            _store_dq(dq, dq_buffers.index(group))
+            _add_to_dq(descs[7], dq_block + (t - 1) * _GROUPS, dq_buffers.index(group))
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
         mbarrier.arrive(empty.index(stage))
     return dk, dv
@@ -297,49 +314,63 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     LOOP: gl.constexpr = _loop_in_halves if D_PAD == 64 else _loop
-    descs, buffers, bars, scale, H, N_q, N_k, GROUP = work
+    descs, buffers, bars, _, scale, H, N_q, N_k, TILES, GROUP = work
     dk_, dv_, DQ = descs[4], descs[5], descs[7]
-    all_k, all_v, ds_buffers, dq_buffers = buffers[0], buffers[1], buffers[6], buffers[7]
-    kv_ready, _, _, ds_ready = bars
-    QUERIES: gl.constexpr = buffers[2].shape[1]
-    b, h, bh, n0, first, count = _place(H, N_q, N_k, GROUP, QUERIES, CAUSAL)
-    first_key = n0 + group * _ROWS
-    dq_block = bh * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
-    # The first tile has no tile before it: the loop multiplies these zeros instead.
-    zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
-    ds_buffers.index(0).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(0))
-    k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
-    mbarrier.wait(kv_ready.index(0), 0)
-    if D_PAD == 64:  # with k in registers a product reads a third less from shared memory; 128 columns do not fit
-        k = k.load(LEFT)
-    dk = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
-    dv = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
-    masked = first  # the first tile of queries that needs no mask
-    if CAUSAL:
-        masked = gl.minimum(first + BLOCK // QUERIES, count)
-    if n0 + BLOCK > N_k:
-        masked = count
-    dk, dv = LOOP(k, v, dk, dv, work, group, first, first, masked, first_key, dq_block, LEFT, CAUSAL, True)
-    dk, dv = LOOP(k, v, dk, dv, work, group, first, masked, count, first_key, dq_block, LEFT, CAUSAL, False)
-    if count > first:
-        dq = _start_dq(all_k, ds_buffers, ds_ready, count - first, group)
-        dq = warpgroup_mma_wait(0, [dq])
-        _add_to_dq(DQ, dq_block + (count - 1) * _GROUPS, dq, dq_buffers.index(group))
-    tma.store_wait(0)
+    all_k, all_v, q_buffers, _, _, _, ds_buffers, dq_buffers, tiles = buffers
+    tile_ready, kv_ready, kv_empty, _, _, ds_ready = bars
+    QUERIES: gl.constexpr = q_buffers.shape[1]
     buffer = viewed_as(dq_buffers.index(group), dk_.dtype, [_ROWS, D_PAD], gl.NVMMASharedLayout(128, 16, 2))
-    store_tile(dk_, b, h, first_key, dk * scale, buffer)
-    tma.store_wait(0)
-    store_tile(dv_, b, h, first_key, dv, buffer)
-    tma.store_wait(0)
+    tile, i, start = gl.program_id(0), 0, 0
+    while tile < TILES:
+        b, h, bh, n0, first, count = _place(tile, H, N_q, N_k, TILES, GROUP, QUERIES, CAUSAL)
+        first_key = n0 + group * _ROWS
+        dq_block = bh * gl.cdiv(N_q, BLOCK) * (D_PAD // 32) + group
+        mbarrier.wait(kv_ready.index(0), i & 1)
+        # The first tile of queries has no tile before it: the loop multiplies these zeros instead.
+        zeros = gl.zeros([_ROWS, QUERIES], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16]))
+        ds_buffers.index((start + i) % STAGES).slice(group * _ROWS, _ROWS).store(zeros.to(dk_.dtype))
+        fence_async_shared()
+        mbarrier.arrive(ds_ready.index((start + i) % STAGES))
+        k, v = all_k.slice(group * _ROWS, _ROWS), all_v.slice(group * _ROWS, _ROWS)
+        if D_PAD == 64:  # with k in registers a product reads a third less from shared memory; 128 columns do not fit
+            k = k.load(LEFT)
+        dk = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
+        dv = gl.zeros([_ROWS, D_PAD], gl.float32, OUTPUT)
+        masked = first  # the first tile of queries that needs no mask
+        if CAUSAL:
+            masked = gl.minimum(first + BLOCK // QUERIES, count)
+        if n0 + BLOCK > N_k:
+            masked = count
+        dk, dv = LOOP(
+            k, v, dk, dv, work, group, i, start, first, first, masked, first_key, dq_block, LEFT, CAUSAL, True
+        )
+        dk, dv = LOOP(
+            k, v, dk, dv, work, group, i, start, first, masked, count, first_key, dq_block, LEFT, CAUSAL, False
+        )
+        start += count - first
+        if count > first:
+            if D_PAD == 64 and count > first + 1:
+                _add_to_dq(DQ, dq_block + (count - 2) * _GROUPS, dq_buffers.index(group))
+            dq = _start_dq(all_k, ds_buffers, ds_ready, start + i, group)
+            dq = warpgroup_mma_wait(0, [dq])
+            _store_dq(dq, dq_buffers.index(group))
+            _add_to_dq(DQ, dq_block + (count - 1) * _GROUPS, dq_buffers.index(group))
+        mbarrier.arrive(kv_empty.index(0))
+        tma.store_wait(0)
+        store_tile(dk_, b, h, first_key, dk * scale, buffer)
+        tma.store_wait(0)
+        store_tile(dv_, b, h, first_key, dv, buffer)
+        tma.store_wait(0)
+        tile = next_tile(tiles, tile_ready, i)
+        i += 1
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, scale, H, N_q, N_k, GROUP, D_PAD: gl.constexpr, CAUSAL: gl.constexpr
+    q_, k_, v_, do_, dk_, dv_, STARTS, DQ, COUNTER, scale, H, N_q, N_k, TILES, GROUP,
+    D_PAD: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: dk and dv, and its part of DQ."""
+    """dk and dv of this program's tiles of keys, and their part of DQ."""
     dtype: gl.constexpr = q_.dtype
     QUERIES: gl.constexpr = q_.block_type.shape[2]
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -352,13 +383,16 @@ def gradients_kernel(
     dp_starts = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     ds_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, QUERIES], shared)
     dq_buffers = gl.allocate_shared_memory(gl.float32, [_GROUPS, 128, 32], gl.NVMMASharedLayout(128, 32, 2))
-    kv_ready, ready, empty = barriers(1, 1), barriers(STAGES, 1), barriers(STAGES, _GROUPS)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], plain)
+    tile_ready = barriers(STAGES, 1)
+    kv_ready, kv_empty = barriers(1, 1), barriers(1, _GROUPS)
+    ready, empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
     ds_ready = barriers(STAGES, _GROUPS)
     fence_async_shared()
     descs = (q_, k_, v_, do_, dk_, dv_, STARTS, DQ)
-    buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers)
-    bars = (kv_ready, ready, empty, ds_ready)
-    work = (descs, buffers, bars, scale, H, N_q, N_k, GROUP)
+    buffers = (k, v, q_buffers, do_buffers, s_starts, dp_starts, ds_buffers, dq_buffers, tiles)
+    bars = (tile_ready, kv_ready, kv_empty, ready, empty, ds_ready)
+    work = (descs, buffers, bars, COUNTER, scale, H, N_q, N_k, TILES, GROUP)
     gl.warp_specialize(
         [
             (_consumer, (work, 0, D_PAD, CAUSAL)),

@@ -3,11 +3,17 @@
 In each kernel a group of four warps (a warpgroup) owns ROWS rows and loops over tiles of other tensors. One more warp
 makes TMA bring these tiles into shared memory. The loading warp and the warpgroups synchronise only by barriers.
 
+There are as many programs as the GPU has multiprocessors. Each one computes tile after tile of GROUPS * ROWS rows. Its
+loading warp takes the next tile from a counter in memory, and loads for it while the warpgroups finish the tile before.
+
 Legend, in addition to the legend of `flash_triton_kernels.py`
     q_, k_, ...    descriptors of the tensors: TMA loads and stores their tiles
-    ROWS           rows of a warpgroup; a program has GROUPS * ROWS
+    ROWS           rows of a warpgroup; a program's tile has GROUPS * ROWS
+    TILES          the number of all programs' tiles, the ones with most work first
+    COUNTER        how many of them were taken, not counting each program's first
+    i              the number of this program's tiles so far
     STAGES         how many tiles of each tensor of the inner loop are in shared memory at a time
-    step           the number of tiles so far; tile `step` is in stage step % STAGES
+    step           the number of such tiles so far, over all tiles of the program. It is in stage step % STAGES
     round          step // STAGES: how often the stage was used before. A barrier alternates between two phases: a wait
                    with phase n & 1 waits for its n-th completion, counted from 0. A wait with the other phase returns
                    at once the first time
@@ -63,6 +69,8 @@ MAX_REGISTERS = 168
 REGISTERS = gl.constexpr([240, 24])
 """Per thread of the second warpgroup and of the warp that loads; the first warpgroup gets the rest, 240 too."""
 LENGTHS = ["H", "N_q", "N_k", "TILES", "GROUP"]  # no kernel is recompiled for a length of 1 or a multiple of 16
+_ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LOG2_E = gl.constexpr(math.log2(math.e))
 STAGES = gl.constexpr(2)
 
@@ -96,6 +104,28 @@ def wait_ready(ready, step):
 def wait_empty(empty, step):
     """Wait until the stage of a step has been read, in its round before."""
     mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+
+
+@gluon.jit
+def take_tile(COUNTER, tiles, tile_ready, i):
+    """Take the tile after the i-th from the counter, and tell the warpgroups.
+
+    They have begun the tile before the i-th, so they have read the number in this place.
+    """
+    lanes = gl.arange(0, 32, _ONE_WARP)
+    ones = gl.full([32], 1, gl.int32, _ONE_WARP)
+    taken = gl.atomic_add(COUNTER + lanes * 0, ones, mask=lanes == 0)
+    tile = gl.num_programs(0) + gl.max(gl.where(lanes == 0, taken, 0), 0)
+    tiles.index(i % STAGES).store(tile * ones)
+    mbarrier.arrive(tile_ready.index(i % STAGES))
+    return tile
+
+
+@gluon.jit
+def next_tile(tiles, tile_ready, i):
+    """The tile after the i-th, which the loading warp has taken."""
+    wait_ready(tile_ready, i)
+    return gl.max(tiles.index(i % STAGES).load(_FOUR_WARPS), 0)
 
 
 @gluon.jit

@@ -8,14 +8,7 @@ computes the exponentials of the next scores while the second product runs.
 The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
 other computes its exponentials.
 
-There are as many programs as the GPU has multiprocessors. Each one computes one tile of queries after the other. Its
-loading warp takes the next tile from a counter in memory and loads it while the warpgroups finish the one before.
-
-Legend, in addition to the legend of `flash_gluon_common.py`
-    COUNTER        how many tiles of queries programs have taken, not counting the first one of each
-    TILES          the number of all tiles of queries, long ones first
-    i              the number of this program's tiles so far
-    step           the number of tiles of keys so far, over all of this program's tiles of queries
+The legend of the names is in `flash_gluon_common.py`. A program's tiles have queries, those of its inner loop keys.
 
 """
 
@@ -41,8 +34,10 @@ from .flash_gluon_common import (
     STAGES,
     barriers,
     load_tile,
+    next_tile,
     place,
     store_tile,
+    take_tile,
     wait_empty,
     wait_ready,
 )
@@ -53,8 +48,6 @@ _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
 """How the threads of a warpgroup divide a tile of scores."""
 _ROW, _COLUMN = gl.constexpr(gl.SliceLayout(1, _SCORES.value)), gl.constexpr(gl.SliceLayout(0, _SCORES.value))
 _LN_2 = gl.constexpr(math.log(2))
-_ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-_FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -67,28 +60,6 @@ def _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL: gl.constexpr):
     if CAUSAL:
         end = gl.minimum(m0 + BLOCK, N_k)
     return b, h, bh, m0, gl.cdiv(end, _BN)
-
-
-@gluon.jit
-def _take_tile(COUNTER, tiles, tile_ready, tile_empty, i):
-    """Take the i-th tile from the counter and tell the warpgroups."""
-    lanes = gl.arange(0, 32, _ONE_WARP)
-    ones = gl.full([32], 1, gl.int32, _ONE_WARP)
-    taken = gl.atomic_add(COUNTER + lanes * 0, ones, mask=lanes == 0)
-    tile = gl.num_programs(0) + gl.max(gl.where(lanes == 0, taken, 0), 0)
-    wait_empty(tile_empty, i)
-    tiles.index(i % STAGES).store(tile * ones)
-    mbarrier.arrive(tile_ready.index(i % STAGES))
-    return tile
-
-
-@gluon.jit
-def _next_tile(tiles, tile_ready, tile_empty, i):
-    """The i-th tile, which the loading warp has taken."""
-    wait_ready(tile_ready, i)
-    tile = gl.max(tiles.index(i % STAGES).load(_FOUR_WARPS), 0)
-    mbarrier.arrive(tile_empty.index(i % STAGES))
-    return tile
 
 
 @gluon.jit
@@ -106,7 +77,7 @@ def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
     descs, buffers, bars, _, COUNTER, _, H, N_q, N_k, TILES, GROUP = work
     q_, k_, v_, _ = descs
     q_buffers, k_buffers, v_buffers, _, tiles = buffers
-    tile_ready, tile_empty, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
+    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     tile, i, start = gl.program_id(0), 0, 0
     while tile < TILES:
         b, h, _bh, m0, count = _place(tile, H, N_q, N_k, TILES, GROUP, CAUSAL)
@@ -122,7 +93,7 @@ def _producer(work, D_PAD: gl.constexpr, CAUSAL: gl.constexpr):
             _load_next(v_, b, h, j * _BN, v_buffers, v_ready, v_empty, step)
         start += count
         _load_next(v_, b, h, 0, v_buffers, v_ready, v_empty, start - 1)
-        tile = _take_tile(COUNTER, tiles, tile_ready, tile_empty, i)
+        tile = take_tile(COUNTER, tiles, tile_ready, i)
         i += 1
 
 
@@ -169,7 +140,7 @@ def _loop(
     p has the probabilities of the tile before, not yet multiplied with v.
     """
     _, k_buffers, v_buffers, _, _ = buffers
-    _, _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
+    _, q_ready, _, k_ready, k_empty, v_ready, v_empty, turns = bars
     for j in range(count - 2, -1, -1):
         step = end - 2 - j
         # The first turn is the first group's. A tile has one turn less than steps.
@@ -197,7 +168,7 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
     descs, buffers, bars, L, _, scale, H, N_q, N_k, TILES, GROUP = work
     o_ = descs[3]
     q_buffers, k_buffers, v_buffers, o_buffers, tiles = buffers
-    tile_ready, tile_empty, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
+    tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = bars
     sc = scale * LOG2_E
     q, o_buffer = q_buffers.index(group), o_buffers.index(group)
     tile, i, start = gl.program_id(0), 0, 0
@@ -226,7 +197,7 @@ def _consumer(work, group: gl.constexpr, D_PAD: gl.constexpr, CAUSAL: gl.constex
         o = acc / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))[:, None]
         tma.store_wait(0)  # the tile before has left the buffer
         store_tile(o_, b, h, first_row, o, o_buffer)
-        tile = _next_tile(tiles, tile_ready, tile_empty, i)
+        tile = next_tile(tiles, tile_ready, i)
         i += 1
     tma.store_wait(0)
 
@@ -243,7 +214,7 @@ def forward_kernel(
     v_buffers = gl.allocate_shared_memory(dtype, [STAGES, _BN, D_PAD], shared)
     o_buffers = gl.allocate_shared_memory(dtype, [_GROUPS, _ROWS, D_PAD], shared)
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.NVMMASharedLayout(0, 32, 1))
-    tile_ready, tile_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
+    tile_ready = barriers(STAGES, 1)
     q_ready, q_empty = barriers(_GROUPS, 1), barriers(_GROUPS, 1)
     k_ready, k_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
     v_ready, v_empty = barriers(STAGES, 1), barriers(STAGES, _GROUPS)
@@ -251,7 +222,7 @@ def forward_kernel(
     fence_async_shared()
     descs = (q_, k_, v_, o_)
     buffers = (q_buffers, k_buffers, v_buffers, o_buffers, tiles)
-    bars = (tile_ready, tile_empty, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
+    bars = (tile_ready, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns)
     work = (descs, buffers, bars, L, COUNTER, scale, H, N_q, N_k, TILES, GROUP)
     gl.warp_specialize(
         [

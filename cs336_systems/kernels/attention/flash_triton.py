@@ -148,6 +148,7 @@ def flash_backward(
             tensors["VECTORS"] = new_vectors(tensors["q_"])
         if "STARTS" in launches[0].tensors:
             tensors["STARTS"], tensors["DQ"] = new_vectors(tensors["q_"]), new_sums(tensors["q_"])
+            tensors["COUNTER"] = torch.empty(1, dtype=torch.int32, device=q.device)
         with launches[1].compiling(tensors) if is_new and len(launches) > 1 else _NO_CONTEXT:
             launches[0](tensors)
         for launch in launches[1:]:
@@ -293,8 +294,8 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
 def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
     """The launch of a kernel of the Gluon modules, where `_use_gluon` says so, for tensors like these, all of them 4-D.
 
-    phase is "forward" (fills o_ and L), "prepare" (fills STARTS and DQ), "gradients" (reads STARTS, fills dk_ and dv_,
-    adds to DQ) or "finish" (reads DQ, fills dq_).
+    phase is "forward" (counts in COUNTER, fills o_ and L), "prepare" (fills STARTS, DQ and COUNTER), "gradients" (reads
+    STARTS, counts in COUNTER, fills dk_ and dv_, adds to DQ) or "finish" (reads DQ, fills dq_).
     """
     q, k = tensors["q_"], tensors["k_"]
     d_pad = padded_head_size(q.shape[3])
@@ -315,14 +316,11 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
         queries = gluon_backward.queries_of_a_tile(d_pad)
         blocks = _blocks(q, queries, rows) | {name: [1, 1, program, d_pad] for name in ("k_", "v_")}
         blocks |= {"STARTS": [queries], "DQ": gluon_backward.DQ_BLOCK}
-    programs = tiles = triton.cdiv(tiled.shape[2], program) * q.shape[0] * q.shape[1]
-    constants = dict(D_PAD=d_pad, CAUSAL=is_causal, **_scalars(q, k, looped_over))
-    if phase == "forward":  # each of its programs takes many tiles
-        programs, constants["TILES"] = min(tiles, _num_multiprocessors(q)), tiles
+    tiles = triton.cdiv(tiled.shape[2], program) * q.shape[0] * q.shape[1]
     return Launch(
         kernel,
-        programs,
-        constants,
+        min(tiles, _num_multiprocessors(q)),
+        dict(D_PAD=d_pad, CAUSAL=is_causal, TILES=tiles, **_scalars(q, k, looped_over)),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
