@@ -16,6 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
@@ -27,12 +31,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     _hear_signals()
-    if session.config.getoption("tx", None):  # xdist's first process runs no tests, so it needs no PyTorch
+    if session.config.getoption("tx", None):  # xdist's first process, which runs no tests
         return
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ.get("TRITON_INTERPRET") == "1":
         _spare_the_interpreter()
     from tests import forked
@@ -63,8 +63,6 @@ def _spare_the_interpreter() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch
-
     reasons: dict[str, str] = {}
     if "slow" not in (config.getoption("markexpr") or ""):
         reasons["slow"] = "take minutes: -m slow runs them"
@@ -106,8 +104,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For models that are far too small to share among cores; and the cores are shared among tests."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,7 @@
 """Runs of several processes as a user starts them: the same model comes out, and whatever happens to a rank, all end.
 
 The processes are real, on gloo; faults are put into them by a program of ours that takes the place of the launched one.
-Most are forked. One run, one that a signal stops and one of torchrun's start interpreters, as users' do.
+Most are forked. A run that a signal stops and one of torchrun's start interpreters, as users' do.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:
 
 
 def trained(config: RunConfig) -> tuple[RunConfig, str]:
-    done = run_train(config, start=subprocess.Popen)
+    done = run_train(config)
     assert done.returncode == 0, done.stderr
     return config, done.stdout
 
