@@ -5,6 +5,7 @@ this project anew. Ranks that it launches and its fork servers are forked too. W
 not use, and on other systems than Linux, both start interpreters.
 """
 
+import asyncio
 import atexit
 import contextlib
 import io
@@ -115,6 +116,7 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
     os.environ.update(env)
     sys.path[:0] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     _before.extend(sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in _OURS)
+    asyncio.set_event_loop_policy(None)  # no loop that pytest's process runs
     random.seed()
     torch.set_num_threads(1)
     torch.compiler.reset()
