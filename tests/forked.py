@@ -142,7 +142,7 @@ def _interpret(arguments: list[str]) -> int:
         else:
             sys.argv = arguments
             sys.path[0] = os.path.dirname(first)
-            runpy.run_path(first, run_name="__main__")
+            runpy.run_path(os.path.abspath(first), run_name="__main__")
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
