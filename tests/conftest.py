@@ -21,6 +21,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+LONG = ("test_notebooks.py", "test_guides.py", "test_launch.py")  # begin first, so that no process ends them alone
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
@@ -80,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept.append(item)
         else:
             left_out[why] += 1
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: item.path.name not in LONG)
     config.stash[LEFT_OUT] = left_out
 
 
