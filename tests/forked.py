@@ -120,6 +120,7 @@ def _leave_pytest(env: Mapping[str, str]) -> None:
     random.seed()
     torch.set_num_threads(1)
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     subprocess_handler.Popen = _Forked  # type: ignore[misc]
     fork_servers()
     for singleton in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
