@@ -1,8 +1,9 @@
-"""Tests that a machine cannot run are skipped with a reason; slow tests run where `-m` names them.
+"""Tests that a machine cannot run are left out and counted in a line; slow tests run where `-m` names them.
 
 Without a GPU, Triton's kernels run in its interpreter, which has to be said before anything imports Triton.
 """
 
+import collections
 import logging
 import os
 import signal
@@ -20,16 +21,24 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+LONG = ("test_notebooks.py", "test_guides.py", "test_launch.py")  # begin first, so that no process ends them alone
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
 
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests that start processes wait for them for a good part of their time."""
     return (os.cpu_count() or 1) + 1
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     _hear_signals()
+    if session.config.getoption("tx", None):  # xdist's first process, which runs no tests
+        return
     if os.environ.get("TRITON_INTERPRET") == "1":
         _spare_the_interpreter()
+    from tests import forked
+
+    forked.fork_servers()
 
 
 def _hear_signals() -> None:
@@ -57,19 +66,40 @@ def _spare_the_interpreter() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons: dict[str, str] = {}
     if "slow" not in (config.getoption("markexpr") or ""):
-        reasons["slow"] = "takes minutes: run with -m slow"
+        reasons["slow"] = "take minutes: -m slow runs them"
     if "PYTEST_XDIST_WORKER" in os.environ:
-        reasons["timing"] = "compares times: run without -n, which has other tests beside it"
-    if any(item.get_closest_marker(name) for item in items for name in ("gpu", "multigpu")):
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if gpus < 1:
-            reasons["gpu"] = "needs a CUDA GPU"
-        if gpus < 2:
-            reasons["multigpu"] = f"needs two CUDA GPUs, found {gpus}"
+        reasons["timing"] = "compare times, which others beside them disturb: they run without -n"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < 1:
+        reasons["gpu"] = "need a CUDA GPU"
+    if gpus < 2:
+        reasons["multigpu"] = f"need two CUDA GPUs, here are {gpus}"
+    kept, left_out = [], collections.Counter[str]()
     for item in items:
-        for name, reason in reasons.items():
-            if item.get_closest_marker(name):
-                item.add_marker(pytest.mark.skip(reason=reason))
+        why = next((reason for name, reason in reasons.items() if item.get_closest_marker(name)), None)
+        if why is None:
+            kept.append(item)
+        else:
+            left_out[why] += 1
+    items[:] = sorted(kept, key=lambda item: item.path.name not in LONG)
+    config.stash[LEFT_OUT] = left_out
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All of xdist's workers collect the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, {}):
+        terminalreporter.write_line("left out: " + "; ".join(f"{count} {why}" for why, count in left_out.items()))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 With a backend, ranks meet as users of `torch.distributed` do, in a group that this project has not made.
 
-Processes are forked from a server that has PyTorch loaded, so a test of four ranks takes a fraction of a second.
+Processes are forked from a server that has PyTorch loaded: four ranks start in a fraction of a second.
 """
 
 import contextlib

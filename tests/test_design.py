@@ -282,7 +282,7 @@ def begins(text: str, parts: Sequence[str | None], fillings: Collection[str]) ->
 
 
 def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
-    # The reasons for skipped tests are messages too.
+    # The reasons for tests that are left out are messages too.
     files = [*ROOT.glob("cs336_*/**/*.py"), ROOT / "tests/conftest.py", ROOT / "tests/profiling/test_page.py"]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -6,7 +6,7 @@ A comment before a block says how it is tested:
     <!-- quick: OPTIONS -->                         its commands get these options too, which make them tiny
     <!-- FILE.py -->                                the block becomes this file, which later blocks use
 
-Commands are forked from a process that has PyTorch loaded, which saves seconds for each.
+Commands of `cs336` and programs are forked, which saves seconds for each.
 """
 
 import os
@@ -16,17 +16,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cs336_systems.bench.cases import NAMES
 from cs336_systems.cli.train import parse_run_config
+from tests import forked
 from tests.assignment.test_build import GPUS, configurations_of
-from tests.distributed import forkserver
 
 ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
 GUIDES = ("train", "measure", "parallel", "kernels")
 PARSED = ("needs a GPU", "takes minutes")
 BLOCK = re.compile(r"^(?:<!-- (?P<note>[^\n]*) -->\n\n)?^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
@@ -65,35 +66,19 @@ def commands_of(block: Block) -> list[tuple[int, list[str]]]:
     return found
 
 
-def in_child(folder: Path, output: Path, arguments: Sequence[str], environ: dict[str, str]) -> None:
-    """In a forked process: run `cs336 ARGUMENTS` in a folder."""
-    from cs336_systems.cli.main import main
-
-    os.environ.clear()
-    os.environ.update(environ)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(folder)
-    main(arguments)
-
-
 def run_words(words: Sequence[str], folder: Path) -> str | None:
     """Run a command. Returns its output if it fails."""
-    output = folder / "output.txt"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     if words[0] == "cs336":
-        process = forkserver.Process(target=in_child, args=(folder, output, words[1:], environ))
-        process.start()
-        process.join(LONGEST_S)
-        if process.is_alive():
-            process.terminate()
-            process.join()
-            return f"not done after {LONGEST_S} s\n{output.read_text()}"
-        return output.read_text() if process.exitcode else None
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=LONGEST_S)
-    return done.stdout + done.stderr if done.returncode else None
+        words = [sys.executable, "-m", "cs336_systems", *words[1:]]
+    start = forked.Popen if words[0] == sys.executable else subprocess.Popen
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with start(words, cwd=folder, env=environ, **pipes) as process:
+        try:
+            output = process.communicate(timeout=LONGEST_S)[0]
+        finally:
+            process.kill()
+    return output if process.returncode else None
 
 
 def run_guide(text: str, folder: Path, name: str) -> None:

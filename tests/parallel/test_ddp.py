@@ -1,6 +1,7 @@
 """Data parallelism on gloo: equal to one process on the whole batch, whatever the model does with its parameters."""
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -115,20 +116,25 @@ def test_parameters_that_some_ranks_do_not_use(name: str, uses: list[str]) -> No
                     assert torch.equal(gradient, torch.full_like(gradient, share))
 
 
-def trained_on_equal_batches(name: str | None, model: str, steps: int = 4) -> dict[str, Tensor]:
+def trained_on_equal_batches(name: str | None, model: str) -> dict[str, Tensor]:
     module = build(model)
     strategy = get_strategy(name or "none")(module, Options(bucket_size_mb=SMALL))
     optimizer = adamw(module.parameters())
-    for step in range(steps):
+    for step in range(STEPS):
         train_step(strategy, optimizer, batch_of(step))
     return {key: value.clone() for key, value in strategy.full_state_dict().items()}
+
+
+@functools.cache
+def trained_alone_on_equal_batches(model: str) -> dict[str, Tensor]:
+    return run_ranks(trained_on_equal_batches, 1, None, model)[0]
 
 
 @pytest.mark.parametrize("model", ["transformer", "awkward"])
 @ALL
 def test_on_equal_batches_weights_are_those_of_one_process_bit_for_bit(name: str, model: str) -> None:
     """Then nothing is rounded: the mean of equal gradients of two or four ranks is the gradient itself."""
-    (expected,) = run_ranks(trained_on_equal_batches, 1, None, model)
+    expected = trained_alone_on_equal_batches(model)
     for world_size in (2, 4):
         for found in run_ranks(trained_on_equal_batches, world_size, name, model):
             assert found.keys() == expected.keys()

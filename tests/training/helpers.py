@@ -40,6 +40,7 @@ from cs336_systems.training.checkpoint import prune_checkpoints, save_checkpoint
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.manifest import MANIFEST, Manifest
 from cs336_systems.training.metrics import METRICS_FILE, Row, read_metrics
+from tests import forked
 from tests.distributed import processes
 
 REPOSITORY = Path(cs336_systems.__file__).parents[1]
@@ -343,12 +344,14 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TERM": "dumb"}
 
 
-def start_train(config: RunConfig, code: str = _MAIN, **popen: Any) -> subprocess.Popen:
-    """`cs336 train` with this configuration in a process of its own."""
+def start_train(
+    config: RunConfig, code: str = _MAIN, start: type[subprocess.Popen] = forked.Popen, **popen: Any
+) -> subprocess.Popen:
+    """`cs336 train` with this configuration in a process of its own, which is forked or started otherwise."""
     file = Path(f"{config.run_dir}.config.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(config.to_dict()))
-    return subprocess.Popen(
+    return start(
         [sys.executable, "-c", code, "train", "--config", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,9 +1,12 @@
 """Runs of several processes as a user starts them: the same model comes out, and whatever happens to a rank, all end.
 
 The processes are real, on gloo; faults are put into them by a program of ours that takes the place of the launched one.
+Most are forked. A run that a signal stops and one of torchrun's start interpreters, as users' do.
 """
 
+import ctypes
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -24,6 +27,7 @@ from cs336_systems.training import launch, pipeline, train
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import Trainer
 from cs336_systems.training.metrics import METRICS_FILE, read_metrics
+from tests import forked
 from tests.distributed import processes_of, run_ranks, wait_until
 from tests.training.helpers import (
     _environment,
@@ -143,7 +147,9 @@ def test_the_sample_of_a_sharded_model_is_that_of_a_whole_one(strategy: str, tmp
 STANDALONE = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
 
 
-def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", timeout: float = 120) -> Any:
+def torchrun(
+    config: RunConfig, code: str, *options: str, fault: str = "none", start: type[subprocess.Popen] = forked.Popen
+) -> subprocess.CompletedProcess:
     file = Path(f"{config.run_dir}.config.json")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(config.to_dict()))
@@ -151,7 +157,7 @@ def torchrun(config: RunConfig, code: str, *options: str, fault: str = "none", t
     program.write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", *STANDALONE]
     command += [*options, str(program), fault, "train", "--config", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, env=_environment(), cwd=file.parent, timeout=timeout)
+    return forked.run(command, 120, start, env=_environment(), cwd=file.parent)
 
 
 FAULTS = {  # fate of rank 1 in step 7 -> the message
@@ -229,7 +235,7 @@ def test_torchrun_restarts_a_run_that_goes_on_from_its_last_checkpoint(
 
 def test_ranks_with_different_configurations_are_told_the_difference(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    failed = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="differs")
+    failed = torchrun(config, BY_TORCHRUN, "--nproc-per-node=2", fault="differs", start=subprocess.Popen)
     assert failed.returncode != 0
     assert "the ranks have different configurations: train.max_steps is 11 on rank 1 and 10 on rank 0" in failed.stderr
     assert not Path(str(config.run_dir)).exists()
@@ -267,7 +273,7 @@ def test_a_signal_to_the_command_stops_all_ranks_after_the_same_step(
     number: signal.Signals, code: int, alone: RunConfig, tmp_path: Path
 ) -> None:
     config = config_for(tmp_path, devices=2, train=dict(max_steps=100_000, validation_interval=0))
-    with running_train(config) as process:
+    with running_train(config, start=subprocess.Popen) as process:
         wait_until(has_rows(config, 5), process)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -361,7 +367,7 @@ def test_a_process_of_several_that_nothing_has_numbered_is_refused_and_does_not_
 
 @pytest.fixture
 def two_hosts() -> Any:
-    """Two network namespaces joined by a veth pair: the commands that run a program in each, and their addresses."""
+    """Two network namespaces joined by a veth pair: their names, addresses and interfaces."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2")
     # Ports and addresses are the namespaces' own, so fixed ones are in nobody's way.
@@ -382,13 +388,16 @@ def two_hosts() -> Any:
             ip("-n", name, "addr", "add", f"10.36.36.{i + 1}/24", "dev", end)
             ip("-n", name, "link", "set", end, "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield [
-            (["ip", "netns", "exec", name], f"10.36.36.{i + 1}", end)
-            for i, (name, end) in enumerate(zip(names, ends, strict=True))
-        ]
+        yield [(name, f"10.36.36.{i + 1}", end) for i, (name, end) in enumerate(zip(names, ends, strict=True))]
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def enter_namespace(name: str) -> None:
+    with open(f"/run/netns/{name}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def test_two_hosts_train_together_over_their_network(two_hosts: Any, alone: RunConfig, tmp_path: Path) -> None:
@@ -397,16 +406,13 @@ def test_two_hosts_train_together_over_their_network(two_hosts: Any, alone: RunC
     file.write_text(json.dumps(config.to_dict()))
     first = two_hosts[0][1]
     hosts = []
-    for i, (prefix, address, end) in enumerate(two_hosts):
-        command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    for i, (name, address, end) in enumerate(two_hosts):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         command += [f"--node-rank={i}", f"--master-addr={first}", "--master-port=29500", f"--local-addr={address}"]
         command += ["-m", "cs336_systems", "train", "--config", str(file)]
-        environ = _environment() | {"GLOO_SOCKET_IFNAME": end}
-        hosts.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=tmp_path
-            )
-        )
+        pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes |= dict(env=_environment() | {"GLOO_SOCKET_IFNAME": end}, cwd=tmp_path)
+        hosts.append(forked.Popen(command, preexec_fn=functools.partial(enter_namespace, name), **pipes))
     try:
         outputs = [host.communicate(timeout=120) for host in hosts]
     finally:

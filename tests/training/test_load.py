@@ -20,6 +20,7 @@ from cs336_systems.machine.console import say
 from cs336_systems.training import train
 from cs336_systems.training.load import load_model
 from cs336_systems.training.metrics import read_metrics
+from tests import forked
 
 from .helpers import forge_manifest, read_independently
 
@@ -88,10 +89,10 @@ def test_generate_continues_the_prompt_and_repeats_by_seed(trained: Path, capsys
 def test_generate_escapes_control_characters_for_a_terminal_only(trained: Path, tmp_path: Path) -> None:
     prompt = "\x1b[31m\r\x9b2J\a\té\n"
     words = [sys.executable, "-m", "cs336_systems", "generate", trained, "--prompt", prompt, "--max_new_tokens", "0"]
-    piped = subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
-    assert piped == f"{prompt}\n".encode()
+    with forked.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.communicate(timeout=60)[0] == f"{prompt}\n".encode()
     screen, stdout = pty.openpty()
-    subprocess.run(words, stdout=stdout, check=True)
+    assert forked.Popen(words, stdout=stdout).wait(timeout=60) == 0
     assert os.read(screen, 1000).decode() == "\\x1b[31m\\r\\x9b2J\\x07\té\r\n\r\n"  # \r\n is the terminal's newline
 
 
@@ -287,7 +288,7 @@ def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
     """`cs336 train | head -1`."""
     words = arguments(tmp_path, "run", **{"train.max_steps": 20, "train.validation_interval": 1})
     command = [sys.executable, "-m", "cs336_systems", "train", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
