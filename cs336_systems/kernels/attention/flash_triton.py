@@ -276,7 +276,7 @@ def triton_launch(phase: str, tensors: Tensors, is_causal: bool, tile: Tile, tma
     }[phase]
     constants = dict(
         {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-        **_scalars(q, k, looped_over),
+        **_scalars(q, k, _heads_together(looped_over, 2)),
         BM=tile.BM,
         BN=tile.BN,
         D=q.shape[3],
@@ -302,7 +302,7 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
     if phase in ("prepare", "finish"):
         constants = dict(
             {f"{name}strides": tensor.stride() for name, tensor in tensors.items()},
-            **_scalars(q, k, k),
+            **_scalars(q, k, 1),
             D=q.shape[3],
             D_PAD=d_pad,
         )
@@ -320,7 +320,7 @@ def gluon_launch(phase: str, tensors: Tensors, is_causal: bool) -> Launch:
     return Launch(
         kernel,
         min(tiles, _num_multiprocessors(q)),
-        dict(D_PAD=d_pad, CAUSAL=is_causal, TILES=tiles, **_scalars(q, k, looped_over)),
+        dict(D_PAD=d_pad, CAUSAL=is_causal, TILES=tiles, **_scalars(q, k, max(4, _heads_together(looped_over, 8)))),
         blocks,
         gluon.NUM_WARPS,
         num_stages=1,  # the kernels manage their own stages
@@ -337,21 +337,20 @@ def _blocks(q: Tensor, BM: int, BN: int, vectors: list[int] | None = None) -> di
     return blocks if vectors is None else {**blocks, "VECTORS": vectors}
 
 
-def _scalars(q: Tensor, k: Tensor, looped_over: Tensor) -> dict[str, float]:
-    """scale, H, N_q, N_k and GROUP; `looped_over` is one of the two tensors of the inner loop."""
-    scale = 1 / math.sqrt(q.shape[3])
-    return dict(scale=scale, H=q.shape[1], N_q=q.shape[2], N_k=k.shape[2], GROUP=_heads_together(looped_over))
+def _scalars(q: Tensor, k: Tensor, group: int) -> dict[str, float]:
+    return dict(scale=1 / math.sqrt(q.shape[3]), H=q.shape[1], N_q=q.shape[2], N_k=k.shape[2], GROUP=group)
 
 
-def _heads_together(looped_over: Tensor) -> int:
-    """The number of heads whose two tensors of the inner loop fit in an eighth of the L2 cache; at least four.
+def _heads_together(looped_over: Tensor, parts: int) -> int:
+    """How many heads' tensors of the inner loop fit in a part of the L2 cache; at least one.
 
-    Programs of one head run at about the same time, and read the same tiles. More heads than that were slower.
+    looped_over: one of the two tensors of the inner loop, (B, H, N, D). The parts of 2 for the Triton kernels and 8 for
+    the Gluon kernels were measured.
     """
     if INTERPRET:
         return 2
     head_bytes = 2 * looped_over.shape[2] * looped_over.shape[3] * looped_over.element_size()
-    return max(4, torch.cuda.get_device_properties(looped_over.device).L2_cache_size // 8 // head_bytes)
+    return max(1, torch.cuda.get_device_properties(looped_over.device).L2_cache_size // parts // head_bytes)
 
 
 def _num_multiprocessors(x: Tensor) -> int:
