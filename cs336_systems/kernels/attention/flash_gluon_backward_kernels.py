@@ -5,6 +5,19 @@ transposed, and adds to their dK and dV in registers. dQ needs the dS of all key
 shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, the sums of all programs in float32. The
 order of these additions differs from run to run, and so do the last bits of dQ.
 
+The five products, in the order of FlashAttention-2's Algorithm 2: S = q k^T, dV += P^T do, dP = do v^T, dQ += dS k and
+dK += dS^T q. Here each is transposed: its rows are keys, and a warpgroup has 64 of them. Over time, for one tile of
+queries where D_PAD is 128, with dQ' of the tile before:
+
+    matrix units     S, dP ........ | dV ...... | dQ', dK ..................
+    threads          (wait for S)   | P = exp2  | dS = P dP   store dS   store dQ', add it by TMA
+    registers        S, dP, dK, dV  | P, dP     | dS          dQ'
+
+Where D_PAD is 64 a tile is twice as long and has two halves, a and b, so that the threads wait less:
+
+    matrix units     S a, dP a .... | dV a, dK a, S b, dP b, dQ' | dV b, dK b .........
+    threads          (wait for S a) | P a, dS a  | P b, dS b     | store dQ'; TMA adds it beside S a of the next tile
+
 Three kernels run one after the other: `prepare_kernel` fills STARTS and clears DQ, `gradients_kernel` is the loop, and
 `finish_kernel` scales and rounds DQ.
 

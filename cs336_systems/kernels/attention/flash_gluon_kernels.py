@@ -6,10 +6,14 @@ queries of its own. A warpgroup starts the product with the next keys, then the 
 computes the exponentials of the next scores while the second product runs.
 
 The warpgroups take turns to start their products (FlashAttention-3's ping-pong): the products of one run while the
-other computes its exponentials.
+other computes its exponentials. With S(j) = q k^T and P(j) = exp2(S(j) - m) for the tile of keys j, over time:
+
+    first group      start S(j), P v     P(j) ............     start S(j-1), P v     P(j-1) ..........
+    second group     P(j+1) ..........   start S(j), P v       P(j) ..............   start S(j-1), P v
+
+Scores, probabilities and the output stay in registers; q, k and v are read from shared memory.
 
 The legend of the names is in `flash_gluon_common.py`. A program's tiles have queries, those of its inner loop keys.
-
 """
 
 import math
