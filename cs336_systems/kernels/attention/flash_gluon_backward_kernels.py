@@ -6,7 +6,7 @@ shared memory, each computes one half of the tile's dQ, and TMA adds it to DQ, t
 order of these additions differs from run to run, and so do the last bits of dQ.
 
 The five products, in the order of FlashAttention-2's Algorithm 2: S = q k^T, dV += P^T do, dP = do v^T, dQ += dS k and
-dK += dS^T q. Here each is transposed: its rows are keys, and a warpgroup has 64 of them. Over time, for one tile of
+dK += dS^T q. S and dP are transposed here: their rows are keys, 64 for each warpgroup. Over time, for one tile of
 queries where D_PAD is 128, with dQ' of the tile before:
 
     matrix units     S, dP ........ | dV ...... | dQ', dK ..................
