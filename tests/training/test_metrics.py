@@ -306,7 +306,9 @@ finally:
 
 
 def test_neither_tensorboard_nor_wandb_is_imported_unasked(tmp_path: Path) -> None:
-    done = run_train(make_config(tmp_path, train=dict(max_steps=1)), _MODULES)
+    done = run_train(
+        make_config(tmp_path, train=dict(max_steps=1)), _MODULES, start=subprocess.Popen
+    )  # with nothing loaded
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded:"
     assert not (tmp_path / "run" / "tensorboard").exists()
