@@ -55,6 +55,8 @@ class TorchDDP(Strategy):
 class TorchFSDP(Strategy):
     """`torch.distributed.fsdp.fully_shard` on every element of a ModuleList, and on the module itself."""
 
+    casts_weights = True
+
     def __init__(
         self,
         module: nn.Module,

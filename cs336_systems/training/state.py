@@ -1,5 +1,7 @@
 """The state of a run as named tensors, collected from ranks that share it in any way, and restored to them.
 
+A 16-bit parameter is saved as its master weight (`optimizer.FusedAdamW`), so runs of any precision continue it.
+
 Names and shapes are the same as in a single process, so a run can resume with another number of ranks or another
 strategy.
 """
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..parallel import comm
+from .optimizer import MASTER
 from .tensor_files import Rows, read_tensors, tensor_shapes
 from .together import on_every_rank
 
@@ -25,13 +28,19 @@ def collect_state(
     """This rank's tensors by name: `model.*`, `optimizer.PARAMETER.STATE`, and on rank 0 the generators' `rng.*`.
 
     Parameters in `shards`, and optimizer state of the same local shape, become Rows of whole tensors. A sharded
-    optimizer contributes only the state that it keeps.
+    optimizer contributes only the state that it keeps, and the parameters that belong to it.
     """
     shards = shards or {}
+    owner_of = getattr(optimizer, "owner_of", lambda parameter: None)
     tensors = {f"model.{name}": _as_rows(tensor, shards.get(name)) for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
+        if owner_of(parameter) not in (None, comm.rank()):
+            del tensors[f"model.{name}"]
         for key, value in optimizer.state.get(parameter, {}).items():
             value = torch.as_tensor(value)
+            if key == MASTER:
+                tensors[f"model.{name}"] = _as_rows(value, shards.get(name))
+                continue
             is_shard = name in shards and value.dim() > 0
             if is_shard and value.shape != parameter.shape:
                 raise ValueError(f"optimizer state {key} of {name} has shape {tuple(value.shape)}: only scalars and "
@@ -66,26 +75,35 @@ def restore_state(
     """
     tensors: dict[str, Tensor] = {}
     on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (master := optimizer.state.get(parameter, {}).get(MASTER)) is not None:
+                parameter.copy_(master)
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
 
     index_of = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     parameters = dict(model.named_parameters())
     state: dict[int, dict[str, Tensor]] = {}
+    is_in_place = True
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter_name, _, key = name.removeprefix("optimizer.").rpartition(".")
-            state.setdefault(index_of[parameters[parameter_name]], {})[key] = tensor
+            parameter = parameters[parameter_name]
+            state.setdefault(index_of[parameter], {})[key] = tensor
+            is_in_place = is_in_place and optimizer.state.get(parameter, {}).get(key) is tensor
+    if is_in_place:
+        return
     groups = [
         {**group, "params": [index_of[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     # Through load_state_dict, because a fused optimizer needs its step counters on the device.
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    torch.set_rng_state(tensors["rng.cpu"])
-    if device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
 
 
 def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards) -> dict[str, Tensor]:
-    """This rank's tensors from a checkpoint. The model's are read in place; for the others, new tensors are made."""
+    """This rank's tensors from a checkpoint. Those that the model and the optimizer have are filled in place."""
     parameters = dict(model.named_parameters())
     owner_of = getattr(optimizer, "owner_of", None)
     wanted: dict[str, Tensor | Rows] = {}
@@ -97,16 +115,20 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
             # A frozen parameter has no owner yet: every rank keeps its state.
             if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
+            there = optimizer.state.get(parameter, {}).get(key.rpartition(".")[2])
             shard = shards.get(parameter_name) if len(shape) else None
             local_shape = shape if shard is None else parameter.shape
             where = parameter.device if len(shape) else torch.device("cpu")
-            if isinstance(parameter, DTensor) and len(shape):
+            if isinstance(there, Tensor):
+                wanted[name] = there if isinstance(there, DTensor) else _as_rows(there, shard)
+            elif isinstance(parameter, DTensor) and len(shape):
                 wanted[name] = torch.empty_like(parameter, dtype=dtype)
             else:
                 wanted[name] = _as_rows(torch.empty(local_shape, dtype=dtype, device=where), shard)
         elif group == "rng":
             wanted[name] = torch.empty(shape, dtype=dtype)
     for name, tensor in model.state_dict().items():
+        tensor = optimizer.state.get(parameters.get(name, tensor), {}).get(MASTER, tensor)
         wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _as_rows(tensor, shards.get(name))
     read_tensors(path, wanted)
     return {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}
