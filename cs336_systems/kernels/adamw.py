@@ -133,10 +133,13 @@ class Tables:
 
     def point_to(self, gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = ()) -> list[_Table]:
         """The tables of these gradients with their parameters' states, whose tensors must stay where they are."""
-        key = [(g.numel(), g.dtype, g.data_ptr() % 16) for g in gradients]
+        states = states or [()] * len(gradients)
+        key = [
+            (g.numel(), g.dtype, g.data_ptr() % 16, *(t.data_ptr() for t in state[-1:]))
+            for g, state in zip(gradients, states, strict=True)
+        ]
         if key != self._key:
             kinds: dict[Any, list[int]] = {}
-            states = states or [()] * len(gradients)
             for i, (g, state) in enumerate(zip(gradients, states, strict=True)):
                 aligned = g.numel() % 16 == 0 and not any(t.data_ptr() % 16 for t in (g, *state))
                 if g.numel():

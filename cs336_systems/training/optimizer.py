@@ -110,12 +110,17 @@ class FusedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
+        self._factor, self._masters = factor, masters
+        self._tables: dict[tuple[int, ...], Tables] = {}
         lr_on_device = torch.tensor(lr, dtype=torch.float64, device=factor.device)
         super().__init__(params, dict(lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay))
-        self._factor = factor
-        self._tables: dict[tuple[int, ...], Tables] = {}
-        for p in [p for group in self.param_groups for p in group["params"]]:
-            master = masters.pop(p, None)
+        self._state_at_start = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with their state."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            master = self._masters.pop(p, None)
             if (p if master is None else master).dtype != torch.float32 or not _local(p).is_contiguous():
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}: it must be contiguous, and "
                                  "float32 or have a float32 master")  # fmt: skip
@@ -123,7 +128,6 @@ class FusedAdamW(torch.optim.Optimizer):
             self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
             if master is not None:
                 self.state[p][MASTER] = master
-        self._state_at_start = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
