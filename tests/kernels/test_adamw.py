@@ -105,7 +105,9 @@ def test_a_factor_of_nothing_changes_nothing(device: str) -> None:
 def test_a_table_follows_gradients_that_move_and_change_their_kind(device: str) -> None:
     tables, lr, factor = Tables(), scalar(0.01, device, torch.float64), scalar(1, device)
     states, expected = new_states(device)[:4], new_states(device)[:4]
-    for number, change in enumerate((lambda g: g, torch.clone, torch.Tensor.float, lambda g: torch.cat([g, g])[len(g) :])):
+    for number, change in enumerate(
+        (lambda g: g, torch.clone, torch.Tensor.float, lambda g: torch.cat([g, g])[len(g) :])
+    ):
         gradients = [change(g) for g in new_gradients(device, number)[:4]]
         for state in (*states, *expected):
             state[0] += 1
