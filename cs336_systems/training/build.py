@@ -11,7 +11,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_basics.model import LayerCache, Linear, TransformerLM
+from cs336_basics.model import LayerCache, Linear, LMHead, TransformerLM
 from cs336_basics.optimizer import AdamW
 
 from ..config.checks import require, shown
@@ -52,14 +52,16 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def narrow_matrices(model: nn.Module, config: TrainConfig) -> dict[str, Tensor]:
     """Make the weights of linear layers 16-bit, in place; return the float32 ones by name, rank 0's on all ranks.
 
-    Their gradients are 16-bit too. Those of several micro-batches are float32, so that they add up without loss.
+    Their gradients are 16-bit too, except for sums of 16-bit products: those of several micro-batches, and of the head
+    whose loss is computed in chunks.
     """
     masters: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             masters[f"{name}.weight"] = module.weight.data
             module.weight.data = module.weight.data.to(DTYPES[config.precision])
-            if config.gradient_accumulation_steps > 1:
+            is_chunked = isinstance(module, LMHead) and config.loss_chunk_tokens is not None
+            if config.gradient_accumulation_steps > 1 or is_chunked:
                 module.weight.grad_dtype = torch.float32
     comm.broadcast(list(masters.values()), "broadcast of the master weights")
     with torch.no_grad():

@@ -88,12 +88,18 @@ class AutocastTrainer(Trainer):
         self.optimizer = AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("checkpointing", ["none", "block"])
-def test_losses_and_norms_have_the_bits_of_autocast(
-    monkeypatch: pytest.MonkeyPatch, accumulation: int, checkpointing: str
-) -> None:
-    config = config_of(gradient_accumulation_steps=accumulation, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        dict(gradient_accumulation_steps=4, activation_checkpointing="block"),
+        dict(loss_chunk_tokens=5),
+        dict(compile=True),
+    ],
+    ids=str,
+)
+def test_losses_and_norms_have_the_bits_of_autocast(monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]) -> None:
+    config = config_of(**train)
     with tiny_trainer(config) as trainer:
         rows = [trainer.train_step() for _ in range(STEPS)]
         weights = {name: trainer.optimizer.state[p].get(MASTER, p) for name, p in trainer.model.named_parameters()}
@@ -202,7 +208,7 @@ def test_a_bad_step_is_reported_with_its_batch() -> None:
             trainer.train_step()
         with torch.no_grad():
             trainer.model.ln_final.weight[0] = math.nan
-        with pytest.raises(NonFiniteError, match="step 4: loss nan, gradient norm nan, .* sequences 24 to 31"):
+        with pytest.raises(NonFiniteError, match=r"step 4: loss nan, gradient norm nan, .* sequences 24 to 31"):
             trainer.train_step()
 
 
