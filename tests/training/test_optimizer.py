@@ -15,6 +15,14 @@ from cs336_systems.config.run import OptimizerConfig, RunConfig
 from cs336_systems.kernels.adamw import adamw_torch
 from cs336_systems.parallel import comm
 from cs336_systems.parallel.strategy import Strategy
+from cs336_systems.planner.accounting import (
+    bytes_of_kinds,
+    least_training_bytes,
+    matmul_parameters,
+    num_parameters,
+    sizes_of,
+)
+from cs336_systems.planner.job import Job
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import NonFiniteError, Trainer
 from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale
@@ -65,6 +73,41 @@ def test_gradients_of_one_micro_batch_are_16_bit_and_those_of_several_add_up_in_
         )
         trainer.train_step()
     assert found == {torch.bfloat16 if accumulation == 1 else torch.float32}
+
+
+def bytes_of_a_step(config: RunConfig) -> int:
+    """Weights, gradients and optimizer state of this rank, when the optimizer has its turn."""
+    with tiny_trainer(config) as trainer:
+        parameters, found = list(trainer.model.parameters()), list[int]()
+
+        def count(*_: Any) -> None:
+            states = [trainer.optimizer.state.get(p, {}) for p in parameters]
+            state = [t for each in states for t in each.values() if t.ndim]
+            found.append(
+                sum(t.nbytes for t in (*parameters, *(p.grad for p in parameters if p.grad is not None), *state))
+            )
+
+        trainer.optimizer.register_step_pre_hook(count)
+        trainer.train_step()
+    return found[0]
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("shard", [False, True])
+def test_the_planner_knows_weights_gradients_and_state(shard: bool, chunk: int | None) -> None:
+    config = config_of(parallel=dict(strategy="naive", shard_optimizer=shard), loss_chunk_tokens=chunk)
+    shape, parts = config.model.shape, 2 if shard else 1
+    how: dict[str, Any] = dict(strategy="naive", world_size=2, shard_optimizer=shard, loss_chunk_tokens=chunk)
+    job = Job(shape=shape, fused=True, **how)
+    kept = (job.weight_dtypes, job.gradient_dtypes)
+    expected = sum(bytes_of_kinds(shape, sizes_of(dtypes))[2] for dtypes in kept)
+    state = 8 * num_parameters(shape) + 4 * matmul_parameters(shape)
+    found = run_ranks(bytes_of_a_step, 2, config)
+    assert sum(found) == 2 * expected + state * (1 if shard else 2)
+    # The bound that refuses a run, without tokens, rotary tables and logits.
+    small = least_training_bytes(shape, 0, 0, state_parts=parts, has_masters=True)
+    least = small - 4 * shape.context_length * shape.d_model // shape.num_heads
+    assert max(found) >= least == 2 * num_parameters(shape) * 4 - 4 * matmul_parameters(shape) + state // parts
 
 
 # The same numbers as autocast over float32 weights
