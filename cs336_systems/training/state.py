@@ -73,8 +73,9 @@ def restore_state(
     All ranks call it together. Each reads its rows, and the optimizer state of the parameters that it owns or that have
     no owner (see `optimizer.owner_of`, if there is one). If one rank cannot read its part, all raise its error.
     """
-    tensors: dict[str, Tensor] = {}
-    on_every_rank(lambda: tensors.update(_read(path, model, optimizer, shards or {})), f"reading {path}")
+    found: list[tuple[dict[str, Tensor], bool]] = []
+    on_every_rank(lambda: found.append(_read(path, model, optimizer, shards or {})), f"reading {path}")
+    tensors, has_new_state = found[0]
     with torch.no_grad():
         for parameter in model.parameters():
             if (master := optimizer.state.get(parameter, {}).get(MASTER)) is not None:
@@ -82,19 +83,16 @@ def restore_state(
     torch.set_rng_state(tensors["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    if not has_new_state:
+        return
 
     index_of = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     parameters = dict(model.named_parameters())
     state: dict[int, dict[str, Tensor]] = {}
-    is_in_place = True
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             parameter_name, _, key = name.removeprefix("optimizer.").rpartition(".")
-            parameter = parameters[parameter_name]
-            state.setdefault(index_of[parameter], {})[key] = tensor
-            is_in_place = is_in_place and optimizer.state.get(parameter, {}).get(key) is tensor
-    if is_in_place:
-        return
+            state.setdefault(index_of[parameters[parameter_name]], {})[key] = tensor
     groups = [
         {**group, "params": [index_of[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -102,11 +100,14 @@ def restore_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards) -> dict[str, Tensor]:
-    """This rank's tensors from a checkpoint. Those that the model and the optimizer have are filled in place."""
+def _read(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards
+) -> tuple[dict[str, Tensor], bool]:
+    """This rank's tensors from a checkpoint, and whether any is new to the optimizer. Others are filled in place."""
     parameters = dict(model.named_parameters())
     owner_of = getattr(optimizer, "owner_of", None)
     wanted: dict[str, Tensor | Rows] = {}
+    has_new_state = False
     for name, (shape, dtype) in tensor_shapes(path).items():
         group, _, key = name.partition(".")
         if group == "optimizer":
@@ -116,6 +117,7 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
             if owner_of is not None and owner_of(parameter) not in (None, comm.rank()):
                 continue
             there = optimizer.state.get(parameter, {}).get(key.rpartition(".")[2])
+            has_new_state = has_new_state or not isinstance(there, Tensor)
             shard = shards.get(parameter_name) if len(shape) else None
             local_shape = shape if shard is None else parameter.shape
             where = parameter.device if len(shape) else torch.device("cpu")
@@ -131,4 +133,5 @@ def _read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, shards
         tensor = optimizer.state.get(parameters.get(name, tensor), {}).get(MASTER, tensor)
         wanted[f"model.{name}"] = tensor if isinstance(tensor, DTensor) else _as_rows(tensor, shards.get(name))
     read_tensors(path, wanted)
-    return {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}
+    tensors = {name: tensor.local if isinstance(tensor, Rows) else tensor for name, tensor in wanted.items()}
+    return tensors, has_new_state
