@@ -28,9 +28,9 @@ class Strategy(nn.Module):
     grad_dtype in which gradients cannot be sent.
     """
 
-    casts_weights = False
-    """Whether the strategy itself makes 16-bit weights of float32 ones (`compute_dtype`), so that it must be given
-    these. Other strategies get modules with 16-bit weights, and an optimizer that has the float32 ones."""
+    needs_float32 = False
+    """Whether a 16-bit run gives the strategy float32 weights and leaves the casts to it or to autocast. Others get
+    16-bit matrices, whose gradients may be float32 (`grad_dtype` of a parameter); the optimizer has the masters."""
 
     def __init__(self, module: nn.Module, grad_dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -13,6 +13,8 @@ ATTENTION = (*PLAIN_ATTENTION, "flash", *FLASH_ATTENTION)
 OVERLAPPED = ("overlap", "individual", "bucketed", "torch_ddp", "fsdp", "torch_fsdp")
 """Strategies that communicate during the backward pass."""
 STRATEGIES = ("none", "naive", "flat", *OVERLAPPED, "fsdp_simple")
+NEED_FLOAT32 = ("torch_ddp", "torch_fsdp")
+"""Strategies that a 16-bit run gives float32 weights."""
 ALIASES = {"flashddp": "bucketed"}
 """Names of training strategies that mean one of STRATEGIES."""
 IN_BUCKETS = {"bucketed": 100.0, "torch_ddp": 25.0}
@@ -102,8 +104,8 @@ class Job:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer has float32 masters of the model's matrices. Sharded weights are masters themselves."""
-        return self.fused and self.number_bytes == 2 and not self.is_sharded
+        """Whether the model's matrices are 16-bit, and the optimizer has their float32 masters."""
+        return self.fused and self.number_bytes == 2 and self.strategy not in NEED_FLOAT32
 
     @property
     def weight_dtypes(self) -> dict[str, str]:

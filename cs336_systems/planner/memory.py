@@ -24,7 +24,7 @@ from .accounting import (
 )
 from .activations import block_parts, kept_blocks, saved_bytes
 from .job import IN_BUCKETS, Job
-from .working import GIB, MIB, Section, Term, show, total
+from .working import GIB, MIB, Section, Term, as_factor, show, total
 
 # cuBLAS's workspace on Hopper (getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp), for each thread that
 # computes. A step has two: its caller and autograd's.
@@ -94,7 +94,7 @@ def constant_terms(job: Job) -> list[Term]:
     if job.optimizer:
         if job.has_masters:
             masters = {"blocks": b, "head": b, "others": 0}
-            value = parameter_bytes(s, masters) / job.state_parts
+            value = parameter_bytes(s, masters, w) / (job.state_parts / w)
             terms.append(_of_all_weights("master weights", masters, job, job.state_parts, value))
         state = 2 * parameter_bytes(s, dict.fromkeys(KINDS, b), w) / (job.state_parts / w)
         terms.append(_of_all_weights("optimizer state", dict.fromkeys(KINDS, 2 * b), job, job.state_parts, state))
@@ -125,6 +125,8 @@ def in_blocks(allocated: float, nbytes: float) -> str:
 def _of_all_weights(name: str, sizes: Mapping[str, int], job: Job, parts: int, value: float) -> Term:
     """A term of so many bytes per parameter of each kind, divided into parts."""
     formula, filled, exact = bytes_of_kinds(job.shape, sizes)
+    if parts > 1:
+        formula, filled = as_factor(formula), as_factor(filled)
     return Term(name, f"{formula}{over(parts)} = {filled}{over(parts)}{in_blocks(value, exact / parts)}", value)
 
 
@@ -352,7 +354,7 @@ def memory_sections(job: Job, memory_gib: float | None = None) -> list[Section]:
     more, types = terms[0].value * job.weight_parts / exact - 1, " and ".join(dict.fromkeys(job.weight_dtypes.values()))
     rounding = (
         f"tensors are counted in blocks of PyTorch's allocator: {types} weights take "
-        f"{more:.1%} more than {formula}{over(job.weight_parts)} bytes"
+        f"{more:.1%} more than {as_factor(formula)}{over(job.weight_parts)} bytes"
     )
     sections = [
         Section(f"Memory of a GPU at its peak, {when}", (*terms, total("peak", terms)), (rounding,)),

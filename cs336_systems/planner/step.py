@@ -263,7 +263,8 @@ def step_terms(job: Job, card: Card) -> list[Term]:
         passes = 1 if job.fused else 3
         read = {kind: passes * size for kind, size in sizes_of(job.gradient_dtypes).items()}
         formula, _, nbytes = bytes_of_kinds(job.shape, read)
-        terms.append(_through_memory("gradient norm and clipping", f"{formula}{over(w)}", nbytes / w, card))
+        formula = f"{as_factor(formula)}{over(w)}" if w > 1 else formula
+        terms.append(_through_memory("gradient norm and clipping", formula, nbytes / w, card))
     if job.optimizer:
         terms.append(_through_memory("optimizer", f"{7 * b} N{over(parts)}", 7 * b * n / parts, card))
     return [*terms, total("step", terms)]

@@ -61,7 +61,7 @@ class Trainer:
         self.context_length = config.model.shape.context_length
         config.check_world_size(comm.world_size())
         prepare_model(model, config.train)
-        narrow = config.train.has_masters and not strategy_of(config).strategy.casts_weights
+        narrow = config.train.has_masters and not strategy_of(config).strategy.needs_float32
         whole = narrow_matrices(model, config.train) if narrow else {}
         self.strategy = wrap_model(config, model)  # called like the model that it wraps
         self.scale: GradientScale | None = None

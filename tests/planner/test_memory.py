@@ -123,9 +123,13 @@ def test_sharding_divides_masters() -> None:
     assert zero1["master weights"] == alone["master weights"] / 4
     assert zero1["gradients"] == alone["gradients"]
     assert zero1["weights"] == 2 * num_parameters(XL) + 2 * (num_parameters(XL) - matmul_parameters(XL))
-    # FSDP's shards are the masters.
-    fsdp: dict[str, Any] = dict(shape=XL, strategy="fsdp", world_size=4)
-    assert moments(Job(**fsdp, fused=True)) == moments(Job(**fsdp))
+    fsdp = held(strategy="fsdp", world_size=4)
+    for name in ("weights", "gradients", "master weights", "optimizer state"):
+        assert fsdp[name] == pytest.approx(alone[name] / 4, rel=0.03)
+    # PyTorch's strategies get float32 weights.
+    for strategy in ("torch_ddp", "torch_fsdp"):
+        how: dict[str, Any] = dict(shape=XL, strategy=strategy, world_size=4)
+        assert moments(Job(**how, fused=True)) == moments(Job(**how))
 
 
 def test_float32_has_no_masters() -> None:

@@ -92,11 +92,14 @@ def test_the_fused_optimizer_reads_gradients_once_for_their_norm_and_nothing_is_
     assert found["gradient norm and clipping"] == pytest.approx((2 * matrices + 4 * (n - matrices)) / 4.3e12)
     assert (found["casts of weights and gradients"], before["casts of weights and gradients"] > 0) == (0, True)
     assert parts(fused=True, precision="fp32")["gradient norm and clipping"] == pytest.approx(4 * n / 4.3e12)
-    # FSDP casts its float32 shards for each gather, and their gradients are float32.
-    fsdp: dict[str, Any] = dict(strategy="fsdp", world_size=2)
-    assert parts(fused=True, **fsdp)["gradient norm and clipping"] == pytest.approx(4 * n / 2 / 4.3e12)
+    fsdp = parts(fused=True, strategy="fsdp", world_size=2)
+    assert fsdp["gradient norm and clipping"] == found["gradient norm and clipping"] / 2
+    assert fsdp["casts of weights and gradients"] == 0
+    # PyTorch's FSDP casts its float32 shards for each gather, and their gradients are float32.
+    peer: dict[str, Any] = dict(strategy="torch_fsdp", world_size=2)
+    assert parts(fused=True, **peer)["gradient norm and clipping"] == pytest.approx(4 * n / 2 / 4.3e12)
     cast = "casts of weights and gradients"
-    assert parts(fused=True, **fsdp)[cast] == parts(**fsdp)[cast] > 0
+    assert parts(fused=True, **peer)[cast] == parts(**peer)[cast] > 0
 
 
 def test_elementwise_bytes_by_hand() -> None:

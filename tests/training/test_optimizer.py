@@ -13,7 +13,7 @@ from cs336_basics.model import TransformerLM
 from cs336_basics.optimizer import AdamW
 from cs336_systems.config.run import OptimizerConfig, RunConfig
 from cs336_systems.kernels.adamw import adamw_torch
-from cs336_systems.parallel import comm
+from cs336_systems.parallel import comm, get_strategy
 from cs336_systems.parallel.strategy import Strategy
 from cs336_systems.planner.accounting import (
     bytes_of_kinds,
@@ -25,7 +25,7 @@ from cs336_systems.planner.accounting import (
 from cs336_systems.planner.job import Job
 from cs336_systems.training.load import load_model
 from cs336_systems.training.loop import NonFiniteError, Trainer
-from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale
+from cs336_systems.training.optimizer import MASTER, FusedAdamW, GradientScale, _local
 from cs336_systems.training.pipeline import train
 from tests.distributed import run_ranks
 from tests.training.helpers import assert_same_tensors, make_config, tiny_trainer
@@ -83,9 +83,8 @@ def bytes_of_a_step(config: RunConfig) -> int:
         def count(*_: Any) -> None:
             states = [trainer.optimizer.state.get(p, {}) for p in parameters]
             state = [t for each in states for t in each.values() if t.ndim]
-            found.append(
-                sum(t.nbytes for t in (*parameters, *(p.grad for p in parameters if p.grad is not None), *state))
-            )
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            found.append(sum(_local(t).nbytes for t in (*parameters, *gradients, *state)))
 
         trainer.optimizer.register_step_pre_hook(count)
         trainer.train_step()
@@ -93,21 +92,26 @@ def bytes_of_a_step(config: RunConfig) -> int:
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("shard", [False, True])
-def test_the_planner_knows_weights_gradients_and_state(shard: bool, chunk: int | None) -> None:
-    config = config_of(parallel=dict(strategy="naive", shard_optimizer=shard), loss_chunk_tokens=chunk)
-    shape, parts = config.model.shape, 2 if shard else 1
-    how: dict[str, Any] = dict(strategy="naive", world_size=2, shard_optimizer=shard, loss_chunk_tokens=chunk)
+@pytest.mark.parametrize(
+    "strategy, shard",
+    [("naive", False), ("naive", True), ("fsdp", False), ("fsdp_simple", False), ("torch_ddp", False),
+     ("torch_fsdp", False)],
+)  # fmt: skip
+def test_the_planner_knows_weights_gradients_and_state(strategy: str, shard: bool, chunk: int | None) -> None:
+    config = config_of(parallel=dict(strategy=strategy, shard_optimizer=shard), loss_chunk_tokens=chunk)
+    shape, matrices = config.model.shape, matmul_parameters(config.model.shape)
+    how: dict[str, Any] = dict(strategy=strategy, world_size=2, shard_optimizer=shard, loss_chunk_tokens=chunk)
     job = Job(shape=shape, fused=True, **how)
-    kept = (job.weight_dtypes, job.gradient_dtypes)
-    expected = sum(bytes_of_kinds(shape, sizes_of(dtypes))[2] for dtypes in kept)
-    state = 8 * num_parameters(shape) + 4 * matmul_parameters(shape)
+    assert get_strategy(strategy).strategy.needs_float32 == (not job.has_masters)
+    kept = sum(bytes_of_kinds(shape, sizes_of(types))[2] for types in (job.weight_dtypes, job.gradient_dtypes))
+    state = 8 * num_parameters(shape) + 4 * matrices * job.has_masters
     found = run_ranks(bytes_of_a_step, 2, config)
-    assert sum(found) == 2 * expected + state * (1 if shard else 2)
-    # The bound that refuses a run, without tokens, rotary tables and logits.
-    small = least_training_bytes(shape, 0, 0, state_parts=parts, has_masters=True)
-    least = small - 4 * shape.context_length * shape.d_model // shape.num_heads
-    assert max(found) >= least == 2 * num_parameters(shape) * 4 - 4 * matmul_parameters(shape) + state // parts
+    norms = (2 * shape.num_layers + 1) * shape.d_model if strategy.startswith("fsdp") else 0  # each rank has them whole
+    assert sum(found) == 2 * (kept // job.weight_parts + state // job.state_parts) + 16 * norms
+    # The bound that refuses a run, without the rotary tables.
+    how = dict(weight_parts=job.weight_parts, state_parts=job.state_parts, has_masters=True)
+    least = least_training_bytes(shape, 0, 0, **how) - 4 * shape.context_length * shape.d_model // shape.num_heads
+    assert max(found) >= least > 0
 
 
 # The same numbers as autocast over float32 weights
@@ -180,6 +184,21 @@ def train_with_a_bad_step(config: RunConfig, device: str) -> list[dict[str, Tens
                 found.append(weights_and_masters(trainer))
         found.append(weights_and_masters(trainer))
     return found
+
+
+def losses_of(config: RunConfig) -> list[float]:
+    with tiny_trainer(config) as trainer:
+        return [trainer.train_step()["loss"] for _ in range(5)]
+
+
+@pytest.mark.parametrize("grad_dtype", ["same", "fp32"])
+@pytest.mark.parametrize("train", [{}, dict(gradient_accumulation_steps=4), dict(loss_chunk_tokens=5)], ids=str)
+def test_pytorchs_ddp_takes_float32_weights_and_trains_alike(train: dict[str, Any], grad_dtype: str) -> None:
+    ours, theirs = (
+        run_ranks(losses_of, 2, config_of(parallel=dict(strategy=strategy, grad_dtype=grad_dtype), **train))[0]
+        for strategy in ("naive", "torch_ddp")
+    )
+    assert theirs == pytest.approx(ours, rel=1e-4)
 
 
 def assert_skipped(found: list[dict[str, Tensor]]) -> None:
