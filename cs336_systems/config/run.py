@@ -183,7 +183,8 @@ class ParallelConfig:
     """For fsdp and torch_fsdp: free weights after the forward pass and gather them again for the backward pass. false
     keeps them, in train.precision (ZeRO stage 2): less communication, more memory."""
     grad_dtype: Literal["same", "fp32", "bf16", "fp16"] = "same"
-    """Dtype in which gradients are sent. same: the dtype they have."""
+    """Dtype in which gradients are sent and averaged. same: the dtype they have, for matrices in a 16-bit run of one
+    micro-batch a 16-bit one. fp32: twice the bytes, and averages that are rounded once."""
     nccl_max_ctas: int | None = None
     """Thread blocks per GPU that NCCL may take from computation (default: NCCL's choice). Not for gloo."""
     init_timeout_s: float = 300.0

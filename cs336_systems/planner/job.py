@@ -30,9 +30,9 @@ class Job:
     batch_size: int = 4
     """Sequences per GPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Autocast type."""
+    """Type of computation."""
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of weights, gradients and optimizer state."""
+    """Type of the weights that are updated, and of the optimizer's state."""
     attention: str = "flash"
     """naive, flash, or a kernel's registered name."""
     activation_checkpointing: str = "none"
