@@ -150,7 +150,10 @@ def measure(config: TrainStepBench) -> tuple[dict[str, Any], dict[str, Any]]:
     metrics["tokens_per_s"] = config.batch_size * shape.context_length / seconds
     flops = training_flops(shape, config.batch_size, shape.context_length)
     metrics["mfu"] = flops / seconds / peak if peak else None
-    return {"run": run.to_dict()}, metrics
+    ran = run.to_dict()
+    if is_peer:
+        ran["optimizer"]["implementation"] = "torch_fused"
+    return {"run": ran}, metrics
 
 
 CASE = Case(
